@@ -1,0 +1,10 @@
+# Applies FARANDOLE_SANITIZE to everything that is compiled after it.
+if(FARANDOLE_SANITIZE STREQUAL "address")
+  add_compile_options(-fsanitize=address,undefined -fno-omit-frame-pointer -fno-sanitize-recover=undefined)
+  add_link_options(-fsanitize=address,undefined)
+elseif(FARANDOLE_SANITIZE STREQUAL "thread")
+  add_compile_options(-fsanitize=thread -fno-omit-frame-pointer)
+  add_link_options(-fsanitize=thread)
+elseif(FARANDOLE_SANITIZE)
+  message(FATAL_ERROR "FARANDOLE_SANITIZE=${FARANDOLE_SANITIZE}: expected empty, 'address' or 'thread'")
+endif()

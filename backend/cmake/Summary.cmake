@@ -1,0 +1,13 @@
+# Printed at the end of every configuration.
+if(NCCL_FOUND)
+  set(_cuda "headers ${NCCL_VERSION}, loaded at run time")
+else()
+  set(_cuda "off")
+endif()
+message(STATUS "farandole ${PROJECT_VERSION}")
+message(STATUS "  build type        ${CMAKE_BUILD_TYPE}  sanitizers '${FARANDOLE_SANITIZE}'  ccache '${CCACHE_PROGRAM}'")
+message(STATUS "  python            ${Python3_VERSION}  ${Python3_EXECUTABLE}")
+message(STATUS "  FARANDOLE_TORCH   ${FARANDOLE_TORCH}  ${Torch_VERSION}  cuda ${Torch_CUDA}")
+message(STATUS "  FARANDOLE_UCX     ${FARANDOLE_UCX}  ${UCX_VERSION}  ${UCX_UCP_LIBRARY}")
+message(STATUS "  FARANDOLE_CUDA    ${FARANDOLE_CUDA}  nccl ${_cuda}")
+message(STATUS "  FARANDOLE_TESTS   ${FARANDOLE_TESTS}  FARANDOLE_BENCHMARKS ${FARANDOLE_BENCHMARKS}")

@@ -1,0 +1,7 @@
+#include "bindings/csrc/layers.h"
+
+namespace farandole::python {
+
+void bindPipeline(pybind11::module_& module) {}
+
+}  // namespace farandole::python

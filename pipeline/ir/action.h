@@ -1,0 +1,41 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace farandole::pipeline {
+
+// What one step of a plan does. The names and the text form are those of
+// torch.distributed.pipelining (_ComputationType); WAIT_SEND and BATCH_P2P are ours.
+enum class ActionKind : std::uint8_t {
+  kForward,         // F
+  kBackward,        // B, gradients of inputs and weights
+  kBackwardInput,   // I
+  kBackwardWeight,  // W
+  kSendF,           // SEND_F, posts the send of the stage's output to the stage after it
+  kRecvF,           // RECV_F, posts the receive of the stage's input
+  kSendB,           // SEND_B, posts the send of the gradient of the stage's input
+  kRecvB,           // RECV_B, posts the receive of the gradient of the stage's output
+  kWaitSend,        // WAIT_SEND, waits for what the stage sent for the microbatch
+  kUnshard,         // UNSHARD
+  kReshard,         // RESHARD
+  kReduceGrad,      // REDUCE_GRAD
+  kOverlapFB,       // (F;B)OVERLAP_F_B
+  kBatchP2p,        // (sends and receives with one peer)BATCH_P2P, posted together
+};
+
+inline constexpr std::int32_t kNoMicrobatch = -1;
+
+// One step of one rank. Sends and receives only post: the compute action that
+// consumes a received tensor waits for it, WAIT_SEND or the end of the step
+// waits for a send.
+struct Action {
+  std::int32_t stage = 0;
+  ActionKind kind = ActionKind::kForward;
+  std::int32_t microbatch = kNoMicrobatch;
+  std::vector<Action> parts;  // of kOverlapFB and kBatchP2p, else empty
+
+  bool operator==(const Action&) const = default;
+};
+
+}  // namespace farandole::pipeline
