@@ -1,0 +1,108 @@
+"""Runs a function on several ranks, each a real process with a bound on its time."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from typing import Any
+
+# Children are forked from a server that has imported torch once: a rank starts
+# in milliseconds instead of seconds.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "farandole"])
+
+
+class RankFailed(RuntimeError):
+    """A rank raised, died or ran out of time; the message holds its traceback."""
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    backend: str | None,
+    timeout: float = 60,
+    env: dict[str, str] | None = None,
+    **kwargs: Any,
+) -> list[Any]:
+    """Runs ``fn(rank, world_size, **kwargs)`` on every rank and returns the results by rank.
+
+    Args:
+        fn: a module-level function; its result must pickle.
+        world_size: number of processes.
+        backend: given to ``init_process_group`` (with a FileStore); None initializes no group.
+        timeout: seconds for all of it; then every process is killed and RankFailed raised.
+        env: environment variables set in every rank before the group is made.
+    """
+    with tempfile.TemporaryDirectory(prefix="farandole-test-") as folder:
+        processes, pipes = [], []
+        for rank in range(world_size):
+            ours, theirs = _context.Pipe()
+            args = (theirs, fn, rank, world_size, backend, os.path.join(folder, "store"), timeout, env, kwargs)
+            process = _context.Process(target=_rank_main, args=args, daemon=True)
+            process.start()
+            theirs.close()
+            processes.append(process)
+            pipes.append(ours)
+        try:
+            return _collect(processes, pipes, time.monotonic() + timeout)
+        finally:
+            for process in processes:
+                process.join(timeout=2)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+def _collect(processes: list[Any], pipes: list[Any], deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while open_pipes:
+        ready = wait(list(open_pipes), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            missing = sorted(open_pipes.values())
+            failures[-1] = f"no result from ranks {missing} in time"
+            break
+        for pipe in ready:
+            rank = open_pipes.pop(pipe)
+            try:
+                succeeded, value = pipe.recv()
+            except EOFError:
+                processes[rank].join(timeout=5)
+                succeeded, value = False, f"process ended with exit code {processes[rank].exitcode}"
+            (results if succeeded else failures)[rank] = value
+            if not succeeded:  # the others may hang on this one: give them a moment, no more
+                deadline = min(deadline, time.monotonic() + 10)
+    if failures:
+        raise RankFailed("\n".join(f"[rank {rank}] {text}" for rank, text in sorted(failures.items())))
+    return [results[rank] for rank in range(len(processes))]
+
+
+def _rank_main(pipe, fn, rank, world_size, backend, store_path, timeout, env, kwargs) -> None:
+    os.environ.update(env or {})
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        if backend is not None:
+            torch.distributed.init_process_group(
+                backend,
+                store=torch.distributed.FileStore(store_path, world_size),
+                rank=rank,
+                world_size=world_size,
+                timeout=datetime.timedelta(seconds=timeout),
+            )
+        result = fn(rank, world_size, **kwargs)
+        if backend is not None and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        pipe.send((True, result))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+        pipe.close()
+        os._exit(1)
