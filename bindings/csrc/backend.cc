@@ -1,7 +1,54 @@
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "backend/c10d/process_group.h"
 #include "bindings/csrc/layers.h"
 
 namespace farandole::python {
+namespace py = pybind11;
+namespace {
 
-void bindBackend(pybind11::module_& module) {}
+using backend::BatchEntry;
+using backend::ProcessGroupFarandole;
+using Handle = c10::intrusive_ptr<ProcessGroupFarandole>;
+
+Handle create(const ::c10d::DistributedBackendOptions& options) {
+  auto own = c10::make_intrusive<ProcessGroupFarandole::Options>(
+      std::chrono::duration_cast<std::chrono::milliseconds>(options.timeout));
+  own->group_name = options.group_id;
+  for (const std::int64_t rank : options.global_ranks_in_group) own->global_ranks_in_group.push_back(rank);
+  return c10::make_intrusive<ProcessGroupFarandole>(options.store, options.group_rank, options.group_size,
+                                                    std::move(own));
+}
+
+std::map<int, backend::WorkPtr> batchP2p(ProcessGroupFarandole& group, const std::vector<py::tuple>& ops,
+                                         const std::string& label) {
+  std::vector<BatchEntry> entries;
+  entries.reserve(ops.size());
+  for (const py::tuple& op : ops) {
+    entries.push_back({op[0].cast<bool>() ? p2p::Direction::kSend : p2p::Direction::kRecv, op[1].cast<at::Tensor>(),
+                       op[2].cast<int>(), op[3].cast<int>()});
+  }
+  py::gil_scoped_release noGil;
+  return group.batchP2p(std::move(entries), label);
+}
+
+}  // namespace
+
+void bindBackend(py::module_& module) {
+  // The Python classes of what is inherited and returned are torch's.
+  py::module_::import("torch._C._distributed_c10d");
+  const py::object base = py::module_::import("torch._C._distributed_c10d").attr("Backend");
+
+  py::class_<ProcessGroupFarandole, Handle>(module, "ProcessGroupFarandole", base,
+                                            "The c10d backend; made by init_process_group(\"farandole\").")
+      .def("batch_p2p", &batchP2p, py::arg("ops"), py::arg("label"))
+      .def("transport_of", &ProcessGroupFarandole::transportOf, py::arg("rank"),
+           py::call_guard<py::gil_scoped_release>());
+
+  module.def("create_backend", &create, py::arg("options"), py::call_guard<py::gil_scoped_release>());
+}
 
 }  // namespace farandole::python

@@ -5,9 +5,19 @@ import os
 # UCX installs signal handlers when its library is loaded; the process belongs to its user.
 os.environ.setdefault("UCX_ERROR_SIGNALS", "")
 os.environ.setdefault("UCX_DEBUG_SIGNO", "0")
+os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
 
-import torch  # noqa: E402, F401  (loads the libraries that _C links)
+import farandole_autoload  # noqa: E402
+import torch  # noqa: E402  (loads the libraries that _C links)
+
+from farandole import _build  # noqa: E402
+
+_build.check(torch.__version__)
 
 from farandole import _C  # noqa: E402
+from farandole._backend import batch_p2p, create_backend, transport_report  # noqa: E402
 
-__all__ = ["_C"]
+__version__ = "0.1.0"
+__all__ = ["_C", "batch_p2p", "create_backend", "transport_report"]
+
+farandole_autoload.register()

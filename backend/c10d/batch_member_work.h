@@ -1,0 +1,54 @@
+#pragma once
+
+#include <functional>
+#include <mutex>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <utility>
+
+namespace farandole::backend {
+
+// What an operation inside an open batch returns: it stands for the whole
+// batch, which exists once the batch is ended.
+class BatchMemberWork final : public ::c10d::Work {
+ public:
+  // `dropBatch` forgets the open batch; called when somebody waits before its end.
+  BatchMemberWork(int rank, std::function<void()> dropBatch)
+      : Work(rank, ::c10d::OpType::COALESCED), dropBatch_(std::move(dropBatch)) {}
+
+  void setBatch(c10::intrusive_ptr<::c10d::Work> batch) {
+    std::lock_guard lock(mutex_);
+    batch_ = std::move(batch);
+  }
+
+  bool isCompleted() override {
+    const auto batch = current();
+    return batch != nullptr && batch->isCompleted();
+  }
+  bool isSuccess() const override {
+    const auto batch = current();
+    return batch != nullptr && batch->isSuccess();
+  }
+  std::exception_ptr exception() const override {
+    const auto batch = current();
+    return batch != nullptr ? batch->exception() : nullptr;
+  }
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override {
+    if (const auto batch = current(); batch != nullptr) return batch->wait(timeout);
+    // As after an exception inside the batch: the next operation is on its own again.
+    dropBatch_();
+    TORCH_CHECK(false,
+                "farandole: waited for an operation of a batch before the batch was ended; the batch is dropped, "
+                "nothing of it was posted");
+  }
+
+ private:
+  c10::intrusive_ptr<::c10d::Work> current() const {
+    std::lock_guard lock(mutex_);
+    return batch_;
+  }
+
+  const std::function<void()> dropBatch_;
+  c10::intrusive_ptr<::c10d::Work> batch_;
+};
+
+}  // namespace farandole::backend

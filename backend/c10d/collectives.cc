@@ -1,0 +1,267 @@
+#include "backend/c10d/errors.h"
+#include "backend/c10d/process_group.h"
+#include "backend/c10d/reduce_kernels.h"
+#include "backend/c10d/tensor_checks.h"
+
+namespace farandole::backend {
+
+using collective::Program;
+using collective::Slice;
+using ::c10d::OpType;
+
+namespace {
+
+void checkRootTensor(const char* operation, std::int64_t rootTensor) {
+  TORCH_CHECK_VALUE(rootTensor == 0, operation, ": rootTensor is ", rootTensor, "; expected 0, one tensor per rank");
+}
+
+// The list of one list of tensors that gather, scatter and their kin take.
+Tensors& checkSingleList(const char* operation, const char* argument, std::vector<Tensors>& lists) {
+  TORCH_CHECK_VALUE(lists.size() == 1, operation, ": ", argument, " has ", lists.size(), " lists; expected one");
+  return lists[0];
+}
+
+void checkSameSize(const char* operation, const char* argument, const Tensors& tensors, const at::Tensor& like) {
+  for (const at::Tensor& tensor : tensors) {
+    TORCH_CHECK_VALUE(tensor.numel() == like.numel(), operation, ": ", argument, " has a tensor of ", tensor.numel(),
+                      " elements; expected ", like.numel(), " as the other argument");
+  }
+}
+
+}  // namespace
+
+WorkPtr ProcessGroupFarandole::runCollective(OpType type, const char* title, std::chrono::milliseconds timeout,
+                                             Tensors results, Tensors kept, const BuildProgram& build) {
+  auto work =
+      c10::make_intrusive<CollectiveWork>(communicator_, workOptions(type, title, timeout, std::move(results)));
+  work->keep(std::move(kept));
+  Program program;
+  build(program);
+  work->setProgram(std::move(program), static_cast<std::uint32_t>(work->getSequencenumber()));
+  work->launch();
+  if (Batch* batch = openBatchOfThisThread()) batch->collectives.push_back(work);
+  return work;
+}
+
+WorkPtr ProcessGroupFarandole::broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& opts) {
+  const at::Tensor& tensor = checkSingle("broadcast", "tensors", tensors);
+  checkRank("broadcast", "src", opts.rootRank, size_);
+  checkRootTensor("broadcast", opts.rootTensor);
+  return runCollective(OpType::BROADCAST, "farandole:broadcast", opts.timeout, tensors, {}, [&](Program& program) {
+    collective::broadcast(program, topology(), static_cast<int>(opts.rootRank), sliceOf(tensor));
+  });
+}
+
+WorkPtr ProcessGroupFarandole::allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& opts) {
+  const at::Tensor& tensor = checkSingle("all_reduce", "tensors", tensors);
+  const collective::Reduction reduction = reductionFor(opts.reduceOp, tensor.scalar_type());
+  return runCollective(OpType::ALLREDUCE, "farandole:all_reduce", opts.timeout, tensors, {}, [&](Program& program) {
+    collective::allReduce(program, topology(), reduction, sliceOf(tensor));
+  });
+}
+
+WorkPtr ProcessGroupFarandole::allreduce_coalesced(Tensors& tensors, const ::c10d::AllreduceCoalescedOptions& opts) {
+  TORCH_CHECK_VALUE(!tensors.empty(), "all_reduce_coalesced: tensors is empty; expected one or more");
+  for (const at::Tensor& tensor : tensors) {
+    checkTensor("all_reduce_coalesced", "tensors", tensor);
+    (void)reductionFor(opts.reduceOp, tensor.scalar_type());
+  }
+  return runCollective(OpType::ALLREDUCE_COALESCED, "farandole:all_reduce_coalesced", opts.timeout, tensors, {},
+                       [&](Program& program) {
+                         for (const at::Tensor& tensor : tensors) {
+                           collective::allReduce(program, topology(),
+                                                 reductionFor(opts.reduceOp, tensor.scalar_type()), sliceOf(tensor));
+                         }
+                       });
+}
+
+WorkPtr ProcessGroupFarandole::reduce(Tensors& tensors, const ::c10d::ReduceOptions& opts) {
+  const at::Tensor& tensor = checkSingle("reduce", "tensors", tensors);
+  checkRank("reduce", "dst", opts.rootRank, size_);
+  checkRootTensor("reduce", opts.rootTensor);
+  const collective::Reduction reduction = reductionFor(opts.reduceOp, tensor.scalar_type());
+  return runCollective(OpType::REDUCE, "farandole:reduce", opts.timeout, tensors, {}, [&](Program& program) {
+    collective::reduce(program, topology(), reduction, static_cast<int>(opts.rootRank), sliceOf(tensor));
+  });
+}
+
+WorkPtr ProcessGroupFarandole::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                         const ::c10d::AllgatherOptions& opts) {
+  const at::Tensor& input = checkSingle("all_gather", "tensor", inputs);
+  const Tensors& list = checkSingleList("all_gather", "tensor_list", outputs);
+  checkList("all_gather", "tensor_list", list, size_, input);
+  checkFlat("all_gather", "tensor_list of this rank", list[rank_], input, 1);
+  return runCollective(OpType::ALLGATHER, "farandole:all_gather", opts.timeout, list, inputs, [&](Program& program) {
+    collective::allGather(program, topology(), sliceOf(input), slicesOf(list));
+  });
+}
+
+WorkPtr ProcessGroupFarandole::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                               const ::c10d::AllgatherOptions& opts) {
+  checkTensor("all_gather_into_tensor", "input_tensor", input);
+  checkTensor("all_gather_into_tensor", "output_tensor", output);
+  checkFlat("all_gather_into_tensor", "output_tensor", output, input, size_);
+  return runCollective(OpType::_ALLGATHER_BASE, "farandole:_all_gather_base", opts.timeout, {output}, {input},
+                       [&](Program& program) {
+                         collective::allGather(program, topology(), sliceOf(input), equalSlices(output, size_));
+                       });
+}
+
+WorkPtr ProcessGroupFarandole::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                                                   const ::c10d::AllgatherOptions& opts) {
+  // c10d's layout: outputs[i][j] is what rank i gave as its input j.
+  const auto size = static_cast<std::size_t>(size_);
+  TORCH_CHECK_VALUE(outputs.size() == size, "all_gather_coalesced: output lists number ", outputs.size(),
+                    "; expected ", size_, ", one for each rank");
+  Tensors all;
+  for (const Tensors& list : outputs) {
+    TORCH_CHECK_VALUE(list.size() == inputs.size(), "all_gather_coalesced: an output list has ", list.size(),
+                      " tensors; expected ", inputs.size(), ", one for each input");
+    for (std::size_t j = 0; j < list.size(); ++j) {
+      checkTensor("all_gather_coalesced", "output", list[j]);
+      checkTensor("all_gather_coalesced", "input", inputs[j]);
+      checkFlat("all_gather_coalesced", "output", list[j], inputs[j], 1);
+    }
+    all.insert(all.end(), list.begin(), list.end());
+  }
+  return runCollective(OpType::ALLGATHER_COALESCED, "farandole:all_gather_coalesced", opts.timeout, all, inputs,
+                       [&](Program& program) {
+                         std::vector<Slice> slices(size);
+                         for (std::size_t j = 0; j < inputs.size(); ++j) {
+                           for (std::size_t i = 0; i < size; ++i) slices[i] = sliceOf(outputs[i][j]);
+                           collective::allGather(program, topology(), sliceOf(inputs[j]), slices);
+                         }
+                       });
+}
+
+WorkPtr ProcessGroupFarandole::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                               const ::c10d::AllgatherOptions& opts) {
+  TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "all_gather_into_tensor_coalesced: ", outputs.size(),
+                    " outputs for ", inputs.size(), " inputs; expected as many");
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    checkTensor("all_gather_into_tensor_coalesced", "input", inputs[i]);
+    checkTensor("all_gather_into_tensor_coalesced", "output", outputs[i]);
+    checkFlat("all_gather_into_tensor_coalesced", "output", outputs[i], inputs[i], size_);
+  }
+  return runCollective(OpType::ALLGATHER_INTO_TENSOR_COALESCED, "farandole:all_gather_into_tensor_coalesced",
+                       opts.timeout, outputs, inputs, [&](Program& program) {
+                         for (std::size_t i = 0; i < inputs.size(); ++i) {
+                           collective::allGather(program, topology(), sliceOf(inputs[i]),
+                                                 equalSlices(outputs[i], size_));
+                         }
+                       });
+}
+
+WorkPtr ProcessGroupFarandole::gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                      const ::c10d::GatherOptions& opts) {
+  const at::Tensor& input = checkSingle("gather", "tensor", inputs);
+  checkRank("gather", "dst", opts.rootRank, size_);
+  Tensors list;
+  if (rank_ == opts.rootRank) {
+    list = checkSingleList("gather", "gather_list", outputs);
+    checkList("gather", "gather_list", list, size_, input);
+    checkSameSize("gather", "gather_list", list, input);
+  } else {
+    TORCH_CHECK_VALUE(outputs.empty(), "gather: gather_list is given on rank ", rank_, "; expected on rank ",
+                      opts.rootRank, " only");
+  }
+  return runCollective(OpType::GATHER, "farandole:gather", opts.timeout, list, inputs, [&](Program& program) {
+    collective::gather(program, topology(), static_cast<int>(opts.rootRank), sliceOf(input), slicesOf(list));
+  });
+}
+
+WorkPtr ProcessGroupFarandole::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                       const ::c10d::ScatterOptions& opts) {
+  const at::Tensor& output = checkSingle("scatter", "tensor", outputs);
+  checkRank("scatter", "src", opts.rootRank, size_);
+  Tensors list;
+  if (rank_ == opts.rootRank) {
+    list = checkSingleList("scatter", "scatter_list", inputs);
+    checkList("scatter", "scatter_list", list, size_, output);
+    checkSameSize("scatter", "scatter_list", list, output);
+  } else {
+    TORCH_CHECK_VALUE(inputs.empty(), "scatter: scatter_list is given on rank ", rank_, "; expected on rank ",
+                      opts.rootRank, " only");
+  }
+  return runCollective(OpType::SCATTER, "farandole:scatter", opts.timeout, outputs, list, [&](Program& program) {
+    collective::scatter(program, topology(), static_cast<int>(opts.rootRank), sliceOf(output), slicesOf(list));
+  });
+}
+
+WorkPtr ProcessGroupFarandole::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                              const ::c10d::ReduceScatterOptions& opts) {
+  const at::Tensor& output = checkSingle("reduce_scatter", "output", outputs);
+  const Tensors& list = checkSingleList("reduce_scatter", "input_list", inputs);
+  checkList("reduce_scatter", "input_list", list, size_, output);
+  TORCH_CHECK_VALUE(list[rank_].numel() == output.numel(), "reduce_scatter: input_list[", rank_, "] has ",
+                    list[rank_].numel(), " elements; expected ", output.numel(), " as output");
+  const collective::Reduction reduction = reductionFor(opts.reduceOp, output.scalar_type());
+  return runCollective(OpType::REDUCE_SCATTER, "farandole:reduce_scatter", opts.timeout, outputs, list,
+                       [&](Program& program) {
+                         collective::reduceScatter(program, topology(), reduction, sliceOf(output), slicesOf(list));
+                       });
+}
+
+WorkPtr ProcessGroupFarandole::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                    const ::c10d::ReduceScatterOptions& opts) {
+  checkTensor("reduce_scatter_tensor", "output", output);
+  checkTensor("reduce_scatter_tensor", "input", input);
+  checkFlat("reduce_scatter_tensor", "input", input, output, size_);
+  const collective::Reduction reduction = reductionFor(opts.reduceOp, output.scalar_type());
+  return runCollective(OpType::_REDUCE_SCATTER_BASE, "farandole:_reduce_scatter_base", opts.timeout, {output}, {input},
+                       [&](Program& program) {
+                         collective::reduceScatter(program, topology(), reduction, sliceOf(output),
+                                                   equalSlices(input, size_));
+                       });
+}
+
+WorkPtr ProcessGroupFarandole::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                               const ::c10d::ReduceScatterOptions& opts) {
+  TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "reduce_scatter_tensor_coalesced: ", outputs.size(),
+                    " outputs for ", inputs.size(), " inputs; expected as many");
+  std::vector<collective::Reduction> reductions;
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    checkTensor("reduce_scatter_tensor_coalesced", "output", outputs[i]);
+    checkTensor("reduce_scatter_tensor_coalesced", "input", inputs[i]);
+    checkFlat("reduce_scatter_tensor_coalesced", "input", inputs[i], outputs[i], size_);
+    reductions.push_back(reductionFor(opts.reduceOp, outputs[i].scalar_type()));
+  }
+  return runCollective(OpType::REDUCE_SCATTER_TENSOR_COALESCED, "farandole:reduce_scatter_tensor_coalesced",
+                       opts.timeout, outputs, inputs, [&](Program& program) {
+                         for (std::size_t i = 0; i < inputs.size(); ++i) {
+                           collective::reduceScatter(program, topology(), reductions[i], sliceOf(outputs[i]),
+                                                     equalSlices(inputs[i], size_));
+                         }
+                       });
+}
+
+WorkPtr ProcessGroupFarandole::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                             std::vector<std::int64_t>& outputSplits,
+                                             std::vector<std::int64_t>& inputSplits,
+                                             const ::c10d::AllToAllOptions& opts) {
+  checkTensor("all_to_all_single", "output", output);
+  checkTensor("all_to_all_single", "input", input);
+  TORCH_CHECK_TYPE(output.scalar_type() == input.scalar_type(), "all_to_all_single: output has dtype ",
+                   output.scalar_type(), "; expected ", input.scalar_type(), " as input");
+  const auto outputs = splitSlices("all_to_all_single", "output", output, outputSplits, size_);
+  const auto inputs = splitSlices("all_to_all_single", "input", input, inputSplits, size_);
+  return runCollective(OpType::ALLTOALL_BASE, "farandole:all_to_all", opts.timeout, {output}, {input},
+                       [&](Program& program) { collective::allToAll(program, topology(), outputs, inputs); });
+}
+
+WorkPtr ProcessGroupFarandole::alltoall(Tensors& outputs, Tensors& inputs, const ::c10d::AllToAllOptions& opts) {
+  TORCH_CHECK_VALUE(!inputs.empty(), "all_to_all: input_tensor_list is empty; expected one tensor for each rank");
+  checkList("all_to_all", "input_tensor_list", inputs, size_, inputs[0]);
+  checkList("all_to_all", "output_tensor_list", outputs, size_, inputs[0]);
+  return runCollective(OpType::ALLTOALL, "farandole:all_to_all", opts.timeout, outputs, inputs,
+                       [&](Program& program) {
+                         collective::allToAll(program, topology(), slicesOf(outputs), slicesOf(inputs));
+                       });
+}
+
+WorkPtr ProcessGroupFarandole::barrier(const ::c10d::BarrierOptions& opts) {
+  return runCollective(OpType::BARRIER, "farandole:barrier", opts.timeout, {}, {},
+                       [&](Program& program) { collective::barrier(program, topology()); });
+}
+
+}  // namespace farandole::backend

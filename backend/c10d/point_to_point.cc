@@ -1,0 +1,139 @@
+#include <ATen/record_function.h>
+
+#include "backend/c10d/errors.h"
+#include "backend/c10d/process_group.h"
+#include "backend/c10d/tensor_checks.h"
+
+namespace farandole::backend {
+
+using ::c10d::OpType;
+using p2p::Direction;
+
+namespace {
+
+void checkTag(const char* operation, int tag) {
+  TORCH_CHECK_VALUE(tag >= 0, operation, ": tag is ", tag, "; expected 0 or more");
+}
+
+}  // namespace
+
+WorkPtr ProcessGroupFarandole::send(Tensors& tensors, int dstRank, int tag) {
+  return pointToPoint(Direction::kSend, tensors, dstRank, tag);
+}
+
+WorkPtr ProcessGroupFarandole::recv(Tensors& tensors, int srcRank, int tag) {
+  return pointToPoint(Direction::kRecv, tensors, srcRank, tag);
+}
+
+WorkPtr ProcessGroupFarandole::pointToPoint(Direction direction, Tensors& tensors, int peer, int tag) {
+  const bool isSend = direction == Direction::kSend;
+  const char* const name = isSend ? "send" : "recv";
+  Batch* const batch = openBatchOfThisThread();
+  try {
+    checkSingle(name, "tensors", tensors);
+    checkRank(name, isSend ? "dst" : "src", peer, size_);
+    checkTag(name, tag);
+  } catch (...) {
+    // Who called leaves the batch by this exception and will not end it.
+    if (batch != nullptr) dropBatch();
+    throw;
+  }
+  if (batch != nullptr) {
+    batch->entries.push_back({direction, tensors[0], peer, tag});
+    return batch->member;
+  }
+  auto work = c10::make_intrusive<MessagesWork>(
+      communicator_, workOptions(isSend ? OpType::SEND : OpType::RECV, isSend ? "farandole:send" : "farandole:recv",
+                                 ::c10d::kUnsetTimeout, tensors));
+  work->setItem({tensors[0], peer, static_cast<std::uint32_t>(tag), isSend});
+  work->launch();
+  return work;
+}
+
+WorkPtr ProcessGroupFarandole::recvAnysource(Tensors& tensors, int tag) {
+  checkSingle("recv", "tensors", tensors);
+  checkTag("recv", tag);
+  TORCH_CHECK_VALUE(openBatchOfThisThread() == nullptr,
+                    "recv: src is any rank inside a batch; expected a rank, a batch is ordered by peer");
+  auto work = c10::make_intrusive<MessagesWork>(
+      communicator_, workOptions(OpType::RECVANYSOURCE, "farandole:recvAnySource", ::c10d::kUnsetTimeout, tensors));
+  work->setItem({tensors[0], collective::kAnySource, static_cast<std::uint32_t>(tag), false});
+  work->launch();
+  return work;
+}
+
+ProcessGroupFarandole::Batch* ProcessGroupFarandole::openBatchOfThisThread() {
+  if (!batchOpen_.load(std::memory_order_acquire)) return nullptr;
+  std::lock_guard lock(batchMutex_);
+  return batch_ && batch_->thread == std::this_thread::get_id() ? &*batch_ : nullptr;
+}
+
+void ProcessGroupFarandole::dropBatch() {
+  std::lock_guard lock(batchMutex_);
+  batch_.reset();
+  batchOpen_ = false;
+}
+
+void ProcessGroupFarandole::startCoalescing() {
+  std::lock_guard lock(batchMutex_);
+  TORCH_CHECK(!batch_ || batch_->thread == std::this_thread::get_id(),
+              "farandole: another thread has a batch open on this group; expected one at a time, or a group per thread");
+  if (batch_) TORCH_WARN("farandole: a batch of ", batch_->entries.size(), " operations was never ended; it is dropped");
+  batch_.emplace(Batch{std::this_thread::get_id(), {}, {},
+                       c10::make_intrusive<BatchMemberWork>(rank_, [this] { dropBatch(); })});
+  batchOpen_ = true;
+}
+
+WorkPtr ProcessGroupFarandole::endCoalescing() {
+  std::optional<Batch> batch;
+  {
+    std::lock_guard lock(batchMutex_);
+    TORCH_CHECK(batch_ && batch_->thread == std::this_thread::get_id(),
+                "farandole: endCoalescing without startCoalescing on this thread");
+    batch.swap(batch_);
+    batchOpen_ = false;
+  }
+  std::vector<WorkPtr> works = std::move(batch->collectives);
+  for (auto& [peer, work] : batchP2p(std::move(batch->entries), "")) works.push_back(std::move(work));
+  WorkPtr whole;
+  if (works.size() == 1) {
+    whole = works[0];
+  } else {
+    whole = c10::make_intrusive<JointWork>(rank_, OpType::COALESCED, std::move(works));
+  }
+  batch->member->setBatch(whole);
+  return whole;
+}
+
+std::map<int, WorkPtr> ProcessGroupFarandole::batchP2p(std::vector<BatchEntry> entries, const std::string& label) {
+  RECORD_FUNCTION(label.empty() ? "farandole:batch_p2p" : "farandole:batch_p2p " + label, {});
+  std::vector<p2p::BatchOp> ops;
+  ops.reserve(entries.size());
+  for (const BatchEntry& entry : entries) {
+    const bool isSend = entry.direction == Direction::kSend;
+    checkTensor("batch_p2p", "tensor", entry.tensor);
+    checkRank("batch_p2p", isSend ? "dst" : "src", entry.peer, size_);
+    checkTag("batch_p2p", entry.tag);
+    ops.push_back({entry.direction, entry.peer, static_cast<std::uint32_t>(entry.tag)});
+  }
+  std::map<int, WorkPtr> works;
+  for (const p2p::PeerBatch& batch : p2p::planBatch(rank_, size_, ops)) {
+    std::vector<MessagesOperation::Item> items;
+    Tensors received;
+    for (const std::uint32_t index : batch.ops) {
+      BatchEntry& entry = entries[index];
+      const bool isSend = entry.direction == Direction::kSend;
+      if (!isSend) received.push_back(entry.tensor);
+      items.push_back({std::move(entry.tensor), batch.peer, static_cast<std::uint32_t>(entry.tag), isSend});
+    }
+    auto work = c10::make_intrusive<MessagesWork>(
+        communicator_,
+        workOptions(OpType::COALESCED, "farandole:batch_p2p", ::c10d::kUnsetTimeout, std::move(received)));
+    work->setItems(std::move(items), label);
+    work->launch();
+    works.emplace(batch.peer, std::move(work));
+  }
+  return works;
+}
+
+}  // namespace farandole::backend

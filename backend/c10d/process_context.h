@@ -1,0 +1,44 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "backend/net/event_loop.h"
+#include "backend/p2p/message_tag.h"
+#include "backend/transport/connections.h"
+
+namespace farandole::backend {
+
+// What all groups of a process share: the event loop, the transport and its
+// connections, the numbers of the groups. Made with the first group, gone with
+// the last. Any thread.
+class ProcessContext {
+ public:
+  // The process's context; made when there is none. A forked child gets its own.
+  static Result<std::shared_ptr<ProcessContext>> acquire();
+
+  ~ProcessContext();
+
+  transport::Connections& connections() { return *connections_; }
+
+  // A number for a group that no other group of this process has.
+  Result<std::uint32_t> takeGroupNumber();
+  void returnGroupNumber(std::uint32_t number);
+
+  // False in a forked child: the thread and the transport stayed with the parent.
+  bool isOurs() const;
+
+ private:
+  ProcessContext();
+
+  const int pid_;
+  net::EventLoop loop_;
+  std::unique_ptr<transport::Connections> connections_;
+  std::mutex mutex_;
+  std::vector<bool> groupNumbers_;  // taken or not
+};
+
+}  // namespace farandole::backend

@@ -1,0 +1,105 @@
+#include "backend/c10d/process_group.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "backend/c10d/errors.h"
+#include "backend/c10d/rendezvous.h"
+
+namespace farandole::backend {
+namespace {
+
+std::string hostName() {
+  char name[256] = {};
+  gethostname(name, sizeof name - 1);
+  return name;
+}
+
+template <typename T>
+T valueOrThrow(Result<T> result) {
+  throwIfError(result.status());
+  return std::move(result).value();
+}
+
+}  // namespace
+
+ProcessGroupFarandole::ProcessGroupFarandole(c10::intrusive_ptr<::c10d::Store> store, int rank, int size,
+                                             c10::intrusive_ptr<Options> options)
+    : Backend(rank, size), options_(std::move(options)) {
+  TORCH_CHECK_VALUE(size >= 1 && size <= p2p::kMaxRanks, "farandole: size is ", size, "; expected 1 to ",
+                    p2p::kMaxRanks);
+  TORCH_CHECK_VALUE(rank >= 0 && rank < size, "farandole: rank is ", rank, "; expected 0 to ", size - 1);
+  TORCH_CHECK_VALUE(store != nullptr, "farandole: store is None; expected a store that all ranks share");
+  context_ = valueOrThrow(ProcessContext::acquire());
+  const std::uint32_t group = valueOrThrow(context_->takeGroupNumber());
+  // The number is free again once nothing that carries it is in flight.
+  std::shared_ptr<void> lease(nullptr, [context = context_, group](void*) { context->returnGroupNumber(group); });
+
+  collective::Member self{"", group, hostName(), getpid()};
+  {
+    transport::ProgressEngine::Access access(context_->connections().engine());
+    self.address = access.transport().address();
+  }
+  auto members = valueOrThrow(exchangeMembers(*store, rank, size, self, options_->timeout));
+  communicator_ = std::make_shared<Communicator>(context_->connections(), std::move(lease), rank, std::move(members));
+}
+
+ProcessGroupFarandole::~ProcessGroupFarandole() {
+  if (communicator_ == nullptr) return;
+  if (!context_->isOurs()) {
+    // In a forked child: locks may be held by threads that do not exist here.
+    new std::shared_ptr<Communicator>(std::move(communicator_));
+    new std::shared_ptr<ProcessContext>(std::move(context_));
+    return;
+  }
+  shutdown();
+}
+
+std::uint64_t ProcessGroupFarandole::getSequenceNumberForGroup() { return collectiveSequence_.load(); }
+
+::c10d::ErrorType ProcessGroupFarandole::getError() {
+  transport::ProgressEngine::Access access(context_->connections().engine());
+  const Status& status = communicator_->usable();
+  return status.isOk() ? ::c10d::ErrorType::SUCCESS : ::c10d::ErrorType::COMM_ERROR;
+}
+
+void ProcessGroupFarandole::abort() {
+  if (context_->isOurs()) communicator_->abort(Status::aborted("the process group was aborted"));
+}
+
+void ProcessGroupFarandole::shutdown() {
+  if (context_->isOurs()) communicator_->abort(Status::aborted("the process group was shut down"));
+}
+
+c10::intrusive_ptr<::c10d::Backend> ProcessGroupFarandole::split(
+    const c10::intrusive_ptr<::c10d::Store>& store, const std::vector<int>& ranks,
+    const c10::intrusive_ptr<::c10d::Backend::Options>& options) {
+  const auto self = std::find(ranks.begin(), ranks.end(), rank_);
+  if (self == ranks.end()) return nullptr;
+  auto childOptions = c10::make_intrusive<Options>(options != nullptr ? options->timeout : options_->timeout);
+  if (options != nullptr) {
+    childOptions->group_name = options->group_name;
+    childOptions->global_ranks_in_group = options->global_ranks_in_group;
+  }
+  return c10::make_intrusive<ProcessGroupFarandole>(store, static_cast<int>(self - ranks.begin()),
+                                                    static_cast<int>(ranks.size()), std::move(childOptions));
+}
+
+WorkOptions ProcessGroupFarandole::workOptions(::c10d::OpType type, const char* title,
+                                               std::chrono::milliseconds timeout, Tensors results) {
+  const bool isPointToPoint = ::c10d::isP2POp(type);
+  return {rank_,
+          type,
+          title,
+          isPointToPoint ? pointToPointSequence_.fetch_add(1, std::memory_order_relaxed)
+                         : collectiveSequence_.fetch_add(1, std::memory_order_relaxed),
+          timeout == ::c10d::kUnsetTimeout || timeout == kNoTimeout ? options_->timeout : timeout,
+          std::move(results)};
+}
+
+std::string ProcessGroupFarandole::transportOf(int rank) {
+  return rank == rank_ ? "self" : communicator_->transportOf(rank);
+}
+
+}  // namespace farandole::backend

@@ -1,0 +1,165 @@
+#include "backend/c10d/reduce_kernels.h"
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+#include <c10/util/complex.h>
+
+#include <algorithm>
+#include <cmath>
+#include <type_traits>
+
+namespace farandole::backend {
+namespace {
+
+using collective::ReduceFunction;
+using ::c10d::ReduceOp;
+
+// Elements reduced at a time: sources and accumulator stay in the first-level cache.
+constexpr std::size_t kBlock = 1024;
+
+template <typename T>
+constexpr bool kIsComplex = std::is_same_v<T, c10::complex<float>> || std::is_same_v<T, c10::complex<double>>;
+template <typename T>
+constexpr bool kIsReduced = std::is_same_v<T, c10::Half> || std::is_same_v<T, c10::BFloat16>;
+template <typename T>
+using Accumulator = std::conditional_t<kIsReduced<T>, float, T>;
+
+struct Sum {
+  template <typename T>
+  static T apply(T a, T b) {
+    if constexpr (std::is_same_v<T, bool>) {
+      return a || b;
+    } else {
+      return static_cast<T>(a + b);
+    }
+  }
+};
+struct Product {
+  template <typename T>
+  static T apply(T a, T b) {
+    if constexpr (std::is_same_v<T, bool>) {
+      return a && b;
+    } else {
+      return static_cast<T>(a * b);
+    }
+  }
+};
+// As torch's amin and amax: a NaN on either side gives NaN.
+struct Min {
+  template <typename T>
+  static T apply(T a, T b) {
+    if constexpr (std::is_floating_point_v<T>) {
+      return a < b || std::isnan(a) ? a : b;
+    } else {
+      return std::min(a, b);
+    }
+  }
+};
+struct Max {
+  template <typename T>
+  static T apply(T a, T b) {
+    if constexpr (std::is_floating_point_v<T>) {
+      return a > b || std::isnan(a) ? a : b;
+    } else {
+      return std::max(a, b);
+    }
+  }
+};
+struct And {
+  template <typename T>
+  static T apply(T a, T b) {
+    return static_cast<T>(a & b);
+  }
+};
+struct Or {
+  template <typename T>
+  static T apply(T a, T b) {
+    return static_cast<T>(a | b);
+  }
+};
+struct Xor {
+  template <typename T>
+  static T apply(T a, T b) {
+    return static_cast<T>(a ^ b);
+  }
+};
+
+template <typename T, typename Op, bool kAverage>
+void reduceBlocks(void* dst, const void* const* sources, int numSources, std::size_t count) {
+  using A = Accumulator<T>;
+  A accumulator[kBlock];
+  for (std::size_t first = 0; first < count; first += kBlock) {
+    const std::size_t n = std::min(kBlock, count - first);
+    const T* source = static_cast<const T*>(sources[0]) + first;
+    for (std::size_t i = 0; i < n; ++i) accumulator[i] = static_cast<A>(source[i]);
+    for (int s = 1; s < numSources; ++s) {
+      source = static_cast<const T*>(sources[s]) + first;
+      for (std::size_t i = 0; i < n; ++i) accumulator[i] = Op::apply(accumulator[i], static_cast<A>(source[i]));
+    }
+    T* const out = static_cast<T*>(dst) + first;
+    for (std::size_t i = 0; i < n; ++i) {
+      if constexpr (kAverage) accumulator[i] = static_cast<A>(accumulator[i] / static_cast<A>(numSources));
+      out[i] = static_cast<T>(accumulator[i]);
+    }
+  }
+}
+
+template <typename T>
+ReduceFunction functionFor(ReduceOp::RedOpType op) {
+  constexpr bool kOrdered = !kIsComplex<T>;
+  constexpr bool kBitwise = std::is_integral_v<T>;
+  switch (op) {
+    case ReduceOp::SUM: return &reduceBlocks<T, Sum, false>;
+    case ReduceOp::PRODUCT: return &reduceBlocks<T, Product, false>;
+    case ReduceOp::AVG:
+      if constexpr (!std::is_same_v<T, bool>) return &reduceBlocks<T, Sum, true>;
+      return nullptr;
+    case ReduceOp::MIN:
+      if constexpr (kOrdered) return &reduceBlocks<T, Min, false>;
+      return nullptr;
+    case ReduceOp::MAX:
+      if constexpr (kOrdered) return &reduceBlocks<T, Max, false>;
+      return nullptr;
+    case ReduceOp::BAND:
+      if constexpr (kBitwise) return &reduceBlocks<T, And, false>;
+      return nullptr;
+    case ReduceOp::BOR:
+      if constexpr (kBitwise) return &reduceBlocks<T, Or, false>;
+      return nullptr;
+    case ReduceOp::BXOR:
+      if constexpr (kBitwise) return &reduceBlocks<T, Xor, false>;
+      return nullptr;
+    default: return nullptr;
+  }
+}
+
+ReduceFunction lookUp(ReduceOp::RedOpType op, at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kByte: return functionFor<std::uint8_t>(op);
+    case at::kChar: return functionFor<std::int8_t>(op);
+    case at::kShort: return functionFor<std::int16_t>(op);
+    case at::kInt: return functionFor<std::int32_t>(op);
+    case at::kLong: return functionFor<std::int64_t>(op);
+    case at::kBool: return functionFor<bool>(op);
+    case at::kHalf: return functionFor<c10::Half>(op);
+    case at::kBFloat16: return functionFor<c10::BFloat16>(op);
+    case at::kFloat: return functionFor<float>(op);
+    case at::kDouble: return functionFor<double>(op);
+    case at::kComplexFloat: return functionFor<c10::complex<float>>(op);
+    case at::kComplexDouble: return functionFor<c10::complex<double>>(op);
+    default: return nullptr;
+  }
+}
+
+constexpr const char* kNames[] = {"SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"};
+
+}  // namespace
+
+collective::Reduction reductionFor(const ReduceOp& op, at::ScalarType dtype) {
+  const ReduceFunction function = lookUp(op.op_, dtype);
+  TORCH_CHECK_TYPE(function != nullptr, "farandole: ReduceOp.",
+                   op.op_ < std::size(kNames) ? kNames[op.op_] : "UNUSED", " is not defined for dtype ", dtype);
+  return {function, c10::elementSize(dtype)};
+}
+
+}  // namespace farandole::backend

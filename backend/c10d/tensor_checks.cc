@@ -1,0 +1,90 @@
+#include "backend/c10d/tensor_checks.h"
+
+#include <numeric>
+
+namespace farandole::backend {
+
+using collective::Slice;
+
+void checkTensor(const char* operation, const char* argument, const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.defined(), operation, ": ", argument, " is undefined; expected a tensor");
+  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, operation, ": ", argument, " has layout ", tensor.layout(),
+                    "; expected a dense (strided) tensor");
+  TORCH_CHECK_VALUE(tensor.device().is_cpu(), operation, ": ", argument, " is on device ", tensor.device(),
+                    "; farandole moves tensors on cpu only so far");
+  TORCH_CHECK_VALUE(tensor.is_contiguous(), operation, ": ", argument, " of shape ", tensor.sizes(), " has strides ",
+                    tensor.strides(), "; expected a contiguous tensor, pass .contiguous()");
+}
+
+at::Tensor& checkSingle(const char* operation, const char* argument, std::vector<at::Tensor>& tensors) {
+  TORCH_CHECK_VALUE(tensors.size() == 1, operation, ": ", argument, " has ", tensors.size(),
+                    " tensors; expected one");
+  checkTensor(operation, argument, tensors[0]);
+  return tensors[0];
+}
+
+void checkList(const char* operation, const char* argument, const std::vector<at::Tensor>& tensors, std::size_t count,
+               const at::Tensor& like) {
+  TORCH_CHECK_VALUE(tensors.size() == count, operation, ": ", argument, " has ", tensors.size(),
+                    " tensors; expected ", count, ", one for each rank");
+  for (const at::Tensor& tensor : tensors) {
+    checkTensor(operation, argument, tensor);
+    TORCH_CHECK_TYPE(tensor.scalar_type() == like.scalar_type(), operation, ": ", argument, " has a tensor of dtype ",
+                     tensor.scalar_type(), "; expected ", like.scalar_type(), " as the other argument");
+  }
+}
+
+void checkRank(const char* operation, const char* argument, std::int64_t rank, int size) {
+  TORCH_CHECK_VALUE(rank >= 0 && rank < size, operation, ": ", argument, " is ", rank,
+                    "; expected a rank from 0 to ", size - 1);
+}
+
+void checkFlat(const char* operation, const char* argument, const at::Tensor& flat, const at::Tensor& part, int size) {
+  TORCH_CHECK_TYPE(flat.scalar_type() == part.scalar_type(), operation, ": ", argument, " has dtype ",
+                   flat.scalar_type(), "; expected ", part.scalar_type(), " as the other argument");
+  TORCH_CHECK_VALUE(flat.numel() == part.numel() * size, operation, ": ", argument, " has ", flat.numel(),
+                    " elements; expected ", size, " ranks x ", part.numel());
+}
+
+Slice sliceOf(const at::Tensor& tensor) { return {static_cast<std::byte*>(tensor.data_ptr()), tensor.nbytes()}; }
+
+std::vector<Slice> slicesOf(const std::vector<at::Tensor>& tensors) {
+  std::vector<Slice> slices;
+  slices.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) slices.push_back(sliceOf(tensor));
+  return slices;
+}
+
+std::vector<Slice> equalSlices(const at::Tensor& flat, int size) {
+  const Slice whole = sliceOf(flat);
+  std::vector<Slice> slices(size);
+  for (int i = 0; i < size; ++i) slices[i] = {whole.data + whole.bytes / size * i, whole.bytes / size};
+  return slices;
+}
+
+std::vector<Slice> splitSlices(const char* operation, const char* argument, const at::Tensor& flat,
+                               const std::vector<std::int64_t>& splits, int size) {
+  const std::int64_t rows = flat.dim() == 0 ? flat.numel() : flat.size(0);
+  if (splits.empty()) {
+    TORCH_CHECK_VALUE(rows % size == 0, operation, ": ", argument, " has ", rows,
+                      " rows; expected a multiple of the ", size, " ranks, or split sizes");
+    return equalSlices(flat, size);
+  }
+  TORCH_CHECK_VALUE(splits.size() == static_cast<std::size_t>(size), operation, ": ", argument, " has ", splits.size(),
+                    " split sizes; expected ", size, ", one for each rank");
+  const std::int64_t sum = std::accumulate(splits.begin(), splits.end(), std::int64_t{0});
+  TORCH_CHECK_VALUE(sum == rows, operation, ": the split sizes of ", argument, " sum to ", sum, "; expected its ",
+                    rows, " rows");
+  const Slice whole = sliceOf(flat);
+  const std::size_t rowBytes = rows == 0 ? 0 : whole.bytes / rows;
+  std::vector<Slice> slices;
+  std::byte* at = whole.data;
+  for (const std::int64_t split : splits) {
+    TORCH_CHECK_VALUE(split >= 0, operation, ": ", argument, " has split size ", split, "; expected 0 or more");
+    slices.push_back({at, rowBytes * split});
+    at += rowBytes * split;
+  }
+  return slices;
+}
+
+}  // namespace farandole::backend

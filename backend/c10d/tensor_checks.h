@@ -1,0 +1,33 @@
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <vector>
+
+#include "backend/collective/algorithms.h"
+
+namespace farandole::backend {
+
+// Each throws an error that names the operation, the argument, its value and
+// what was expected.
+
+// A dense, contiguous CPU tensor.
+void checkTensor(const char* operation, const char* argument, const at::Tensor& tensor);
+// A list of exactly one such tensor; returns it.
+at::Tensor& checkSingle(const char* operation, const char* argument, std::vector<at::Tensor>& tensors);
+// Tensors of the dtype of `like`, `count` of them.
+void checkList(const char* operation, const char* argument, const std::vector<at::Tensor>& tensors, std::size_t count,
+               const at::Tensor& like);
+void checkRank(const char* operation, const char* argument, std::int64_t rank, int size);
+// One flat tensor that holds `size` times what `part` holds.
+void checkFlat(const char* operation, const char* argument, const at::Tensor& flat, const at::Tensor& part, int size);
+
+collective::Slice sliceOf(const at::Tensor& tensor);
+std::vector<collective::Slice> slicesOf(const std::vector<at::Tensor>& tensors);
+// `flat` cut in `size` equal parts.
+std::vector<collective::Slice> equalSlices(const at::Tensor& flat, int size);
+// `flat` cut along dimension 0; empty `splits` mean equal parts.
+std::vector<collective::Slice> splitSlices(const char* operation, const char* argument, const at::Tensor& flat,
+                                           const std::vector<std::int64_t>& splits, int size);
+
+}  // namespace farandole::backend

@@ -1,0 +1,174 @@
+#include "backend/c10d/work.h"
+
+#include <algorithm>
+
+#include "backend/c10d/errors.h"
+
+namespace farandole::backend {
+namespace {
+
+std::exception_ptr exceptionOf(const Status& status) {
+  try {
+    throwIfError(status);
+  } catch (...) {
+    return std::current_exception();
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+template <typename Base>
+WorkOf<Base>::WorkOf(std::shared_ptr<Communicator> communicator, WorkOptions options)
+    // Recording costs an allocation per operation: only while somebody listens.
+    : Work(options.rank, options.type, at::hasCallbacks() ? options.title : nullptr, options.results),
+      Base(std::move(communicator)),
+      sequence_(options.sequence),
+      timeout_(options.timeout),
+      results_(std::move(options.results)) {
+  Base::deadline = transport::Clock::now() + timeout_;
+}
+
+template <typename Base>
+void WorkOf<Base>::launch() {
+  {
+    transport::ProgressEngine::Access access(Base::communicator_->engine());
+    Base::start();
+  }
+  if (recordFunctionEndCallback_) {
+    Base::whenDone([work = self()] { work->recordFunctionEndCallback_(); });
+  }
+}
+
+template <typename Base>
+std::exception_ptr WorkOf<Base>::exception() const {
+  return Base::isDone() ? exceptionOf(Base::status()) : nullptr;
+}
+
+template <typename Base>
+bool WorkOf<Base>::wait(milliseconds timeout) {
+  if (!Base::isDone()) {
+    const bool isOwn = timeout == kNoTimeout || timeout == ::c10d::kUnsetTimeout;
+    const auto deadline =
+        isOwn ? Base::deadline : std::min(Base::deadline, transport::Clock::now() + timeout);
+    if (!Base::wait(deadline)) Base::communicator_->timeOut(*this, isOwn ? timeout_ : timeout);
+  }
+  throwIfError(Base::status());
+  return true;
+}
+
+template <typename Base>
+void WorkOf<Base>::abort() {
+  transport::ProgressEngine::Access access(Base::communicator_->engine());
+  Base::fail(Status::aborted("Work.abort() was called"));
+}
+
+template <typename Base>
+c10::intrusive_ptr<c10::ivalue::Future> WorkOf<Base>::getFuture() {
+  std::lock_guard lock(futureMutex_);
+  if (future_ == nullptr) {
+    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    Base::whenDone([work = self(), future = future_] {
+      if (std::exception_ptr error = work->exception()) {
+        future->setError(error);
+      } else {
+        future->markCompleted(c10::IValue(work->results_));
+      }
+    });
+  }
+  return future_;
+}
+
+template class WorkOf<MessagesOperation>;
+template class WorkOf<collective::ProgramOperation>;
+
+std::string MessagesOperation::describe() const {
+  const Item& first = items_[0];
+  std::string text = first.isSend ? "send to " : "recv from ";
+  text += first.isSend || first.peer != collective::kAnySource ? communicator_->describe(first.peer) : "any rank";
+  text += " (tag " + std::to_string(first.tag) + ", " + std::to_string(first.tensor.nbytes()) + " bytes";
+  if (items_.size() > 1) text += ", first of " + std::to_string(items_.size()) + " operations with this peer";
+  if (!label_.empty()) text += ", batch '" + label_ + "'";
+  return text + ")";
+}
+
+bool MessagesOperation::postNext() {
+  if (posted_ > 0) return false;
+  messages_.resize(items_.size());
+  // Receives first: what arrives then has a place to go to.
+  for (const bool isSend : {false, true}) {
+    for (std::size_t i = 0; i < items_.size() && !isDone(); ++i) {
+      const Item& item = items_[i];
+      if (item.isSend != isSend) continue;
+      collective::Message& message = messages_[posted_++];
+      void* const data = item.tensor.data_ptr();
+      if (isSend) {
+        postSend(message, item.peer, p2p::MessageKind::kPointToPoint, item.tag, data, item.tensor.nbytes());
+      } else {
+        postRecv(message, item.peer, p2p::MessageKind::kPointToPoint, item.tag, data, item.tensor.nbytes());
+      }
+    }
+  }
+  return false;
+}
+
+std::string CollectiveWork::describe() const {
+  return ::c10d::opTypeToString(opType_) + " number " + std::to_string(getSequencenumber()) + " on rank " +
+         std::to_string(rank_);
+}
+
+bool JointWork::isCompleted() {
+  return std::all_of(works_.begin(), works_.end(), [](const auto& work) { return work->isCompleted(); });
+}
+
+bool JointWork::isSuccess() const {
+  return std::all_of(works_.begin(), works_.end(), [](const auto& work) { return work->isSuccess(); });
+}
+
+std::exception_ptr JointWork::exception() const {
+  for (const auto& work : works_) {
+    if (auto error = work->exception()) return error;
+  }
+  return nullptr;
+}
+
+std::vector<at::Tensor> JointWork::result() {
+  std::vector<at::Tensor> all;
+  for (const auto& work : works_) {
+    for (at::Tensor& tensor : work->result()) all.push_back(std::move(tensor));
+  }
+  return all;
+}
+
+bool JointWork::wait(milliseconds timeout) {
+  // All are waited for, also after a failure: the buffers are the caller's again when this returns.
+  std::exception_ptr first;
+  for (const auto& work : works_) {
+    try {
+      work->wait(timeout);
+    } catch (...) {
+      if (first == nullptr) first = std::current_exception();
+    }
+  }
+  if (first != nullptr) std::rethrow_exception(first);
+  return true;
+}
+
+void JointWork::abort() {
+  for (const auto& work : works_) work->abort();
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> JointWork::getFuture() {
+  c10::List<c10::intrusive_ptr<c10::ivalue::Future>> futures(
+      c10::FutureType::create(c10::ListType::create(c10::TensorType::get())));
+  for (const auto& work : works_) futures.push_back(work->getFuture());
+  return c10::collectAll(futures)->then(
+      [self = c10::intrusive_ptr<JointWork>::reclaim_copy(this)](c10::ivalue::Future& all) -> c10::IValue {
+        if (all.hasError()) std::rethrow_exception(all.exception_ptr());
+        if (auto error = self->exception()) std::rethrow_exception(error);
+        return self->result();
+      },
+      c10::ListType::create(c10::TensorType::get()));
+}
+
+}  // namespace farandole::backend

@@ -1,0 +1,129 @@
+#pragma once
+
+#include <ATen/record_function.h>
+
+#include <chrono>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <utility>
+#include <vector>
+
+#include "backend/collective/communicator.h"
+#include "backend/collective/program.h"
+
+namespace farandole::backend {
+
+using collective::Communicator;
+using std::chrono::milliseconds;
+
+// What a Work needs to know beside its operation.
+struct WorkOptions {
+  int rank;
+  ::c10d::OpType type;
+  const char* title;  // shown by the profiler
+  std::uint64_t sequence;
+  milliseconds timeout;
+  std::vector<at::Tensor> results;
+};
+
+// An operation as c10d sees it. The operation is the state; c10d::Work's own
+// mutex, condition and flags stay unused.
+template <typename Base>
+class WorkOf : public ::c10d::Work, public Base {
+ public:
+  WorkOf(std::shared_ptr<Communicator> communicator, WorkOptions options);
+
+  // Starts the operation, with the transport held for as short as can be.
+  void launch();
+
+  bool isCompleted() override { return Base::isDone(); }
+  bool isSuccess() const override { return Base::isDone() && Base::status().isOk(); }
+  std::exception_ptr exception() const override;
+  std::vector<at::Tensor> result() override { return results_; }
+  void synchronize() override { wait(); }
+  bool wait(milliseconds timeout = kNoTimeout) override;
+  void abort() override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  std::uint64_t getSequencenumber() const override { return sequence_; }
+  milliseconds getTimeout() const override { return timeout_; }
+
+ protected:
+  void retain() override { c10::raw::intrusive_ptr::incref(this); }
+  void release() override { c10::raw::intrusive_ptr::decref(this); }
+
+ private:
+  c10::intrusive_ptr<WorkOf> self() { return c10::intrusive_ptr<WorkOf>::reclaim_copy(this); }
+
+  const std::uint64_t sequence_;
+  const milliseconds timeout_;
+  const std::vector<at::Tensor> results_;
+  std::mutex futureMutex_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+// One send or receive; or, in a batch, all with one peer.
+class MessagesOperation : public collective::Operation {
+ public:
+  struct Item {
+    at::Tensor tensor;
+    int peer;  // or kAnySource
+    std::uint32_t tag;
+    bool isSend;
+  };
+  // Before launch().
+  void setItem(Item item) { items_.push_back(std::move(item)); }
+  void setItems(std::vector<Item> items, std::string label) {
+    items_.assign(std::make_move_iterator(items.begin()), std::make_move_iterator(items.end()));
+    label_ = std::move(label);
+  }
+
+ protected:
+  using Operation::Operation;
+  std::string describe() const override;
+  bool postNext() override;
+  std::span<collective::Message> messages() override { return {messages_.data(), posted_}; }
+
+  std::string label_;  // of the batch
+  c10::SmallVector<Item, 1> items_;
+  c10::SmallVector<collective::Message, 1> messages_;
+  std::size_t posted_ = 0;
+};
+
+class MessagesWork final : public WorkOf<MessagesOperation> {
+ public:
+  using WorkOf::WorkOf;
+  int sourceRank() const override { return messages_[0].peer; }
+};
+
+class CollectiveWork final : public WorkOf<collective::ProgramOperation> {
+ public:
+  using WorkOf::WorkOf;
+  // Tensors that the program reads or writes and that are not its results.
+  void keep(std::vector<at::Tensor> tensors) { kept_ = std::move(tensors); }
+
+ protected:
+  std::string describe() const override;
+
+ private:
+  std::vector<at::Tensor> kept_;
+};
+
+// Several works as one: done when all are.
+class JointWork final : public ::c10d::Work {
+ public:
+  JointWork(int rank, ::c10d::OpType type, std::vector<c10::intrusive_ptr<::c10d::Work>> works)
+      : Work(rank, type), works_(std::move(works)) {}
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  std::vector<at::Tensor> result() override;
+  void synchronize() override { wait(); }
+  bool wait(milliseconds timeout = kNoTimeout) override;
+  void abort() override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+
+ private:
+  const std::vector<c10::intrusive_ptr<::c10d::Work>> works_;
+};
+
+}  // namespace farandole::backend

@@ -1,0 +1,78 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "backend/collective/operation.h"
+#include "backend/transport/connections.h"
+
+namespace farandole::collective {
+
+// How to reach one rank of a group.
+struct Member {
+  std::string address;      // its transport's
+  std::uint32_t group = 0;  // its own number for the group, which tags to it carry
+  std::string host;
+  int pid = 0;
+};
+
+// One group over the process's connections: ranks instead of peers, and what is
+// in flight among them.
+//
+// Thread: as Transport (with it held), except where said.
+class Communicator final : public transport::ProgressEngine::Listener {
+ public:
+  // `keepAlive` is held for as long as the communicator: the owner of `connections`.
+  Communicator(transport::Connections& connections, std::shared_ptr<void> keepAlive, int rank,
+               std::vector<Member> members);
+  ~Communicator() override;
+
+  int rank() const { return rank_; }
+  int size() const { return static_cast<int>(members_.size()); }
+  transport::ProgressEngine& engine() { return connections_.engine(); }
+
+  // Ok, or why nothing can be started any more.
+  const Status& usable() const { return aborted_; }
+  // Ends all that is in flight and all that comes with this error. Any thread, nothing held.
+  void abort(const Status& status);
+  // Ends this operation with a timeout, unless it is done. Any thread, nothing held.
+  void timeOut(Operation& operation, std::chrono::milliseconds timeout);
+
+  // "rank 1 (host a, pid 7)".
+  std::string describe(int rank) const;
+  // What carries messages to this rank. Any thread, nothing held.
+  std::string transportOf(int rank);
+
+ private:
+  friend class Operation;
+
+  void send(int peer, p2p::MessageKind kind, std::uint32_t tag, const void* data, std::size_t bytes, Message& message);
+  void recv(int peer, p2p::MessageKind kind, std::uint32_t tag, void* data, std::size_t bytes, Message& message);
+  Result<transport::PeerId> peerOf(int rank);
+  void add(Operation& operation);
+  void remove(Operation& operation);
+  // Ends every pending operation for which `select` gives an error.
+  void failPending(const std::function<Status(Operation&)>& select);
+
+  void peerFailed(transport::PeerId peer, const Status& status) override;
+  void checkDeadlines(transport::Clock::time_point now) override;
+
+  struct Peer {
+    bool connected = false;
+    transport::PeerId id{};
+    Status failure;
+  };
+
+  transport::Connections& connections_;
+  const std::shared_ptr<void> keepAlive_;
+  const int rank_;
+  const std::vector<Member> members_;
+  std::vector<Peer> peers_;
+  Status aborted_;
+  Operation* pending_ = nullptr;  // the head of the list, oldest last
+};
+
+}  // namespace farandole::collective

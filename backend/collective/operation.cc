@@ -1,0 +1,123 @@
+#include "backend/collective/operation.h"
+
+#include "backend/collective/communicator.h"
+
+namespace farandole::collective {
+
+void Operation::start() {
+  if (Status usable = communicator_->usable(); !usable) {
+    complete(usable);
+    return;
+  }
+  run();
+  if (outstanding_ > 0) {
+    registered_ = true;
+    retain();
+    communicator_->add(*this);
+    communicator_->engine().notePending();
+  }
+}
+
+bool Operation::wait(transport::Clock::time_point deadline) { return communicator_->engine().wait(done_, deadline); }
+
+void Operation::run() {
+  do {
+    // One more than is posted: what completes at once must not end the round.
+    ++outstanding_;
+    const bool more = !isDone() && postNext();
+    --outstanding_;
+    if (!more) {
+      if (outstanding_ == 0 && !isDone()) complete(Status::ok());
+      break;
+    }
+  } while (outstanding_ == 0);
+  if (outstanding_ == 0 && registered_) {
+    registered_ = false;
+    communicator_->remove(*this);
+    // Letting go may free tensors and, with the last operation, the communicator: not with the transport held.
+    communicator_->engine().defer([this] { release(); });
+  }
+}
+
+void Operation::complete(Status status) {
+  status_ = std::move(status);
+  done_.store(true, std::memory_order_release);
+  transport::ProgressEngine& engine = communicator_->engine();
+  engine.noteCompletion();
+  for (auto& callback : callbacks_) engine.defer(std::move(callback));
+  callbacks_.clear();
+}
+
+void Operation::fail(const Status& status) {
+  if (isDone()) return;
+  complete(status.wrap(describe()));
+  // Cancelling may complete messages at once: the last of them must not end this object here.
+  ++outstanding_;
+  for (Message& message : messages()) {
+    if (message.isPending) communicator_->engine().transport().cancel(message);
+  }
+  --outstanding_;
+  if (outstanding_ == 0 && registered_) run();
+}
+
+void Operation::whenDone(std::function<void()> callback) {
+  {
+    transport::ProgressEngine::Access access(communicator_->engine());
+    if (!isDone()) {
+      callbacks_.push_back(std::move(callback));
+      return;
+    }
+  }
+  callback();
+}
+
+void Operation::postSend(Message& message, int peer, p2p::MessageKind kind, std::uint32_t tag, const void* data,
+                         std::size_t bytes) {
+  message.operation = this;
+  message.onDone = &Operation::messageDone;
+  message.peer = peer;
+  message.isSend = true;
+  message.isPending = true;
+  ++outstanding_;
+  communicator_->send(peer, kind, tag, data, bytes, message);
+}
+
+void Operation::postRecv(Message& message, int peer, p2p::MessageKind kind, std::uint32_t tag, void* data,
+                         std::size_t bytes) {
+  message.operation = this;
+  message.onDone = &Operation::messageDone;
+  message.peer = peer;
+  message.isSend = false;
+  message.isPending = true;
+  message.expectedBytes = bytes;
+  ++outstanding_;
+  communicator_->recv(peer, kind, tag, data, bytes, message);
+}
+
+void Operation::messageDone(transport::Request& request) {
+  auto& message = static_cast<Message&>(request);
+  message.operation->noteMessage(message);
+}
+
+void Operation::noteMessage(Message& message) {
+  message.isPending = false;
+  if (!isDone()) {
+    if (Status status = check(message); !status) fail(status);
+  }
+  // Counted last: a failure above must not end this object under our feet.
+  if (--outstanding_ == 0) run();
+}
+
+Status Operation::check(Message& message) const {
+  if (!message.status) {
+    return message.status.wrap((message.isSend ? "sending to " : "receiving from ") +
+                               communicator_->describe(message.peer));
+  }
+  if (message.isSend) return Status::ok();
+  message.peer = p2p::sourceOf(message.tag);
+  if (message.bytes == message.expectedBytes) return Status::ok();
+  return Status::invalidArgument(communicator_->describe(message.peer) + " sent " + std::to_string(message.bytes) +
+                                 " bytes, the buffer here has " + std::to_string(message.expectedBytes));
+}
+
+}  // namespace farandole::collective

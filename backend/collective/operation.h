@@ -1,0 +1,95 @@
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "backend/p2p/message_tag.h"
+#include "backend/transport/progress_engine.h"
+
+namespace farandole::collective {
+
+class Communicator;
+class Operation;
+
+inline constexpr int kAnySource = -1;
+
+// One message of an Operation.
+struct Message : transport::Request {
+  Operation* operation = nullptr;
+  std::size_t expectedBytes = 0;
+  int peer = kAnySource;
+  bool isSend = false;
+  bool isPending = false;
+};
+
+// Something that a communicator does asynchronously, and that completes exactly
+// once: when its messages have, or early with an error (timeout, abort, dead
+// peer). After an early end the object and its buffers stay until the transport
+// has let go of them.
+//
+// Thread: start() and everything protected with the transport held; the rest any.
+class Operation {
+ public:
+  virtual ~Operation() = default;
+  Operation(const Operation&) = delete;
+  Operation& operator=(const Operation&) = delete;
+
+  // Posts the first messages. Once.
+  void start();
+  // Blocks; false when `deadline` came first. The operation then goes on.
+  bool wait(transport::Clock::time_point deadline);
+
+  bool isDone() const { return done_.load(std::memory_order_acquire); }
+  // Valid once done.
+  const Status& status() const { return status_; }
+
+  // Ends it with an error, unless it is done. With the transport held.
+  void fail(const Status& status);
+  // Runs once it is done, on the thread that completes it or on this one, with nothing held.
+  void whenDone(std::function<void()> callback);
+
+  transport::Clock::time_point deadline = transport::kNoDeadline;
+
+ protected:
+  explicit Operation(std::shared_ptr<Communicator> communicator) : communicator_(std::move(communicator)) {}
+
+  // What it is, for errors: "recv from rank 1 (tag 0, 8 bytes)".
+  virtual std::string describe() const = 0;
+  // Posts what comes next; returns false when nothing is left to do. Called when
+  // all that was posted has completed.
+  virtual bool postNext() = 0;
+  virtual std::span<Message> messages() = 0;
+  // Keep this object alive, and let go of it.
+  virtual void retain() = 0;
+  virtual void release() = 0;
+
+  void postSend(Message& message, int peer, p2p::MessageKind kind, std::uint32_t tag, const void* data,
+                std::size_t bytes);
+  void postRecv(Message& message, int peer, p2p::MessageKind kind, std::uint32_t tag, void* data, std::size_t bytes);
+
+  const std::shared_ptr<Communicator> communicator_;
+
+ private:
+  friend class Communicator;
+
+  static void messageDone(transport::Request& request);
+  void noteMessage(Message& message);
+  Status check(Message& message) const;
+  void run();
+  void complete(Status status);
+
+  std::atomic<bool> done_{false};
+  bool registered_ = false;
+  int outstanding_ = 0;
+  Status status_;
+  std::vector<std::function<void()>> callbacks_;
+  // In the communicator's list while messages are outstanding.
+  Operation* previous_ = nullptr;
+  Operation* next_ = nullptr;
+};
+
+}  // namespace farandole::collective

@@ -1,0 +1,32 @@
+#pragma once
+
+#include <memory>
+#include <string>
+#include <unordered_map>
+
+#include "backend/transport/progress_engine.h"
+
+namespace farandole::transport {
+
+// The transport of a process and whom it is connected to. Shared by all groups
+// of the process: two groups with a common peer use one connection.
+class Connections {
+ public:
+  Connections(std::unique_ptr<Transport> transport, net::EventLoop& loop) : engine_(std::move(transport), loop) {}
+
+  ProgressEngine& engine() { return engine_; }
+
+  // Connects on first use. With the transport held.
+  Result<PeerId> connect(const std::string& address) {
+    if (const auto known = peers_.find(address); known != peers_.end()) return known->second;
+    Result<PeerId> peer = engine_.transport().connect(address);
+    if (peer) peers_.emplace(address, *peer);
+    return peer;
+  }
+
+ private:
+  ProgressEngine engine_;
+  std::unordered_map<std::string, PeerId> peers_;
+};
+
+}  // namespace farandole::transport

@@ -1,0 +1,272 @@
+#include "backend/transport/progress_engine.h"
+
+#include <poll.h>
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cassert>
+
+namespace farandole::transport {
+namespace {
+
+// Empty progress calls of a waiter before it yields its core, and before it sleeps.
+constexpr int kSpins = 100;
+constexpr int kYields = 40;
+
+// How often the loop looks by timer while threads wait again and again (they
+// progress by themselves), and while one thread waits for long.
+constexpr auto kTick = std::chrono::microseconds(500);
+constexpr auto kLongestTick = std::chrono::milliseconds(16);
+constexpr auto kDeadlineInterval = std::chrono::milliseconds(250);
+
+int pollTimeout(Clock::time_point deadline) {
+  if (deadline == kNoDeadline) return -1;
+  const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now()).count();
+  return static_cast<int>(std::clamp<std::int64_t>(left, 0, 3'600'000));
+}
+
+}  // namespace
+
+ProgressEngine::ProgressEngine(std::unique_ptr<Transport> transport, net::EventLoop& loop)
+    : transport_(std::move(transport)),
+      loop_(loop),
+      descriptor_(loop.context(), dup(transport_->eventFd())),
+      tick_(loop.context()),
+      deadlineTimer_(loop.context()),
+      tickInterval_(kTick) {
+  transport_->onPeerFailed([this](PeerId peer, const Status& status) {
+    for (Listener* listener : listeners_) listener->peerFailed(peer, status);
+  });
+  loop_.post([this] {
+    sleepFromLoop();
+    startDeadlineTimerFromLoop();
+  });
+}
+
+void ProgressEngine::addListener(Listener& listener) {
+  Access access(*this);
+  listeners_.push_back(&listener);
+}
+
+void ProgressEngine::removeListener(Listener& listener) {
+  Access access(*this);
+  std::erase(listeners_, &listener);
+}
+
+void ProgressEngine::acquire() {
+  if (mutex_.try_lock()) return;
+  contenders_.fetch_add(1);
+  mutex_.lock();
+  contenders_.fetch_sub(1);
+}
+
+void ProgressEngine::release() {
+  announceCompletions();
+  if (deferred_.empty()) {
+    mutex_.unlock();
+    return;
+  }
+  std::vector<std::function<void()>> tasks;
+  tasks.swap(deferred_);
+  mutex_.unlock();
+  for (auto& task : tasks) task();
+}
+
+void ProgressEngine::releaseAfterPosting() {
+  // An armed worker does not look at what is posted: 156 of 1000 sends arrived without this.
+  if ((pendingPosted_ && sleeperArmed_) || (completed_ && ownerPolling_)) {
+    sleeperArmed_ = false;
+    transport_->signal();
+  }
+  pendingPosted_ = false;
+  release();
+}
+
+void ProgressEngine::yieldToContenders() {
+  if (contenders_.load(std::memory_order_relaxed) == 0) return;
+  mutex_.unlock();
+  for (int i = 0; i < 1000 && contenders_.load(std::memory_order_relaxed) != 0; ++i) sched_yield();
+  mutex_.lock();
+}
+
+void ProgressEngine::announceCompletions() {
+  if (!completed_) return;
+  completed_ = false;
+  if (sleepers_.load() == 0) return;
+  std::lock_guard lock(sleepMutex_);
+  sleepCondition_.notify_all();
+}
+
+void ProgressEngine::runDeferred() {
+  announceCompletions();
+  if (deferred_.empty()) return;
+  release();
+  acquire();
+}
+
+bool ProgressEngine::wait(const std::atomic<bool>& done, Clock::time_point deadline) {
+  while (!done.load(std::memory_order_acquire)) {
+    if (!owner_.exchange(true)) {
+      bool slept = false;
+      acquire();
+      const bool isDone = progressAsOwner(done, deadline, slept);
+      leaveOwnership(slept);
+      return isDone;
+    }
+    sleepers_.fetch_add(1);
+    {
+      std::unique_lock lock(sleepMutex_);
+      const auto wake = [&] { return done.load(std::memory_order_acquire) || !owner_.load(); };
+      if (deadline == kNoDeadline) {
+        sleepCondition_.wait(lock, wake);
+      } else {
+        sleepCondition_.wait_until(lock, deadline, wake);
+      }
+    }
+    sleepers_.fetch_sub(1);
+    if (deadline != kNoDeadline && Clock::now() >= deadline) break;
+  }
+  return done.load(std::memory_order_acquire);
+}
+
+bool ProgressEngine::progressAsOwner(const std::atomic<bool>& done, Clock::time_point deadline, bool& slept) {
+  ++waits_;
+  sleeperArmed_ = false;
+  int idle = 0;
+  while (!done.load(std::memory_order_acquire)) {
+    if (transport_->progress()) {
+      idle = 0;
+      runDeferred();
+    } else {
+      ++idle;
+    }
+    yieldToContenders();
+    if (idle <= kSpins) continue;
+    if (idle <= kSpins + kYields) {
+      sched_yield();
+      continue;
+    }
+    if (deadline != kNoDeadline && Clock::now() >= deadline) return false;
+    if (!transport_->arm()) continue;
+    sleeperArmed_ = ownerPolling_ = true;
+    mutex_.unlock();
+    pollfd descriptor{transport_->eventFd(), POLLIN, 0};
+    poll(&descriptor, 1, pollTimeout(deadline));
+    acquire();
+    sleeperArmed_ = ownerPolling_ = false;
+    slept = true;
+    idle = kSpins;
+  }
+  return true;
+}
+
+void ProgressEngine::leaveOwnership(bool slept) {
+  if (!loopTicking_) {
+    // The loop sleeps on the event, and what this thread did has disarmed it.
+    for (int i = 0; i < 4 && !sleeperArmed_; ++i) {
+      if (transport_->arm()) {
+        sleeperArmed_ = true;
+      } else {
+        transport_->progress();
+      }
+    }
+    if (!sleeperArmed_) transport_->signal();
+  } else if (slept) {
+    loop_.post([this] { onTickFromLoop(); });
+  }
+  owner_.store(false);
+  if (sleepers_.load() != 0) {
+    std::lock_guard lock(sleepMutex_);
+    sleepCondition_.notify_all();
+  }
+  release();
+}
+
+void ProgressEngine::sleepFromLoop() {
+  assert(loop_.inLoop());
+  // Waiting is begun before arming: the event that follows arming is seen for sure.
+  descriptor_.async_wait(boost::asio::posix::stream_descriptor::wait_read, [this](boost::system::error_code error) {
+    if (!error) onEventFromLoop();
+  });
+  acquire();
+  loopTicking_ = false;
+  while (!owner_.load() && !sleeperArmed_) {
+    if (transport_->arm()) {
+      sleeperArmed_ = true;
+    } else {
+      transport_->progress();
+      runDeferred();
+      yieldToContenders();
+    }
+  }
+  release();
+}
+
+void ProgressEngine::onEventFromLoop() {
+  assert(loop_.inLoop());
+  if (owner_.load()) {
+    startTickFromLoop();
+    return;
+  }
+  acquire();
+  sleeperArmed_ = false;
+  for (int idle = 0; idle < kSpins && !owner_.load();) {
+    idle = transport_->progress() ? 0 : idle + 1;
+    runDeferred();
+    yieldToContenders();
+  }
+  release();
+  sleepFromLoop();
+}
+
+void ProgressEngine::startTickFromLoop() {
+  assert(loop_.inLoop());
+  acquire();
+  loopTicking_ = true;
+  waitsSeen_ = waits_;
+  release();
+  tickInterval_ = kTick;
+  tick_.expires_after(tickInterval_);
+  tick_.async_wait([this](boost::system::error_code error) {
+    if (!error) onTickFromLoop();
+  });
+}
+
+void ProgressEngine::onTickFromLoop() {
+  assert(loop_.inLoop());
+  if (!loopTicking_) return;  // written by the loop alone
+  acquire();
+  const bool waited = waits_ != waitsSeen_;
+  waitsSeen_ = waits_;
+  if (!owner_.load()) {
+    transport_->progress();
+    runDeferred();
+  }
+  release();
+  if (!waited && !owner_.load()) {
+    tick_.cancel();
+    sleepFromLoop();
+    return;
+  }
+  tickInterval_ = waited ? Clock::duration(kTick) : std::min<Clock::duration>(tickInterval_ * 2, kLongestTick);
+  tick_.expires_after(tickInterval_);  // replaces a tick that is outstanding
+  tick_.async_wait([this](boost::system::error_code error) {
+    if (!error) onTickFromLoop();
+  });
+}
+
+void ProgressEngine::startDeadlineTimerFromLoop() {
+  deadlineTimer_.expires_after(kDeadlineInterval);
+  deadlineTimer_.async_wait([this](boost::system::error_code error) {
+    if (error) return;
+    {
+      Access access(*this);
+      const auto now = Clock::now();
+      for (Listener* listener : listeners_) listener->checkDeadlines(now);
+    }
+    startDeadlineTimerFromLoop();
+  });
+}
+
+}  // namespace farandole::transport

@@ -1,0 +1,119 @@
+#pragma once
+
+#include <atomic>
+#include <boost/asio/posix/stream_descriptor.hpp>
+#include <boost/asio/steady_timer.hpp>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "backend/net/event_loop.h"
+#include "backend/transport/transport.h"
+
+namespace farandole::transport {
+
+using Clock = std::chrono::steady_clock;
+inline constexpr Clock::time_point kNoDeadline = Clock::time_point::max();
+
+// Shares one Transport between the threads of a process, and sees that it is
+// always progressed by somebody: by a thread that waits, itself, with no
+// hand-over; and when nobody waits, by the event loop, which sleeps on the
+// transport's descriptor. backend/THREADING.md tells the whole protocol.
+class ProgressEngine {
+ public:
+  // Told, with the transport held, what concerns everybody who has messages in flight.
+  class Listener {
+   public:
+    virtual ~Listener() = default;
+    virtual void peerFailed(PeerId peer, const Status& status) = 0;
+    virtual void checkDeadlines(Clock::time_point now) = 0;
+  };
+
+  // Exclusive use of the transport, for posting and cancelling. Short: the
+  // thread that waits for a message is held up meanwhile.
+  class Access {
+   public:
+    explicit Access(ProgressEngine& engine) : engine_(engine) { engine_.acquire(); }
+    ~Access() { engine_.releaseAfterPosting(); }
+    Access(const Access&) = delete;
+    Access& operator=(const Access&) = delete;
+    Transport& transport() const { return *engine_.transport_; }
+
+   private:
+    ProgressEngine& engine_;
+  };
+
+  ProgressEngine(std::unique_ptr<Transport> transport, net::EventLoop& loop);
+  // The loop must have been stopped, and no operation may be in flight.
+  ~ProgressEngine() = default;
+
+  // Waits until `done` is set by a completion; false when the deadline came first.
+  bool wait(const std::atomic<bool>& done, Clock::time_point deadline);
+
+  void addListener(Listener& listener);
+  void removeListener(Listener& listener);
+
+  // The next three only with the transport held (in Access, a callback, a Listener).
+  Transport& transport() { return *transport_; }
+  // A message was left pending: whoever sleeps must wake up for it.
+  void notePending() { pendingPosted_ = true; }
+  // An operation was completed: whoever waits must look.
+  void noteCompletion() { completed_ = true; }
+  // Runs `task` once the transport is let go of.
+  void defer(std::function<void()> task) { deferred_.push_back(std::move(task)); }
+
+ private:
+  friend class Access;
+  friend struct ProgressEngineTest;
+
+  void acquire();
+  void release();
+  void releaseAfterPosting();
+  void yieldToContenders();
+  void announceCompletions();
+  void runDeferred();
+  bool progressAsOwner(const std::atomic<bool>& done, Clock::time_point deadline, bool& slept);
+  void leaveOwnership(bool slept);
+
+  void sleepFromLoop();
+  void onEventFromLoop();
+  void startTickFromLoop();
+  void onTickFromLoop();
+  void startDeadlineTimerFromLoop();
+
+  const std::unique_ptr<Transport> transport_;
+  net::EventLoop& loop_;
+
+  std::mutex mutex_;                 // held by whoever uses the transport
+  std::atomic<int> contenders_{0};  // threads that wait for mutex_
+
+  // Guarded by mutex_.
+  bool pendingPosted_ = false;
+  bool completed_ = false;
+  bool sleeperArmed_ = false;  // somebody sleeps and relies on the transport's event
+  bool ownerPolling_ = false;  // that somebody is the owner
+  bool loopTicking_ = false;   // the loop looks by timer, not by event
+  std::uint64_t waits_ = 0;
+  std::vector<std::function<void()>> deferred_;
+  std::vector<Listener*> listeners_;
+
+  // The thread that progresses while it waits. Others sleep until it completes
+  // something of theirs, or leaves.
+  std::atomic<bool> owner_{false};
+  std::atomic<int> sleepers_{0};
+  std::mutex sleepMutex_;
+  std::condition_variable sleepCondition_;
+
+  // The loop's.
+  boost::asio::posix::stream_descriptor descriptor_;
+  boost::asio::steady_timer tick_;
+  boost::asio::steady_timer deadlineTimer_;
+  Clock::duration tickInterval_;
+  std::uint64_t waitsSeen_ = 0;
+};
+
+}  // namespace farandole::transport

@@ -1,0 +1,58 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <string_view>
+
+#include "backend/common/status.h"
+#include "backend/transport/request.h"
+
+namespace farandole::transport {
+
+// A peer that a Transport is connected to.
+enum class PeerId : std::uint32_t {};
+
+// Moves tagged messages between processes. Messages between two peers with tags
+// that match the same receive are received in the order in which they were sent.
+//
+// Thread: one at a time (see ProgressEngine), except eventFd() and signal().
+// Errors of a message are in its Request; they never throw.
+class Transport {
+ public:
+  using PeerFailed = std::function<void(PeerId, const Status&)>;
+
+  virtual ~Transport() = default;
+
+  virtual std::string_view name() const = 0;
+
+  // What peers pass to connect().
+  virtual std::string address() const = 0;
+  virtual Result<PeerId> connect(std::string_view address) = 0;
+  // Runs inside progress() when a peer's process or connection is found broken.
+  virtual void onPeerFailed(PeerFailed handler) = 0;
+
+  virtual void send(PeerId peer, std::uint64_t tag, const void* data, std::size_t bytes, Request& request) = 0;
+  // Matches the oldest message whose tag equals `tag` in the bits of `mask`.
+  virtual void recv(std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes, Request& request) = 0;
+  // The request completes with kAborted, now or in a later progress(), unless it
+  // completes by itself before. A send that the peer may be reading cannot be
+  // cancelled: it completes when the peer is done or has failed.
+  virtual void cancel(Request& request) = 0;
+
+  // Advances everything that can be; true when something happened.
+  virtual bool progress() = 0;
+
+  // Sleeping: when arm() returns true, eventFd() becomes readable at the next
+  // event; when it returns false there is work: call progress() first.
+  virtual int eventFd() const = 0;
+  virtual bool arm() = 0;
+  // Makes eventFd() readable. Any thread.
+  virtual void signal() = 0;
+
+  // What carries messages to this peer, for people: "ucx: posix, cma".
+  virtual std::string describe(PeerId peer) const = 0;
+};
+
+}  // namespace farandole::transport

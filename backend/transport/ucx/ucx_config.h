@@ -1,0 +1,16 @@
+#pragma once
+
+#include <ucp/api/ucp.h>
+
+#include "backend/common/status.h"
+
+namespace farandole::transport {
+
+// UCX's configuration from the environment, with farandole's defaults where the
+// environment (UCX_*) says nothing.
+Result<ucp_config_t*> readUcxConfig();
+
+// "what: UCX's text for the code".
+Status ucxError(const std::string& what, ucs_status_t status);
+
+}  // namespace farandole::transport

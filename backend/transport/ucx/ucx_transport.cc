@@ -1,0 +1,191 @@
+#include "backend/transport/ucx/ucx_transport.h"
+
+#include <array>
+#include <chrono>
+
+#include "backend/transport/ucx/ucx_config.h"
+
+namespace farandole::transport {
+namespace {
+
+constexpr auto kCloseTimeout = std::chrono::milliseconds(500);
+
+ucp_request_param_t requestParam(Request& request) {
+  ucp_request_param_t param;
+  param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMORY_TYPE;
+  param.user_data = &request;
+  param.memory_type = UCS_MEMORY_TYPE_HOST;
+  return param;
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Transport>> UcxTransport::create() {
+  std::unique_ptr<UcxTransport> transport(new UcxTransport);
+  if (Status status = transport->open(); !status) {
+    return Status::unavailable("UCX cannot be used here (" + status.toString() + ")");
+  }
+  return std::unique_ptr<Transport>(std::move(transport));
+}
+
+Status UcxTransport::open() {
+  Result<ucp_config_t*> config = readUcxConfig();
+  if (!config) return config.status();
+
+  ucp_params_t params = {};
+  params.field_mask = UCP_PARAM_FIELD_FEATURES | UCP_PARAM_FIELD_NAME;
+  params.features = UCP_FEATURE_TAG | UCP_FEATURE_WAKEUP;
+  params.name = "farandole";
+  ucs_status_t status = ucp_init(&params, *config, &context_);
+  ucp_config_release(*config);
+  if (status != UCS_OK) return ucxError("ucp_init", status);
+
+  ucp_worker_params_t workerParams = {};
+  workerParams.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
+  workerParams.thread_mode = UCS_THREAD_MODE_SERIALIZED;
+  status = ucp_worker_create(context_, &workerParams, &worker_);
+  if (status != UCS_OK) return ucxError("ucp_worker_create", status);
+
+  status = ucp_worker_get_efd(worker_, &eventFd_);
+  if (status != UCS_OK) return ucxError("ucp_worker_get_efd", status);
+
+  ucp_address_t* address = nullptr;
+  std::size_t length = 0;
+  status = ucp_worker_get_address(worker_, &address, &length);
+  if (status != UCS_OK) return ucxError("ucp_worker_get_address", status);
+  address_.assign(reinterpret_cast<const char*>(address), length);
+  ucp_worker_release_address(worker_, address);
+  return Status::ok();
+}
+
+UcxTransport::~UcxTransport() {
+  for (Endpoint& endpoint : endpoints_) closeEndpoint(endpoint);
+  if (worker_ != nullptr) ucp_worker_destroy(worker_);
+  if (context_ != nullptr) ucp_cleanup(context_);
+}
+
+Result<PeerId> UcxTransport::connect(std::string_view address) {
+  const PeerId peer{static_cast<std::uint32_t>(endpoints_.size())};
+  Endpoint& endpoint = endpoints_.emplace_back(Endpoint{this, peer, nullptr, {}});
+  ucp_ep_params_t params = {};
+  params.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE |
+                      UCP_EP_PARAM_FIELD_ERR_HANDLER;
+  params.address = reinterpret_cast<const ucp_address_t*>(address.data());
+  params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
+  params.err_handler.cb = &UcxTransport::endpointFailed;
+  params.err_handler.arg = &endpoint;
+  if (const ucs_status_t status = ucp_ep_create(worker_, &params, &endpoint.handle); status != UCS_OK) {
+    endpoints_.pop_back();
+    return ucxError("ucp_ep_create", status);
+  }
+  return peer;
+}
+
+void UcxTransport::send(PeerId peer, std::uint64_t tag, const void* data, std::size_t bytes, Request& request) {
+  Endpoint& endpoint = endpoints_[static_cast<std::uint32_t>(peer)];
+  request.status = endpoint.failure;
+  if (!endpoint.failure) {
+    request.onDone(request);
+    return;
+  }
+  ucp_request_param_t param = requestParam(request);
+  param.cb.send = &UcxTransport::sendDone;
+  const ucs_status_ptr_t handle = ucp_tag_send_nbx(endpoint.handle, data, bytes, tag, &param);
+  if (UCS_PTR_IS_PTR(handle)) {
+    request.handle = handle;
+    return;
+  }
+  if (handle != nullptr) request.status = ucxError("send", UCS_PTR_STATUS(handle));
+  request.onDone(request);
+}
+
+void UcxTransport::recv(std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes, Request& request) {
+  request.status = Status::ok();
+  ucp_tag_recv_info_t info;
+  ucp_request_param_t param = requestParam(request);
+  param.op_attr_mask |= UCP_OP_ATTR_FIELD_RECV_INFO;
+  param.cb.recv = &UcxTransport::recvDone;
+  param.recv_info.tag_info = &info;
+  const ucs_status_ptr_t handle = ucp_tag_recv_nbx(worker_, data, bytes, tag, mask, &param);
+  if (UCS_PTR_IS_PTR(handle)) {
+    request.handle = handle;
+    return;
+  }
+  if (handle != nullptr) {
+    request.status = ucxError("receive", UCS_PTR_STATUS(handle));
+  } else {
+    request.bytes = info.length;
+    request.tag = info.sender_tag;
+  }
+  request.onDone(request);
+}
+
+void UcxTransport::cancel(Request& request) {
+  if (request.handle != nullptr) ucp_request_cancel(worker_, request.handle);
+}
+
+std::string UcxTransport::describe(PeerId peer) const {
+  const Endpoint& endpoint = endpoints_[static_cast<std::uint32_t>(peer)];
+  if (!endpoint.failure) return "ucx: " + endpoint.failure.toString();
+  std::array<ucp_transport_entry_t, 16> entries = {};
+  ucp_ep_attr_t attributes = {};
+  attributes.field_mask = UCP_EP_ATTR_FIELD_TRANSPORTS;
+  attributes.transports.entries = entries.data();
+  attributes.transports.num_entries = entries.size();
+  attributes.transports.entry_size = sizeof(ucp_transport_entry_t);
+  if (ucp_ep_query(endpoint.handle, &attributes) != UCS_OK) return "ucx";
+  std::string text = "ucx:";
+  for (unsigned i = 0; i < attributes.transports.num_entries; ++i) {
+    text += std::string(i == 0 ? " " : ", ") + entries[i].transport_name;
+    if (std::string_view(entries[i].device_name) != "memory") text += std::string("/") + entries[i].device_name;
+  }
+  return text;
+}
+
+// Gives what was sent time to leave; a peer that is gone does not hold it up.
+void UcxTransport::closeEndpoint(Endpoint& endpoint) {
+  if (endpoint.handle == nullptr) return;
+  ucp_request_param_t param = {};
+  if (!endpoint.failure) {
+    param.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
+    param.flags = UCP_EP_CLOSE_FLAG_FORCE;
+  }
+  const ucs_status_ptr_t handle = ucp_ep_close_nbx(endpoint.handle, &param);
+  endpoint.handle = nullptr;
+  if (!UCS_PTR_IS_PTR(handle)) return;
+  const auto deadline = std::chrono::steady_clock::now() + kCloseTimeout;
+  while (ucp_request_check_status(handle) == UCS_INPROGRESS && std::chrono::steady_clock::now() < deadline) {
+    ucp_worker_progress(worker_);
+  }
+  ucp_request_free(handle);
+}
+
+void UcxTransport::sendDone(void* handle, ucs_status_t status, void* user) {
+  Request& request = *static_cast<Request*>(user);
+  if (status != UCS_OK) request.status = ucxError("send", status);
+  request.handle = nullptr;
+  ucp_request_free(handle);
+  request.onDone(request);
+}
+
+void UcxTransport::recvDone(void* handle, ucs_status_t status, const ucp_tag_recv_info_t* info, void* user) {
+  Request& request = *static_cast<Request*>(user);
+  if (status != UCS_OK) {
+    request.status = ucxError("receive", status);
+  } else {
+    request.bytes = info->length;
+    request.tag = info->sender_tag;
+  }
+  request.handle = nullptr;
+  ucp_request_free(handle);
+  request.onDone(request);
+}
+
+void UcxTransport::endpointFailed(void* arg, ucp_ep_h handle, ucs_status_t status) {
+  Endpoint& endpoint = *static_cast<Endpoint*>(arg);
+  endpoint.failure = Status(StatusCode::kPeerFailed, std::string("the connection broke (") +
+                                                         ucs_status_string(status) + ")");
+  if (endpoint.transport->peerFailed_) endpoint.transport->peerFailed_(endpoint.peer, endpoint.failure);
+}
+
+}  // namespace farandole::transport

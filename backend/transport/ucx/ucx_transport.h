@@ -1,0 +1,59 @@
+#pragma once
+
+#include <ucp/api/ucp.h>
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+
+#include "backend/transport/transport.h"
+
+namespace farandole::transport {
+
+// Shared memory, CMA and networks through one UCX worker. Endpoints detect the
+// death of their peer (error mode PEER) and keep shared memory all the same.
+class UcxTransport final : public Transport {
+ public:
+  // Fails with kUnavailable where UCX cannot start; the message says why.
+  static Result<std::unique_ptr<Transport>> create();
+  ~UcxTransport() override;
+
+  std::string_view name() const override { return "ucx"; }
+  std::string address() const override { return address_; }
+  Result<PeerId> connect(std::string_view address) override;
+  void onPeerFailed(PeerFailed handler) override { peerFailed_ = std::move(handler); }
+  void send(PeerId peer, std::uint64_t tag, const void* data, std::size_t bytes, Request& request) override;
+  void recv(std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes, Request& request) override;
+  void cancel(Request& request) override;
+  bool progress() override { return ucp_worker_progress(worker_) != 0; }
+  int eventFd() const override { return eventFd_; }
+  bool arm() override { return ucp_worker_arm(worker_) == UCS_OK; }
+  void signal() override { ucp_worker_signal(worker_); }
+  std::string describe(PeerId peer) const override;
+
+ private:
+  struct Endpoint {
+    UcxTransport* transport;
+    PeerId peer;
+    ucp_ep_h handle = nullptr;
+    Status failure;
+  };
+
+  UcxTransport() = default;
+  Status open();
+  void closeEndpoint(Endpoint& endpoint);
+
+  static void sendDone(void* request, ucs_status_t status, void* user);
+  static void recvDone(void* request, ucs_status_t status, const ucp_tag_recv_info_t* info, void* user);
+  static void endpointFailed(void* arg, ucp_ep_h handle, ucs_status_t status);
+
+  ucp_context_h context_ = nullptr;
+  ucp_worker_h worker_ = nullptr;
+  int eventFd_ = -1;
+  std::string address_;
+  std::deque<Endpoint> endpoints_;  // by PeerId; UCX keeps pointers into it
+  PeerFailed peerFailed_;
+};
+
+}  // namespace farandole::transport

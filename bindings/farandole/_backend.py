@@ -1,0 +1,72 @@
+"""The c10d backend as Python sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from farandole import _C
+
+
+def create_backend(options: Any, backend_options: Any = None) -> Any:
+    """Makes the backend of one group; what ``init_process_group("farandole")`` calls.
+
+    Args:
+        options: torch's ``_DistributedBackendOptions`` (store, rank, size, timeout).
+        backend_options: must be None; the backend has no options of its own yet.
+    """
+    if backend_options is not None:
+        raise ValueError(f"pg_options is {backend_options!r}; expected None, farandole has no options of its own")
+    return _C.create_backend(options)
+
+
+def batch_p2p(ops: Sequence[dist.P2POp], label: str = "") -> dict[int, dist.Work]:
+    """Posts a batch of sends and receives, ordered by peer, and returns one Work for each peer.
+
+    The order in which a rank lists operations with different tags does not
+    matter: two ranks that list the same operations in different orders match, and
+    no order can deadlock. Operations with equal (peer, direction, tag) match in
+    list order.
+
+    Args:
+        ops: as for :func:`torch.distributed.batch_isend_irecv`; all of one group,
+            whose backend for the tensors' device is farandole.
+        label: shown in errors, logs and profiles.
+
+    Returns:
+        A map from peer (rank in the group) to the Work of all operations with it;
+        empty for an empty batch.
+
+    Raises:
+        ValueError: an operation with a wrong peer, tag or tensor; nothing is posted.
+    """
+    if not ops:
+        return {}
+    group = ops[0].group if ops[0].group is not None else dist.group.WORLD
+    backend = _backend_of(group, ops[0].tensor.device)
+    entries = []
+    for index, op in enumerate(ops):
+        if (op.group if op.group is not None else dist.group.WORLD) is not group:
+            raise ValueError(f"ops[{index}] belongs to another group than ops[0]; expected one group in a batch")
+        if op.op not in (dist.isend, dist.irecv):
+            raise ValueError(f"ops[{index}].op is {op.op!r}; expected torch.distributed.isend or irecv")
+        entries.append((op.op is dist.isend, op.tensor, op.group_peer, op.tag))
+    return backend.batch_p2p(entries, label)
+
+
+def transport_report(group: dist.ProcessGroup | None = None) -> dict[int, str]:
+    """What carries this rank's CPU messages to every rank of the group, e.g. ``{0: "self", 1: "ucx: posix, cma"}``."""
+    backend = _backend_of(group if group is not None else dist.group.WORLD, torch.device("cpu"))
+    return {rank: backend.transport_of(rank) for rank in range(backend.size())}
+
+
+def _backend_of(group: Any, device: torch.device) -> Any:
+    if group is None:
+        raise ValueError("there is no default process group; call init_process_group first, or pass a group")
+    backend = group._get_backend(device)
+    if not isinstance(backend, _C.ProcessGroupFarandole):
+        raise ValueError(f"the group's backend for {device.type} is {backend.name()}; expected farandole")
+    return backend
