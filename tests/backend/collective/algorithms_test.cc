@@ -1,0 +1,184 @@
+#include "backend/collective/algorithms.h"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <functional>
+#include <random>
+
+#include "tests/backend/collective/communicators.h"
+
+namespace farandole::collective {
+namespace {
+
+using testing::Group;
+using testing::TestOperation;
+using Data = std::vector<std::int64_t>;
+
+constexpr Reduction kSum{[](void* dst, const void* const* sources, int numSources, std::size_t count) {
+                           Data sum(count, 0);
+                           for (int s = 0; s < numSources; ++s) {
+                             const auto* source = static_cast<const std::int64_t*>(sources[s]);
+                             for (std::size_t i = 0; i < count; ++i) sum[i] += source[i];
+                           }
+                           std::memcpy(dst, sum.data(), count * sizeof(std::int64_t));
+                         },
+                         sizeof(std::int64_t)};
+
+Slice sliceOf(Data& data) { return {reinterpret_cast<std::byte*>(data.data()), data.size() * sizeof(std::int64_t)}; }
+
+Data randomData(std::mt19937_64& random, std::size_t size) {
+  Data data(size);
+  for (std::int64_t& x : data) x = static_cast<std::int64_t>(random() % 1000);
+  return data;
+}
+
+// Sizes around every switch of algorithm, and odd ones.
+std::size_t randomSize(std::mt19937_64& random) {
+  constexpr std::size_t kSizes[] = {0, 1, 2, 3, 7, 511, 512, 513, 4096, 5000, 70'000, 200'001};
+  return kSizes[random() % std::size(kSizes)];
+}
+
+// Runs `build` on every rank of random groups, asynchronously, then checks.
+class AlgorithmsTest : public ::testing::TestWithParam<std::size_t> {
+ protected:
+  using Build = std::function<void(Program&, Topology)>;
+
+  void forRandomGroups(const std::function<void(std::mt19937_64&, int size)>& test) {
+    for (std::uint64_t seed = 1; seed <= 25; ++seed) {
+      SCOPED_TRACE("seed " + std::to_string(seed));
+      std::mt19937_64 random(seed);
+      test(random, 1 + static_cast<int>(random() % 7));
+      if (HasFatalFailure()) return;
+    }
+  }
+
+  void runOnAll(int size, const Build& build) {
+    Group group(size, GetParam());
+    std::vector<std::shared_ptr<TestOperation>> operations;
+    for (int rank = 0; rank < size; ++rank) {
+      Program program;
+      build(program, {rank, size});
+      operations.push_back(TestOperation::launch(group[rank], std::move(program), 1));
+    }
+    for (auto& operation : operations) {
+      ASSERT_TRUE(operation->wait(transport::Clock::now() + std::chrono::seconds(60)));
+      ASSERT_TRUE(operation->status()) << operation->status().toString();
+    }
+  }
+};
+
+TEST_P(AlgorithmsTest, BroadcastGivesEveryRankTheRootsData) {
+  forRandomGroups([&](std::mt19937_64& random, int size) {
+    const int root = static_cast<int>(random() % size);
+    std::vector<Data> data(size, Data(randomSize(random), -1));
+    data[root] = randomData(random, data[root].size());
+    runOnAll(size, [&](Program& p, Topology t) { broadcast(p, t, root, sliceOf(data[t.rank])); });
+    for (const Data& d : data) EXPECT_EQ(d, data[root]);
+  });
+}
+
+TEST_P(AlgorithmsTest, AllReduceAndReduceGiveTheSum) {
+  forRandomGroups([&](std::mt19937_64& random, int size) {
+    const std::size_t n = randomSize(random);
+    const int root = static_cast<int>(random() % size);
+    std::vector<Data> data;
+    Data expected(n, 0);
+    for (int rank = 0; rank < size; ++rank) {
+      data.push_back(randomData(random, n));
+      for (std::size_t i = 0; i < n; ++i) expected[i] += data[rank][i];
+    }
+    const std::vector<Data> inputs = data;
+    runOnAll(size, [&](Program& p, Topology t) { reduce(p, t, kSum, root, sliceOf(data[t.rank])); });
+    for (int rank = 0; rank < size; ++rank) EXPECT_EQ(data[rank], rank == root ? expected : inputs[rank]);
+    data = inputs;
+    runOnAll(size, [&](Program& p, Topology t) { allReduce(p, t, kSum, sliceOf(data[t.rank])); });
+    for (const Data& d : data) EXPECT_EQ(d, expected);
+  });
+}
+
+TEST_P(AlgorithmsTest, GatherScatterAndAllGatherMoveUnevenPieces) {
+  forRandomGroups([&](std::mt19937_64& random, int size) {
+    const int root = static_cast<int>(random() % size);
+    std::vector<Data> pieces;
+    for (int rank = 0; rank < size; ++rank) pieces.push_back(randomData(random, randomSize(random)));
+    const auto emptyPieces = [&] {
+      std::vector<Data> empty;
+      for (const Data& piece : pieces) empty.emplace_back(piece.size(), -1);
+      return empty;
+    };
+    const auto slices = [](std::vector<Data>& all) {
+      std::vector<Slice> result;
+      for (Data& data : all) result.push_back(sliceOf(data));
+      return result;
+    };
+    std::vector<std::vector<Data>> gathered(size, emptyPieces());
+    runOnAll(size, [&](Program& p, Topology t) {
+      allGather(p, t, sliceOf(pieces[t.rank]), slices(gathered[t.rank]));
+    });
+    for (const auto& all : gathered) EXPECT_EQ(all, pieces);
+
+    std::vector<Data> atRoot = emptyPieces();
+    runOnAll(size, [&](Program& p, Topology t) { gather(p, t, root, sliceOf(pieces[t.rank]), slices(atRoot)); });
+    EXPECT_EQ(atRoot, pieces);
+
+    std::vector<Data> scattered = emptyPieces();
+    runOnAll(size,
+             [&](Program& p, Topology t) { scatter(p, t, root, sliceOf(scattered[t.rank]), slices(pieces)); });
+    EXPECT_EQ(scattered, pieces);
+  });
+}
+
+TEST_P(AlgorithmsTest, AllToAllAndReduceScatterDeliverEveryPiece) {
+  forRandomGroups([&](std::mt19937_64& random, int size) {
+    // pieces[i][j] goes from rank i to rank j; in a reduce-scatter all pieces[.][j] are alike in size.
+    std::vector<std::vector<Data>> pieces(size);
+    std::vector<std::vector<Data>> received(size);
+    std::vector<Data> reduced;
+    std::vector<Data> expected;
+    for (int j = 0; j < size; ++j) {
+      const std::size_t n = randomSize(random);
+      expected.emplace_back(n, 0);
+      reduced.emplace_back(n, -1);
+      for (int i = 0; i < size; ++i) {
+        pieces[i].push_back(randomData(random, n));
+        received[j].emplace_back(n, -1);
+        for (std::size_t k = 0; k < n; ++k) expected[j][k] += pieces[i][j][k];
+      }
+    }
+    const auto slices = [](std::vector<Data>& all) {
+      std::vector<Slice> result;
+      for (Data& data : all) result.push_back(sliceOf(data));
+      return result;
+    };
+    runOnAll(size, [&](Program& p, Topology t) { allToAll(p, t, slices(received[t.rank]), slices(pieces[t.rank])); });
+    for (int i = 0; i < size; ++i) {
+      for (int j = 0; j < size; ++j) EXPECT_EQ(received[j][i], pieces[i][j]);
+    }
+    runOnAll(size, [&](Program& p, Topology t) {
+      reduceScatter(p, t, kSum, sliceOf(reduced[t.rank]), slices(pieces[t.rank]));
+    });
+    EXPECT_EQ(reduced, expected);
+  });
+}
+
+TEST_P(AlgorithmsTest, NoRankLeavesABarrierBeforeTheLastHasEntered) {
+  for (int size = 1; size <= 7; ++size) {
+    Group group(size, GetParam());
+    std::vector<std::shared_ptr<TestOperation>> operations;
+    for (int rank = 0; rank < size; ++rank) {
+      for (auto& operation : operations) EXPECT_FALSE(operation->wait(transport::Clock::now()));
+      Program program;
+      barrier(program, {rank, size});
+      operations.push_back(TestOperation::launch(group[rank], std::move(program), 1));
+    }
+    for (auto& operation : operations) EXPECT_TRUE(operation->wait(transport::kNoDeadline));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Loopback, AlgorithmsTest, ::testing::Values(0, 4096), [](const auto& info) {
+  return info.param == 0 ? std::string("Rendezvous") : std::string("Eager");
+});
+
+}  // namespace
+}  // namespace farandole::collective

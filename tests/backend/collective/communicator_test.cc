@@ -1,0 +1,98 @@
+#include "backend/collective/communicator.h"
+
+#include <gtest/gtest.h>
+
+#include <thread>
+
+#include "tests/backend/collective/communicators.h"
+
+namespace farandole::collective {
+namespace {
+
+using namespace std::chrono_literals;
+using testing::Group;
+using testing::TestOperation;
+
+Program recvProgram(int peer, int& into) {
+  Program program;
+  program.recv(peer, &into, sizeof into);
+  return program;
+}
+
+Program sendProgram(int peer, const int& value) {
+  Program program;
+  program.send(peer, &value, sizeof value);
+  return program;
+}
+
+TEST(Communicator, AbortEndsWhatIsPendingAndWhatComesLater) {
+  Group group(2, 0);
+  int in = 0;
+  auto pending = TestOperation::launch(group[0], recvProgram(1, in), 1);
+  std::thread other([&] {
+    std::this_thread::sleep_for(50ms);
+    group[0]->abort(Status::aborted("told to"));
+  });
+  EXPECT_TRUE(pending->wait(transport::Clock::now() + 10s));
+  other.join();
+  EXPECT_EQ(pending->status().code(), StatusCode::kAborted);
+  EXPECT_EQ(pending->status().toString(), "test operation: told to");
+  auto later = TestOperation::launch(group[0], recvProgram(1, in), 2);
+  EXPECT_TRUE(later->isDone());
+  EXPECT_EQ(later->status().code(), StatusCode::kAborted);
+}
+
+TEST(Communicator, ATimedOutReceiveLeavesTheGroupUsable) {
+  Group group(2, 0);
+  int lost = 0;
+  int in = 0;
+  const int value = 3;
+  auto pending = TestOperation::launch(group[0], recvProgram(1, lost), 1);
+  EXPECT_FALSE(pending->wait(transport::Clock::now() + 20ms));
+  group[0]->timeOut(*pending, 20ms);
+  EXPECT_EQ(pending->status().code(), StatusCode::kTimeout);
+  auto recv = TestOperation::launch(group[0], recvProgram(1, in), 2);
+  auto send = TestOperation::launch(group[1], sendProgram(0, value), 2);
+  EXPECT_TRUE(recv->wait(transport::Clock::now() + 10s));
+  EXPECT_TRUE(recv->status());
+  EXPECT_EQ(in, 3);
+  EXPECT_EQ(lost, 0);
+}
+
+TEST(Communicator, AnOperationThatNobodyWaitsForIsEndedAtItsDeadline) {
+  Group group(2, 0);
+  int in = 0;
+  auto pending = TestOperation::launch(group[0], recvProgram(1, in), 1, transport::Clock::now() + 20ms);
+  std::atomic<bool> told{false};
+  pending->whenDone([&] { told = true; });
+  for (int i = 0; i < 500 && !told; ++i) std::this_thread::sleep_for(10ms);
+  EXPECT_TRUE(told);
+  EXPECT_EQ(pending->status().code(), StatusCode::kTimeout);
+}
+
+TEST(Communicator, AMessageOfAnotherSizeFailsTheReceiverWithBothSizes) {
+  Group group(2, 1024);
+  std::int64_t in = 0;
+  const int value = 3;
+  Program program;
+  program.recv(1, &in, sizeof in);
+  auto recv = TestOperation::launch(group[0], std::move(program), 1);
+  auto send = TestOperation::launch(group[1], sendProgram(0, value), 1);
+  EXPECT_TRUE(recv->wait(transport::Clock::now() + 10s));
+  EXPECT_EQ(recv->status().toString(), "test operation: rank 1 (host host, pid 1) sent 4 bytes, the buffer here has 8");
+}
+
+TEST(Communicator, OperationsOutliveTheirHandles) {
+  int in = 0;
+  const int value = 8;
+  std::atomic<bool> done{false};
+  Group group(2, 0);
+  TestOperation::launch(group[0], recvProgram(1, in), 1)->whenDone([&] { done = true; });
+  TestOperation::launch(group[1], sendProgram(0, value), 1);
+  for (int i = 0; i < 1000 && !done; ++i) std::this_thread::sleep_for(5ms);
+  EXPECT_TRUE(done);
+  EXPECT_EQ(in, 8);
+}
+
+}  // namespace
+}  // namespace farandole::collective

@@ -1,0 +1,230 @@
+// What every transport must do, run over each of them.
+#include <gtest/gtest.h>
+#include <poll.h>
+
+#include <chrono>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <numeric>
+#include <random>
+
+#include "backend/p2p/message_tag.h"
+#include "backend/transport/loopback/loopback_transport.h"
+#include "backend/transport/transport.h"
+#include "backend/transport/ucx/ucx_transport.h"
+
+namespace farandole::transport {
+namespace {
+
+using namespace std::chrono_literals;
+
+// Makes transports that can talk to each other.
+struct Kind {
+  std::string name;
+  std::function<std::function<std::unique_ptr<Transport>()>()> makeFactory;
+};
+
+std::function<std::unique_ptr<Transport>()> loopbackFactory(std::size_t eagerBytes) {
+  auto fabric = LoopbackFabric::create(eagerBytes);
+  return [fabric] { return fabric->makeTransport(); };
+}
+
+std::unique_ptr<Transport> makeUcx() {
+  auto transport = UcxTransport::create();
+  if (!transport) throw std::runtime_error(transport.status().toString());
+  return std::move(transport).value();
+}
+
+struct Tracked : Request {
+  bool done = false;
+  Tracked() {
+    onDone = [](Request& request) { static_cast<Tracked&>(request).done = true; };
+  }
+};
+
+class TransportConformance : public testing::TestWithParam<Kind> {
+ protected:
+  void SetUp() override {
+    auto make = GetParam().makeFactory();
+    a_ = make();
+    b_ = make();
+    Result<PeerId> peer = a_->connect(b_->address());
+    ASSERT_TRUE(peer) << peer.status().toString();
+    b_of_a_ = *peer;
+    peer = b_->connect(a_->address());
+    ASSERT_TRUE(peer);
+    a_of_b_ = *peer;
+  }
+
+  bool progressUntil(const std::function<bool()>& done, std::chrono::milliseconds limit = 10s) {
+    const auto end = std::chrono::steady_clock::now() + limit;
+    while (!done() && std::chrono::steady_clock::now() < end) {
+      a_->progress();
+      b_->progress();
+    }
+    return done();
+  }
+
+  std::unique_ptr<Transport> a_;
+  std::unique_ptr<Transport> b_;
+  PeerId b_of_a_{};
+  PeerId a_of_b_{};
+};
+
+TEST_P(TransportConformance, MovesMessagesOfEverySizeWhicheverSideIsFirst) {
+  for (const std::size_t bytes : {0ul, 1ul, 8ul, 4095ul, 8192ul, 65537ul, 5'000'000ul}) {
+    for (const bool recvFirst : {false, true}) {
+      SCOPED_TRACE(std::to_string(bytes) + (recvFirst ? " recv first" : " send first"));
+      std::vector<unsigned char> out(bytes);
+      std::iota(out.begin(), out.end(), static_cast<unsigned char>(bytes));
+      std::vector<unsigned char> in(bytes);
+      Tracked send;
+      Tracked recv;
+      const auto post = [&](bool isRecv) {
+        if (isRecv) {
+          b_->recv(17, p2p::kExactMask, in.data(), bytes, recv);
+        } else {
+          a_->send(b_of_a_, 17, out.data(), bytes, send);
+        }
+      };
+      post(recvFirst);
+      progressUntil([] { return false; }, 2ms);
+      post(!recvFirst);
+      ASSERT_TRUE(progressUntil([&] { return send.done && recv.done; }));
+      EXPECT_TRUE(send.status) << send.status.toString();
+      EXPECT_TRUE(recv.status) << recv.status.toString();
+      EXPECT_EQ(recv.bytes, bytes);
+      EXPECT_EQ(recv.tag, 17u);
+      EXPECT_EQ(in, out);
+    }
+  }
+}
+
+TEST_P(TransportConformance, MatchesByTagAndKeepsTheOrderOfEqualTags) {
+  std::mt19937_64 random(11);
+  constexpr int kMessages = 300;
+  std::vector<std::vector<int>> out(kMessages);
+  std::vector<std::vector<int>> in(kMessages);
+  std::vector<Tracked> sends(kMessages);
+  std::vector<Tracked> recvs(kMessages);
+  std::vector<std::uint64_t> tags(kMessages);
+  std::vector<int> recvOrder(kMessages);
+  std::iota(recvOrder.begin(), recvOrder.end(), 0);
+  for (int i = 0; i < kMessages; ++i) {
+    tags[i] = random() % 5;
+    out[i].assign(1 + random() % 20000, i);
+    in[i].assign(out[i].size(), -1);
+  }
+  // Receives are posted tag by tag, in order inside a tag.
+  std::stable_sort(recvOrder.begin(), recvOrder.end(), [&](int x, int y) { return tags[x] > tags[y]; });
+  for (int i = 0; i < kMessages; ++i) {
+    a_->send(b_of_a_, tags[i], out[i].data(), out[i].size() * sizeof(int), sends[i]);
+    if (i % 7 == 0) b_->progress();
+  }
+  for (const int i : recvOrder) {
+    b_->recv(tags[i], p2p::kExactMask, in[i].data(), in[i].size() * sizeof(int), recvs[i]);
+  }
+  ASSERT_TRUE(progressUntil([&] {
+    return std::all_of(recvs.begin(), recvs.end(), [](const Tracked& r) { return r.done; }) &&
+           std::all_of(sends.begin(), sends.end(), [](const Tracked& r) { return r.done; });
+  }));
+  for (int i = 0; i < kMessages; ++i) {
+    EXPECT_TRUE(recvs[i].status) << recvs[i].status.toString();
+    EXPECT_EQ(in[i], out[i]);
+  }
+}
+
+TEST_P(TransportConformance, ReceivesFromAnySourceByMask) {
+  const int value = 42;
+  int in = 0;
+  Tracked send;
+  Tracked recv;
+  b_->recv(p2p::makeTag(3, p2p::MessageKind::kPointToPoint, 0, 9), p2p::kAnySourceMask, &in, sizeof in, recv);
+  a_->send(b_of_a_, p2p::makeTag(3, p2p::MessageKind::kPointToPoint, 5, 9), &value, sizeof value, send);
+  ASSERT_TRUE(progressUntil([&] { return send.done && recv.done; }));
+  EXPECT_EQ(in, 42);
+  EXPECT_EQ(p2p::sourceOf(recv.tag), 5);
+}
+
+TEST_P(TransportConformance, AMessageThatDoesNotFitFailsTheReceiveAndNothingElse) {
+  for (const std::size_t bytes : {64ul, 1'000'000ul}) {
+    std::vector<char> out(bytes, 'x');
+    char in[16] = {};
+    Tracked send;
+    Tracked recv;
+    b_->recv(1, p2p::kExactMask, in, sizeof in, recv);
+    a_->send(b_of_a_, 1, out.data(), bytes, send);
+    ASSERT_TRUE(progressUntil([&] { return send.done && recv.done; }));
+    EXPECT_EQ(recv.status.code(), StatusCode::kTruncated) << recv.status.toString();
+    Tracked send2;
+    Tracked recv2;
+    b_->recv(2, p2p::kExactMask, in, sizeof in, recv2);
+    a_->send(b_of_a_, 2, out.data(), sizeof in, send2);
+    ASSERT_TRUE(progressUntil([&] { return send2.done && recv2.done; }));
+    EXPECT_TRUE(recv2.status) << recv2.status.toString();
+  }
+}
+
+TEST_P(TransportConformance, ACancelledReceiveCompletesAndItsMessageGoesToTheNext) {
+  int in = 0;
+  int in2 = 0;
+  const int value = 7;
+  Tracked recv;
+  b_->recv(4, p2p::kExactMask, &in, sizeof in, recv);
+  b_->cancel(recv);
+  ASSERT_TRUE(progressUntil([&] { return recv.done; }));
+  EXPECT_EQ(recv.status.code(), StatusCode::kAborted);
+  Tracked send;
+  Tracked recv2;
+  a_->send(b_of_a_, 4, &value, sizeof value, send);
+  b_->recv(4, p2p::kExactMask, &in2, sizeof in2, recv2);
+  ASSERT_TRUE(progressUntil([&] { return send.done && recv2.done; }));
+  EXPECT_EQ(in, 0);
+  EXPECT_EQ(in2, 7);
+}
+
+TEST_P(TransportConformance, AnArmedTransportWakesUpForAMessageAndForASignal) {
+  const auto readable = [](int fd, int ms) {
+    pollfd descriptor{fd, POLLIN, 0};
+    return poll(&descriptor, 1, ms) == 1;
+  };
+  // Wire-up first, so that the only event is the message.
+  int in = 0;
+  const int value = 1;
+  Tracked send;
+  Tracked recv;
+  b_->recv(5, p2p::kExactMask, &in, sizeof in, recv);
+  a_->send(b_of_a_, 5, &value, sizeof value, send);
+  ASSERT_TRUE(progressUntil([&] { return send.done && recv.done; }));
+  progressUntil([] { return false; }, 20ms);
+
+  Tracked send2;
+  Tracked recv2;
+  b_->recv(6, p2p::kExactMask, &in, sizeof in, recv2);
+  while (!b_->arm()) b_->progress();
+  EXPECT_FALSE(readable(b_->eventFd(), 0));
+  a_->send(b_of_a_, 6, &value, sizeof value, send2);
+  for (int i = 0; i < 100; ++i) a_->progress();
+  ASSERT_TRUE(readable(b_->eventFd(), 5000));
+  ASSERT_TRUE(progressUntil([&] { return recv2.done; }));
+
+  while (!b_->arm()) b_->progress();
+  b_->signal();
+  EXPECT_TRUE(readable(b_->eventFd(), 5000));
+}
+
+TEST_P(TransportConformance, RefusesAnAddressThatIsNone) {
+  if (a_->name() == "ucx") GTEST_SKIP() << "a UCX address has no checksum: the rendezvous layer guards it";
+  EXPECT_FALSE(a_->connect("nowhere"));
+}
+
+INSTANTIATE_TEST_SUITE_P(Every, TransportConformance,
+                         testing::Values(Kind{"LoopbackRendezvous", [] { return loopbackFactory(0); }},
+                                         Kind{"LoopbackEager", [] { return loopbackFactory(8192); }},
+                                         Kind{"Ucx",
+                                              []() -> std::function<std::unique_ptr<Transport>()> { return makeUcx; }}),
+                         [](const auto& info) { return info.param.name; });
+
+}  // namespace
+}  // namespace farandole::transport
