@@ -22,9 +22,13 @@ enum class ActionKind : std::uint8_t {
   kReduceGrad,      // REDUCE_GRAD
   kOverlapFB,       // (F;B)OVERLAP_F_B
   kBatchP2p,        // (sends and receives with one peer)BATCH_P2P, posted together
+  kWaitSendF,       // WAIT_SEND_F, waits for the stage's SEND_F of the microbatch
+  kWaitSendB,       // WAIT_SEND_B, waits for the stage's SEND_B of the microbatch
+  kWaitReduceGrad,  // WAIT_REDUCE_GRAD
 };
 
 inline constexpr std::int32_t kNoMicrobatch = -1;
+inline constexpr std::int32_t kNoStage = -1;  // of kOverlapFB and kBatchP2p: their parts name the stages
 
 // One step of one rank. Sends and receives only post: the compute action that
 // consumes a received tensor waits for it, WAIT_SEND or the end of the step

@@ -1,0 +1,220 @@
+#include "pipeline/ir/simulate.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <string>
+
+#include "pipeline/ir/action_check.h"
+#include "pipeline/ir/action_index.h"
+#include "pipeline/ir/action_kind.h"
+#include "pipeline/ir/chain.h"
+#include "pipeline/ir/structure.h"
+#include "pipeline/ir/text.h"
+
+namespace farandole::pipeline {
+namespace {
+
+constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
+constexpr std::size_t kMaxStuckNamed = 8;
+
+class Simulation {
+ public:
+  Simulation(const Plan& plan, const ActionIndex& index, const ActionCost& cost, double transfer, bool lowered)
+      : plan_(plan), index_(index), cost_(cost), transfer_(transfer), lowered_(lowered), ranks_(plan.ranks.size()) {
+    const std::size_t perDirection =
+        static_cast<std::size_t>(plan.numStages) * static_cast<std::size_t>(plan.numMicrobatches);
+    sent_.assign(2 * perDirection, kUnknown);
+    // Without receives in the plan they count as posted from the beginning.
+    received_.assign(2 * perDirection, lowered ? kUnknown : 0.0);
+  }
+
+  Result<SimulationResult> run() {
+    for (std::int32_t rank = plan_.numRanks() - 1; rank >= 0; --rank) runnable_.push_back(rank);
+    while (!runnable_.empty()) {
+      const std::int32_t rank = runnable_.back();
+      runnable_.pop_back();
+      FARANDOLE_RETURN_IF_ERROR(advance(rank));
+    }
+    FARANDOLE_RETURN_IF_ERROR(checkAllEnded());
+    return finish();
+  }
+
+ private:
+  struct RankState {
+    RankTimeline timeline;
+    double clock = 0;
+    std::int32_t live = 0;
+    bool waiting = false;
+  };
+
+  // A message is known by its direction and the stage that receives it.
+  std::size_t slot(const Action& receive) const {
+    const std::int32_t row = receive.kind == ActionKind::kRecvB ? plan_.numStages + receive.stage : receive.stage;
+    return static_cast<std::size_t>(row) * static_cast<std::size_t>(plan_.numMicrobatches) +
+           static_cast<std::size_t>(receive.microbatch);
+  }
+
+  // NaN while one end is not posted.
+  double arrival(const Action& receive) const {
+    const double sent = sent_[slot(receive)];
+    const double received = received_[slot(receive)];
+    return std::isnan(sent) || std::isnan(received) ? kUnknown : std::max(sent, received) + transfer_;
+  }
+
+  // When all that `leaf` waits for is there; NaN when that is not known yet.
+  double ready(const Action& leaf, std::int32_t rank, std::int32_t step) const {
+    double time = 0;
+    if (const std::optional<Action> receive = receiveBefore(plan_, leaf)) time = arrival(*receive);
+    if (!isWaitSend(leaf.kind)) return time;
+    for (ActionKind kind : {ActionKind::kSendF, ActionKind::kSendB}) {
+      if (kind == ActionKind::kSendF && leaf.kind == ActionKind::kWaitSendB) continue;
+      if (kind == ActionKind::kSendB && leaf.kind == ActionKind::kWaitSendF) continue;
+      const Action send{leaf.stage, kind, leaf.microbatch, {}};
+      if (index_.step(send) == ActionIndex::kAbsent || index_.step(send) > step) continue;
+      const double done = arrival(counterpart(send));
+      if (std::isnan(done)) return done;
+      time = std::max(time, done);
+    }
+    return time;
+  }
+
+  void wake(std::int32_t rank) {
+    if (!ranks_[rank].waiting) return;
+    ranks_[rank].waiting = false;
+    runnable_.push_back(rank);
+  }
+
+  void post(const Action& leaf, double time) {
+    if (isSend(leaf.kind)) sent_[slot(counterpart(leaf))] = time;
+    if (isReceive(leaf.kind)) received_[slot(leaf)] = time;
+    if (isSend(leaf.kind) || isReceive(leaf.kind)) wake(peerRank(plan_, leaf));
+  }
+
+  Status advance(std::int32_t rank) {
+    RankState& state = ranks_[rank];
+    const std::vector<Action>& actions = plan_.ranks[rank];
+    for (auto step = static_cast<std::int32_t>(state.timeline.actions.size());
+         step < static_cast<std::int32_t>(actions.size()); ++step) {
+      const Action& action = actions[step];
+      double start = state.clock;
+      for (const Action& leaf : leaves(action)) {
+        const double time = ready(leaf, rank, step);
+        if (std::isnan(time)) {
+          state.waiting = true;
+          return Status::ok();
+        }
+        if (isCompute(action.kind)) start = std::max(start, time);
+        if (isWaitSend(leaf.kind)) state.clock = std::max(state.clock, time);
+      }
+      if (isCompute(action.kind)) {
+        FARANDOLE_RETURN_IF_ERROR(compute(action, rank, step, start));
+      }
+      for (const Action& leaf : leaves(action)) post(leaf, state.clock);
+      state.timeline.actions.push_back({action, start, state.clock});
+    }
+    return Status::ok();
+  }
+
+  Status compute(const Action& action, std::int32_t rank, std::int32_t step, double start) {
+    RankState& state = ranks_[rank];
+    const double duration = cost_(rank, action);
+    if (!std::isfinite(duration) || duration < 0) {
+      return Status::invalidArgument(describeStep(plan_, rank, step) + ": the cost is " + std::to_string(duration) +
+                                     " seconds; expected a finite number, at least 0");
+    }
+    state.clock = start + duration;
+    state.timeline.busy += duration;
+    if (index_.hasBackward()) {
+      for (const Action& leaf : leaves(action)) state.live += isForward(leaf.kind) ? 1 : 0;
+      state.timeline.peakLiveActivations = std::max(state.timeline.peakLiveActivations, state.live);
+      for (const Action& leaf : leaves(action)) state.live -= isWeightBackward(leaf.kind) ? 1 : 0;
+    }
+    if (lowered_) return Status::ok();
+    for (const Action& leaf : leaves(action)) {
+      if (const std::optional<Action> send = sendAfter(plan_, leaf)) post(*send, state.clock);
+    }
+    return Status::ok();
+  }
+
+  Status checkAllEnded() const {
+    std::string stuck;
+    std::size_t numStuck = 0;
+    for (std::int32_t rank = 0; rank < plan_.numRanks(); ++rank) {
+      const std::size_t step = ranks_[rank].timeline.actions.size();
+      if (step == plan_.ranks[rank].size()) continue;
+      if (numStuck++ >= kMaxStuckNamed) continue;
+      stuck += "\n  " + describeStep(plan_, rank, static_cast<std::int32_t>(step));
+    }
+    if (numStuck == 0) return Status::ok();
+    return Status::invalidArgument("deadlock: " + std::to_string(numStuck) + " ranks wait for each other and stop at" +
+                                   stuck);
+  }
+
+  SimulationResult finish() {
+    SimulationResult result;
+    for (RankState& state : ranks_) {
+      result.makespan = std::max(result.makespan, state.clock);
+      result.ranks.push_back(std::move(state.timeline));
+    }
+    for (RankTimeline& timeline : result.ranks) {
+      timeline.bubble = result.makespan > 0 ? 1 - timeline.busy / result.makespan : 0;
+    }
+    return result;
+  }
+
+  const Plan& plan_;
+  const ActionIndex& index_;
+  const ActionCost& cost_;
+  double transfer_;
+  bool lowered_;
+  std::vector<RankState> ranks_;
+  std::vector<double> sent_;      // [direction][receiving stage][microbatch], seconds
+  std::vector<double> received_;  // the same for the receives
+  std::vector<std::int32_t> runnable_;
+};
+
+double costOf(const StageCost& cost, ActionKind kind) {
+  switch (kind) {
+    case ActionKind::kForward: return cost.forward;
+    case ActionKind::kBackward: return cost.backward;
+    case ActionKind::kBackwardInput: return cost.backwardInput;
+    default: return cost.backwardWeight;
+  }
+}
+
+}  // namespace
+
+double SimulationResult::bubble() const {
+  double sum = 0;
+  for (const RankTimeline& timeline : ranks) sum += timeline.bubble;
+  return ranks.empty() ? 0 : sum / static_cast<double>(ranks.size());
+}
+
+Result<SimulationResult> simulate(const Plan& plan, const ActionCost& cost, double transfer) {
+  if (!std::isfinite(transfer) || transfer < 0) {
+    return Status::invalidArgument("transfer is " + std::to_string(transfer) +
+                                   " seconds; expected a finite number, at least 0");
+  }
+  const Result<ActionIndex> index = ActionIndex::build(plan);
+  if (!index) return index.status();
+  const bool lowered = hasCommunication(plan);
+  FARANDOLE_RETURN_IF_ERROR(checkStructure(plan, *index, lowered ? Lowering::kMessages : Lowering::kCompute));
+  return Simulation(plan, *index, cost, transfer, lowered).run();
+}
+
+Result<SimulationResult> simulate(const Plan& plan, const SimulationCosts& costs) {
+  if (costs.stages.size() != static_cast<std::size_t>(plan.numStages)) {
+    return Status::invalidArgument("costs.stages has " + std::to_string(costs.stages.size()) +
+                                   " entries; expected one per stage, " + std::to_string(plan.numStages));
+  }
+  const ActionCost cost = [&](std::int32_t, const Action& action) {
+    double sum = 0;
+    for (const Action& leaf : leaves(action)) sum += costOf(costs.stages[leaf.stage], leaf.kind);
+    return sum;
+  };
+  return simulate(plan, cost, costs.transfer);
+}
+
+}  // namespace farandole::pipeline

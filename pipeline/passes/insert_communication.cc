@@ -1,0 +1,136 @@
+#include "pipeline/passes/insert_communication.h"
+
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "pipeline/ir/action_index.h"
+#include "pipeline/ir/action_kind.h"
+#include "pipeline/ir/chain.h"
+#include "pipeline/ir/structure.h"
+
+namespace farandole::pipeline {
+namespace {
+
+using Actions = std::vector<Action>;
+
+// Every step of the compute plan has two gaps: what is posted before it and after it.
+struct Gaps {
+  std::vector<Actions> receivesBefore;  // [step]
+  std::vector<Actions> sendsAfter;      // [step]
+};
+
+class Inserter {
+ public:
+  Inserter(const Plan& plan, const ActionIndex& index) : plan_(plan), index_(index), gaps_(plan.ranks.size()) {
+    for (std::int32_t rank = 0; rank < plan.numRanks(); ++rank) {
+      gaps_[rank].receivesBefore.resize(plan.ranks[rank].size());
+      gaps_[rank].sendsAfter.resize(plan.ranks[rank].size());
+    }
+  }
+
+  Plan run() {
+    placeSends();
+    placeReceives();
+    Plan result = plan_;
+    for (std::int32_t rank = 0; rank < plan_.numRanks(); ++rank) result.ranks[rank] = merge(rank);
+    return result;
+  }
+
+ private:
+  void placeSends() {
+    for (std::int32_t rank = 0; rank < plan_.numRanks(); ++rank) {
+      for (std::size_t step = 0; step < plan_.ranks[rank].size(); ++step) {
+        for (const Action& leaf : leaves(plan_.ranks[rank][step])) {
+          const std::optional<Action> send = sendAfter(plan_, leaf);
+          if (!send) continue;
+          gaps_[rank].sendsAfter[step].push_back(*send);
+          edges_[{rank, peerRank(plan_, *send)}].push_back(*send);
+        }
+      }
+    }
+  }
+
+  // From the last message of an edge to the first: each is received before what
+  // consumes it, and no later than the message after it.
+  void placeReceives() {
+    for (const auto& [ranks, sends] : edges_) {
+      auto latest = static_cast<std::int32_t>(plan_.ranks[ranks.second].size());
+      for (auto send = sends.rbegin(); send != sends.rend(); ++send) {
+        const Action receive = counterpart(*send);
+        latest = std::min(latest, consumerStep(receive));
+        gaps_[ranks.second].receivesBefore[latest].push_back(receive);
+      }
+    }
+    for (Gaps& gaps : gaps_) {
+      for (Actions& receives : gaps.receivesBefore) std::reverse(receives.begin(), receives.end());
+    }
+  }
+
+  std::int32_t consumerStep(const Action& receive) const {
+    if (receive.kind == ActionKind::kRecvF) {
+      return index_.step(ActionKind::kForward, receive.stage, receive.microbatch);
+    }
+    return index_.inputBackwardStep(receive.stage, receive.microbatch);
+  }
+
+  Actions merge(std::int32_t rank) const {
+    const Actions& steps = plan_.ranks[rank];
+    Actions merged;
+    for (std::size_t step = 0; step < steps.size(); ++step) {
+      Actions receives = gaps_[rank].receivesBefore[step];
+      if (step > 0) {
+        const Actions& sends = gaps_[rank].sendsAfter[step - 1];
+        // The lower rank's message first: this rank's receive, where it exchanges with a lower one.
+        const auto rest = std::stable_partition(receives.begin(), receives.end(), [&](const Action& receive) {
+          return peerRank(plan_, receive) < rank && exchanges(sends, receive);
+        });
+        merged.insert(merged.end(), receives.begin(), rest);
+        merged.insert(merged.end(), sends.begin(), sends.end());
+        receives.erase(receives.begin(), rest);
+      }
+      merged.insert(merged.end(), receives.begin(), receives.end());
+      merged.push_back(steps[step]);
+    }
+    if (!steps.empty()) {
+      const Actions& sends = gaps_[rank].sendsAfter.back();
+      merged.insert(merged.end(), sends.begin(), sends.end());
+    }
+    return merged;
+  }
+
+  // Whether one of `sends` is received by the rank that sends to `receive`
+  // between the same two steps as it sends.
+  bool exchanges(const Actions& sends, const Action& receive) const {
+    const std::int32_t peer = peerRank(plan_, receive);
+    const std::int32_t gap = producerStep(counterpart(receive)) + 1;
+    if (gap >= static_cast<std::int32_t>(plan_.ranks[peer].size())) return false;
+    const Actions& peerReceives = gaps_[peer].receivesBefore[gap];
+    return std::any_of(sends.begin(), sends.end(), [&](const Action& send) {
+      return std::find(peerReceives.begin(), peerReceives.end(), counterpart(send)) != peerReceives.end();
+    });
+  }
+
+  std::int32_t producerStep(const Action& send) const {
+    if (send.kind == ActionKind::kSendF) return index_.step(ActionKind::kForward, send.stage, send.microbatch);
+    return index_.inputBackwardStep(send.stage, send.microbatch);
+  }
+
+  const Plan& plan_;
+  const ActionIndex& index_;
+  std::vector<Gaps> gaps_;                                          // [rank]
+  std::map<std::pair<std::int32_t, std::int32_t>, Actions> edges_;  // sends in order, by sending and receiving rank
+};
+
+}  // namespace
+
+Result<Plan> insertCommunication(const Plan& plan) {
+  const Result<ActionIndex> index = ActionIndex::build(plan);
+  if (!index) return index.status();
+  FARANDOLE_RETURN_IF_ERROR(checkStructure(plan, *index, Lowering::kCompute));
+  return Inserter(plan, *index).run();
+}
+
+}  // namespace farandole::pipeline

@@ -1,0 +1,46 @@
+#include "pipeline/schedules/registry.h"
+
+#include <algorithm>
+#include <string>
+
+#include "pipeline/schedules/gpipe.h"
+#include "pipeline/schedules/one_f_one_b.h"
+
+namespace farandole::pipeline {
+namespace {
+
+struct Entry {
+  std::string_view name;
+  ScheduleGenerator make;
+};
+
+constexpr Entry kSchedules[] = {
+    {"GPipe", makeGPipe},
+    {"1F1B", makeOneFOneB},
+};
+
+char lowerCase(char c) { return c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c; }
+
+bool equalIgnoringCase(std::string_view a, std::string_view b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
+                    [](char x, char y) { return lowerCase(x) == lowerCase(y); });
+}
+
+}  // namespace
+
+Result<Plan> makePlan(std::string_view name, const ScheduleOptions& options) {
+  std::string known;
+  for (const Entry& entry : kSchedules) {
+    if (equalIgnoringCase(entry.name, name)) return entry.make(options);
+    known += (known.empty() ? "" : ", ") + std::string(entry.name);
+  }
+  return Status::invalidArgument("schedule name is '" + std::string(name) + "'; expected one of " + known);
+}
+
+std::vector<std::string_view> scheduleNames() {
+  std::vector<std::string_view> names;
+  for (const Entry& entry : kSchedules) names.push_back(entry.name);
+  return names;
+}
+
+}  // namespace farandole::pipeline

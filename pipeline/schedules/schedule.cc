@@ -1,0 +1,40 @@
+#include "pipeline/schedules/schedule.h"
+
+#include <numeric>
+#include <string>
+
+namespace farandole::pipeline {
+namespace {
+
+Status refuse(std::string_view schedule, std::string_view argument, std::int32_t value, std::string_view expected) {
+  return Status::invalidArgument("schedule " + std::string(schedule) + ": " + std::string(argument) + " is " +
+                                 std::to_string(value) + "; expected " + std::string(expected));
+}
+
+}  // namespace
+
+Status checkCounts(std::string_view schedule, const ScheduleOptions& options) {
+  if (options.numRanks < 1) return refuse(schedule, "numRanks", options.numRanks, "at least 1");
+  if (options.numStages < 1) return refuse(schedule, "numStages", options.numStages, "at least 1");
+  if (options.numMicrobatches < 1) return refuse(schedule, "numMicrobatches", options.numMicrobatches, "at least 1");
+  return Status::ok();
+}
+
+Status checkOneStagePerRank(std::string_view schedule, const ScheduleOptions& options) {
+  FARANDOLE_RETURN_IF_ERROR(checkCounts(schedule, options));
+  if (options.numStages == options.numRanks) return Status::ok();
+  return refuse(schedule, "numStages", options.numStages,
+                "one per rank, numRanks = " + std::to_string(options.numRanks));
+}
+
+Plan makeEmptyPlan(const ScheduleOptions& options) {
+  Plan plan;
+  plan.numStages = options.numStages;
+  plan.numMicrobatches = options.numMicrobatches;
+  plan.rankOfStage.resize(options.numStages);
+  std::iota(plan.rankOfStage.begin(), plan.rankOfStage.end(), 0);
+  plan.ranks.resize(options.numRanks);
+  return plan;
+}
+
+}  // namespace farandole::pipeline

@@ -1,0 +1,87 @@
+#include "pipeline/ir/csv.h"
+
+#include <gtest/gtest.h>
+
+#include "tests/pipeline/ir/plan_fixtures.h"
+
+namespace farandole::pipeline {
+namespace {
+
+std::string errorOf(const Result<Plan>& plan) { return plan ? "parsed" : plan.status().toString(); }
+
+// A golden file without idle slots and with plain line ends.
+std::string compact(const std::string& text) {
+  std::string result;
+  for (char c : text) {
+    const bool atStart = result.empty() || result.back() == '\n';
+    if (c == '\r' || (c == ',' && (atStart || result.back() == ','))) continue;
+    if (c == '\n' && !result.empty() && result.back() == ',') result.pop_back();
+    result += c;
+  }
+  return result;
+}
+
+TEST(Csv, ReadsWhatTorchWroteAndWritesItBackWithoutTheIdleSlots) {
+  std::vector<std::string> names = goldenPlansWithMessages();
+  for (const std::string& name : goldenPlansWithMessages()) {
+    std::string computeOnly = name;
+    computeOnly.replace(name.find("_comms"), 6, "");
+    names.push_back(computeOnly);
+  }
+  for (const std::string& name : names) {
+    SCOPED_TRACE(name);
+    const std::string golden = readGolden(name);
+    const Plan plan = planOf(golden);
+    EXPECT_EQ(toCsv(plan), compact(golden));
+    EXPECT_EQ(planOf(toCsv(plan)), plan);
+  }
+}
+
+TEST(Csv, PlacesTheStagesWhereTheyAreComputed) {
+  const Plan plan = planOf(readGolden("zbv_p2_m4.csv"));
+  EXPECT_EQ(plan.numStages, 4);
+  EXPECT_EQ(plan.numMicrobatches, 4);
+  EXPECT_EQ(plan.rankOfStage, (std::vector<std::int32_t>{0, 1, 1, 0}));
+}
+
+TEST(Csv, TakesThePlacementThatIsGiven) {
+  const Plan plan = planOf("0F0\n1F0,2F0\n", {0, 1, 1});
+  EXPECT_EQ(plan.numStages, 3);
+  EXPECT_EQ(plan.rankOfStage, (std::vector<std::int32_t>{0, 1, 1}));
+}
+
+TEST(Csv, KeepsRanksThatDoNothing) {
+  const Plan plan = planOf("0F0\n\n\"\"\n");
+  ASSERT_EQ(plan.numRanks(), 3);
+  EXPECT_TRUE(plan.ranks[1].empty());
+  EXPECT_TRUE(plan.ranks[2].empty());
+  EXPECT_EQ(planOf(toCsv(plan)), plan);
+}
+
+TEST(Csv, TheLastLineNeedsNoLineEnd) { EXPECT_EQ(planOf("0F0,0B0"), planOf("0F0,0B0\r\n")); }
+
+TEST(Csv, BatchesSurviveTheRoundTrip) {
+  const Plan plan = loweredPlan("1F1B", 4, 8);
+  EXPECT_NE(toCsv(plan).find("(1SEND_F2;1RECV_B0)BATCH_P2P"), std::string::npos) << toCsv(plan);
+  EXPECT_EQ(planOf(toCsv(plan), plan.rankOfStage), plan);
+}
+
+TEST(Csv, ErrorsNameLineAndColumn) {
+  EXPECT_EQ(errorOf(fromCsv("0F0,0B0\n1F0, 1Q0\n")),
+            "line 2, column 5: action '1Q0': unknown kind 'Q'; expected [stage][kind][microbatch] like '2F0', or "
+            "'(2F0;3B1)OVERLAP_F_B'");
+}
+
+TEST(Csv, RefusesAStageThatTwoRanksCompute) {
+  EXPECT_EQ(errorOf(fromCsv("0F0,0B0\n0F1,0B1\n")),
+            "stage 0 is computed on line 1 and on line 2 (0F1); expected one rank per stage");
+}
+
+TEST(Csv, RefusesStagesThatAreMissing) {
+  EXPECT_NE(errorOf(fromCsv("0F0,0F1,2F0,2F1\n")).find("stage 1 is computed on no line"), std::string::npos);
+  EXPECT_NE(errorOf(fromCsv("0F0,1000000000F0\n")).find("stage 1000000000 of a plan of only 2 actions"),
+            std::string::npos);
+}
+
+}  // namespace
+}  // namespace farandole::pipeline

@@ -1,0 +1,87 @@
+#include "tests/pipeline/ir/plan_fixtures.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <fstream>
+#include <random>
+#include <sstream>
+
+#include "pipeline/ir/csv.h"
+#include "pipeline/ir/text.h"
+#include "pipeline/passes/lower.h"
+#include "pipeline/schedules/registry.h"
+
+namespace farandole::pipeline {
+namespace {
+
+Plan expectPlan(Result<Plan> plan) {
+  if (plan) return std::move(plan).value();
+  ADD_FAILURE() << plan.status().toString();
+  return {};
+}
+
+}  // namespace
+
+Plan planOf(std::string_view csv) { return expectPlan(fromCsv(csv)); }
+
+Plan planOf(std::string_view csv, std::vector<std::int32_t> rankOfStage) {
+  return expectPlan(fromCsv(csv, std::move(rankOfStage)));
+}
+
+std::string readGolden(const std::string& name) {
+  std::ifstream file(std::string(FARANDOLE_GOLDEN_DIR) + "/pipeline/" + name, std::ios::binary);
+  if (!file) ADD_FAILURE() << "cannot open golden file " << name;
+  std::ostringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+Plan goldenSchedule(const std::string& name) {
+  Plan plan = planOf(readGolden(name));
+  for (std::vector<Action>& actions : plan.ranks) {
+    std::erase_if(actions, [](const Action& action) {
+      return action.kind == ActionKind::kReduceGrad || action.kind == ActionKind::kWaitReduceGrad;
+    });
+  }
+  return plan;
+}
+
+std::vector<std::string> goldenPlansWithMessages() {
+  return {"1f1b_p1_m3_comms.csv",
+          "1f1b_p2_m4_comms.csv",
+          "1f1b_p4_m4_comms.csv",
+          "1f1b_p4_m9_comms.csv",
+          "gpipe_p1_m3_comms.csv",
+          "gpipe_p2_m4_comms.csv",
+          "gpipe_p4_m4_comms.csv",
+          "gpipe_p4_m9_comms.csv",
+          "interleaved1f1b_p2_m4_comms.csv",
+          "interleavedzerobubble_p2_m4_comms.csv",
+          "zbv_p2_m4_comms.csv",
+          "dualpipev_p2_m8_comms.csv"};
+}
+
+Plan computePlan(std::string_view schedule, std::int32_t numRanks, std::int32_t numMicrobatches) {
+  return expectPlan(makePlan(schedule, {numRanks, numRanks, numMicrobatches, false}));
+}
+
+Plan loweredPlan(std::string_view schedule, std::int32_t numRanks, std::int32_t numMicrobatches) {
+  return expectPlan(lower(computePlan(schedule, numRanks, numMicrobatches)));
+}
+
+std::string rankText(const Plan& plan, std::int32_t rank) {
+  std::string text;
+  for (const Action& action : plan.ranks[rank]) {
+    if (!text.empty()) text += ' ';
+    text += toString(action);
+  }
+  return text;
+}
+
+std::uint64_t testSeed() {
+  if (const char* seed = std::getenv("FARANDOLE_TEST_SEED")) return std::strtoull(seed, nullptr, 10);
+  return std::random_device{}();
+}
+
+}  // namespace farandole::pipeline

@@ -1,0 +1,174 @@
+#include <gtest/gtest.h>
+
+#include <map>
+#include <random>
+
+#include "pipeline/ir/action_kind.h"
+#include "pipeline/ir/csv.h"
+#include "pipeline/ir/validate.h"
+#include "pipeline/passes/insert_communication.h"
+#include "tests/pipeline/ir/plan_fixtures.h"
+#include "tests/pipeline/ir/random_runner.h"
+
+namespace farandole::pipeline {
+namespace {
+
+constexpr ChannelModel kModels[] = {ChannelModel::kTagged, ChannelModel::kFifoPerEdge, ChannelModel::kOneQueuePerRank};
+
+std::vector<Plan> basePlans() {
+  std::vector<Plan> plans;
+  for (std::string_view name : {"GPipe", "1F1B"}) {
+    for (std::int32_t p : {2, 3, 4}) {
+      for (std::int32_t m : {1, 3, 5}) {
+        plans.push_back(loweredPlan(name, p, m));
+        plans.push_back(*insertCommunication(computePlan(name, p, m)));
+      }
+    }
+  }
+  for (const std::string& name : goldenPlansWithMessages()) plans.push_back(planOf(readGolden(name)));
+  return plans;
+}
+
+void swapAny(Plan& plan, std::mt19937_64& random, bool neighbours) {
+  auto& actions = plan.ranks[random() % plan.ranks.size()];
+  if (actions.size() < 2) return;
+  const std::size_t i = random() % (actions.size() - 1);
+  std::swap(actions[i], actions[neighbours ? i + 1 : random() % actions.size()]);
+}
+
+void moveWithinRank(Plan& plan, std::mt19937_64& random) {
+  auto& actions = plan.ranks[random() % plan.ranks.size()];
+  const std::size_t from = random() % actions.size();
+  const Action action = actions[from];
+  actions.erase(actions.begin() + static_cast<std::ptrdiff_t>(from));
+  actions.insert(actions.begin() + static_cast<std::ptrdiff_t>(random() % (actions.size() + 1)), action);
+}
+
+// Takes a batch apart or makes one of two neighbours.
+void rebatch(Plan& plan, std::mt19937_64& random) {
+  auto& actions = plan.ranks[random() % plan.ranks.size()];
+  const std::size_t first = random() % actions.size();
+  for (std::size_t i = first; i + 1 < actions.size(); ++i) {
+    const auto at = actions.begin() + static_cast<std::ptrdiff_t>(i);
+    if (at->kind == ActionKind::kBatchP2p) {
+      std::vector<Action> parts = at->parts;
+      if (random() % 2 == 0) std::swap(parts.front(), parts.back());
+      actions.insert(actions.erase(at), parts.begin(), parts.end());
+      return;
+    }
+    if (isPost(at->kind) && isPost((at + 1)->kind) && (at + 1)->kind != ActionKind::kBatchP2p) {
+      *at = makeComposite(ActionKind::kBatchP2p, {*at, *(at + 1)});
+      actions.erase(at + 1);
+      return;
+    }
+  }
+}
+
+// On about half of the ranks every send moves before the receives that stand
+// right before it, and is waited for at once, as with blocking sends.
+void blockOnSends(Plan& plan, std::mt19937_64& random) {
+  for (auto& actions : plan.ranks) {
+    if (random() % 2 == 0) continue;
+    std::vector<Action> blocking;
+    for (const Action& action : actions) {
+      if (!isSend(action.kind)) {
+        blocking.push_back(action);
+        continue;
+      }
+      auto place = blocking.end();
+      while (place != blocking.begin() && isReceive((place - 1)->kind)) --place;
+      place = blocking.insert(place, action);
+      if (random() % 2 == 0) {
+        blocking.insert(place + 1, {action.stage, ActionKind::kWaitSend, action.microbatch, {}});
+      }
+    }
+    actions = std::move(blocking);
+  }
+}
+
+void mutate(Plan& plan, std::mt19937_64& random) {
+  auto& actions = plan.ranks[random() % plan.ranks.size()];
+  const std::size_t i = random() % actions.size();
+  switch (random() % 12) {
+    case 0: actions.erase(actions.begin() + static_cast<std::ptrdiff_t>(i)); break;
+    case 1:
+      actions.insert(actions.begin() + static_cast<std::ptrdiff_t>(random() % actions.size()), Action(actions[i]));
+      break;
+    case 2: {
+      auto& other = plan.ranks[random() % plan.ranks.size()];
+      const Action action = actions[i];
+      actions.erase(actions.begin() + static_cast<std::ptrdiff_t>(i));
+      other.insert(other.begin() + static_cast<std::ptrdiff_t>(random() % (other.size() + 1)), action);
+      break;
+    }
+    case 3: {
+      if (hasMicrobatch(actions[i].kind)) {
+        actions[i].microbatch = static_cast<std::int32_t>(random() % static_cast<std::size_t>(plan.numMicrobatches));
+      }
+      break;
+    }
+    case 4: blockOnSends(plan, random); break;
+    case 5: swapAny(plan, random, false); break;
+    case 6:
+    case 7: moveWithinRank(plan, random); break;
+    case 8:
+    case 9: rebatch(plan, random); break;
+    default: swapAny(plan, random, true); break;
+  }
+}
+
+TEST(ValidateRandom, TheOracleFinishesWhatIsKnownToBeRight) {
+  std::mt19937_64 random(1);
+  for (const Plan& plan : basePlans()) EXPECT_EQ(runRandomly(plan, ChannelModel::kTagged, random), "");
+}
+
+TEST(ValidateRandom, RefusesExactlyWhatARandomRunDoesNotFinish) {
+  const std::uint64_t seed = testSeed();
+  SCOPED_TRACE("FARANDOLE_TEST_SEED=" + std::to_string(seed));
+  std::mt19937_64 random(seed);
+  const std::vector<Plan> bases = basePlans();
+  std::map<std::string, int> counts;
+  for (int i = 0; i < 10000; ++i) {
+    Plan plan = bases[random() % bases.size()];
+    for (std::size_t left = 1 + random() % 3; left > 0; --left) {
+      for (auto& actions : plan.ranks) {
+        if (actions.empty()) actions.push_back({0, ActionKind::kUnshard, kNoMicrobatch, {}});
+      }
+      mutate(plan, random);
+    }
+    for (ChannelModel model : kModels) {
+      const Status proof = validate(plan, model);
+      const std::string run = runRandomly(plan, model, random);
+      ASSERT_EQ(proof.isOk(), run.empty()) << toString(model) << "\n"
+                                           << toCsv(plan) << "validate: " << proof.toString() << "\nrun: " << run;
+      const bool deadlock = proof.message().starts_with("deadlock");
+      const bool stuck = run.find("is stuck at") != run.npos || run.find("pending messages") != run.npos;
+      ASSERT_TRUE(!deadlock || stuck) << run << "\n" << toCsv(plan);
+      const std::string outcome = proof ? "accepted" : deadlock ? "deadlock" : "refused";
+      ++counts[outcome + " " + std::string(toString(model))];
+    }
+  }
+  for (ChannelModel model : kModels) {
+    for (std::string outcome : {"accepted ", "deadlock ", "refused "}) {
+      EXPECT_GT(counts[outcome + std::string(toString(model))], 5) << outcome << toString(model);
+      RecordProperty(outcome + std::string(toString(model)), counts[outcome + std::string(toString(model))]);
+    }
+  }
+}
+
+TEST(ValidateRandom, WhatOneQueueAcceptsTheOthersAcceptToo) {
+  const std::uint64_t seed = testSeed();
+  SCOPED_TRACE("FARANDOLE_TEST_SEED=" + std::to_string(seed));
+  std::mt19937_64 random(seed);
+  const std::vector<Plan> bases = basePlans();
+  for (int i = 0; i < 5000; ++i) {
+    Plan plan = bases[random() % bases.size()];
+    mutate(plan, random);
+    if (!validate(plan, ChannelModel::kOneQueuePerRank)) continue;
+    ASSERT_TRUE(validate(plan, ChannelModel::kFifoPerEdge)) << toCsv(plan);
+    ASSERT_TRUE(validate(plan, ChannelModel::kTagged)) << toCsv(plan);
+  }
+}
+
+}  // namespace
+}  // namespace farandole::pipeline

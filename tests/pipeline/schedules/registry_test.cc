@@ -1,0 +1,29 @@
+#include "pipeline/schedules/registry.h"
+
+#include <gtest/gtest.h>
+
+#include "tests/pipeline/ir/plan_fixtures.h"
+
+namespace farandole::pipeline {
+namespace {
+
+TEST(Registry, FindsSchedulesInUpperAndLowerCaseAlike) {
+  const ScheduleOptions options{2, 2, 4, false};
+  for (std::string_view name : {"GPipe", "gpipe", "GPIPE"}) {
+    EXPECT_EQ(*makePlan(name, options), computePlan("GPipe", 2, 4));
+  }
+  EXPECT_EQ(*makePlan("1f1b", options), computePlan("1F1B", 2, 4));
+  EXPECT_NE(*makePlan("1f1b", options), *makePlan("gpipe", options));
+}
+
+TEST(Registry, EveryNameItListsIsKnown) {
+  EXPECT_EQ(scheduleNames(), (std::vector<std::string_view>{"GPipe", "1F1B"}));
+  for (std::string_view name : scheduleNames()) EXPECT_TRUE(makePlan(name, {1, 1, 1, false}));
+}
+
+TEST(Registry, AnUnknownNameListsTheKnownOnes) {
+  EXPECT_EQ(makePlan("zigzag", {}).status().toString(), "schedule name is 'zigzag'; expected one of GPipe, 1F1B");
+}
+
+}  // namespace
+}  // namespace farandole::pipeline
