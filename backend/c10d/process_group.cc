@@ -88,7 +88,8 @@ c10::intrusive_ptr<::c10d::Backend> ProcessGroupFarandole::split(
 
 WorkOptions ProcessGroupFarandole::workOptions(::c10d::OpType type, const char* title,
                                                std::chrono::milliseconds timeout, Tensors results) {
-  const bool isPointToPoint = ::c10d::isP2POp(type);
+  // A batch involves some ranks only: counting it as a collective would set them apart.
+  const bool isPointToPoint = ::c10d::isP2POp(type) || type == ::c10d::OpType::COALESCED;
   return {rank_,
           type,
           title,

@@ -98,7 +98,11 @@ void reduceBlocks(void* dst, const void* const* sources, int numSources, std::si
     }
     T* const out = static_cast<T*>(dst) + first;
     for (std::size_t i = 0; i < n; ++i) {
-      if constexpr (kAverage) accumulator[i] = static_cast<A>(accumulator[i] / static_cast<A>(numSources));
+      if constexpr (kAverage && kIsComplex<A>) {
+        accumulator[i] /= static_cast<typename A::value_type>(numSources);
+      } else if constexpr (kAverage) {
+        accumulator[i] = static_cast<A>(accumulator[i] / static_cast<A>(numSources));
+      }
       out[i] = static_cast<T>(accumulator[i]);
     }
   }

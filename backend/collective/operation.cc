@@ -109,6 +109,10 @@ void Operation::noteMessage(Message& message) {
 }
 
 Status Operation::check(Message& message) const {
+  if (message.status.code() == StatusCode::kTruncated) {
+    return Status::invalidArgument(communicator_->describe(message.peer) + " sent more than the " +
+                                   std::to_string(message.expectedBytes) + " bytes of the buffer here");
+  }
   if (!message.status) {
     return message.status.wrap((message.isSend ? "sending to " : "receiving from ") +
                                communicator_->describe(message.peer));

@@ -45,6 +45,8 @@ void bindBackend(py::module_& module) {
   py::class_<ProcessGroupFarandole, Handle>(module, "ProcessGroupFarandole", base,
                                             "The c10d backend; made by init_process_group(\"farandole\").")
       .def("batch_p2p", &batchP2p, py::arg("ops"), py::arg("label"))
+      // torch 2.11 binds no way to set it.
+      .def("set_timeout", &ProcessGroupFarandole::setTimeout, py::arg("timeout"))
       .def("transport_of", &ProcessGroupFarandole::transportOf, py::arg("rank"),
            py::call_guard<py::gil_scoped_release>());
 

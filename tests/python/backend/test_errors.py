@@ -1,0 +1,138 @@
+"""Misuse and failures: one clear error, and the group usable afterwards."""
+
+import datetime
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.processes import run_ranks
+
+
+def _still_works(rank, world_size):
+    x = torch.ones(4)
+    dist.all_reduce(x)
+    assert x.tolist() == [float(world_size)] * 4
+
+
+def _misuse(rank, world_size):
+    x = torch.zeros(4)
+    cases = [
+        (ValueError, r"all_reduce: tensors has layout Sparse; expected a dense", lambda: pg.allreduce([x.to_sparse()])),
+        (ValueError, r"strides \[1, 4\]; expected a contiguous tensor", lambda: dist.all_reduce(torch.zeros(4, 4).t())),
+        (ValueError, r"send: dst is 7; expected a rank from 0 to 1", lambda: pg.send([x], 7, 0)),
+        (ValueError, r"recv: src is -3; expected a rank from 0 to 1", lambda: pg.recv([x], -3, 0)),
+        (ValueError, r"send: tag is -1; expected 0 or more", lambda: pg.send([x], 1 - rank, -1)),
+        (ValueError, r"broadcast: src is 9; expected a rank", lambda: pg.broadcast(x, 9)),
+        (TypeError, r"ReduceOp.BAND is not defined for dtype Float", lambda: dist.all_reduce(x, dist.ReduceOp.BAND)),
+        (ValueError, r"output_tensor has 3 elements; expected 2 ranks x 4",
+         lambda: pg._allgather_base(torch.zeros(3), x)),
+        (ValueError, r"split sizes of input sum to 3; expected its 4 rows",
+         lambda: dist.all_to_all_single(torch.zeros(4), x, [2, 2], [1, 2])),
+        (ValueError, r"has 5 rows; expected a multiple of the 2 ranks",
+         lambda: dist.all_to_all_single(torch.zeros(5), torch.zeros(5))),
+    ]  # fmt: skip
+    pg = dist.group.WORLD
+    for error, pattern, call in cases:
+        with pytest.raises(error, match=pattern):
+            call()
+        _still_works(rank, world_size)
+    return True
+
+
+def test_misuse_names_argument_value_and_expectation():
+    assert all(run_ranks(_misuse, 2, "farandole"))
+
+
+def _sizes_differ(rank, world_size):
+    if rank == 0:
+        dist.send(torch.zeros(4), 1, tag=3)
+    else:
+        with pytest.raises(ValueError, match=r"recv from rank 0 .*tag 3, 8 bytes.*sent more than the 8 bytes"):
+            dist.recv(torch.zeros(2), 0, tag=3)
+    if rank == 1:
+        dist.send(torch.zeros(2), 0)
+    else:
+        with pytest.raises(ValueError, match=r"rank 1 \(host .*, pid \d+\) sent 8 bytes, the buffer here has 16"):
+            dist.recv(torch.zeros(4), 1)
+    _still_works(rank, world_size)
+    return True
+
+
+def test_a_message_of_another_size_is_an_error_on_the_receiver():
+    assert all(run_ranks(_sizes_differ, 2, "farandole"))
+
+
+def _set_timeout(timeout):
+    dist.group.WORLD._get_backend(torch.device("cpu")).set_timeout(timeout)
+
+
+def _timeouts(rank, world_size):
+    if rank == 0:
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"recv from rank 1 .*not done after 200 ms"):
+            dist.irecv(torch.zeros(1), 1).wait(datetime.timedelta(milliseconds=200))
+        assert 0.15 < time.monotonic() - start < 10
+        work = dist.irecv(torch.zeros(1), 1, tag=8)
+        future = work.get_future()
+        _set_timeout(datetime.timedelta(milliseconds=300))
+        nobody = dist.irecv(torch.zeros(1), 1, tag=9).get_future()
+        with pytest.raises(RuntimeError, match="not done when its timeout came"):
+            nobody.wait()
+        _set_timeout(datetime.timedelta(seconds=60))
+        assert not future.done()
+        dist.send(torch.zeros(1), 1)
+        work.wait()
+    else:
+        dist.recv(torch.zeros(1), 0)
+        dist.send(torch.zeros(1), 0, tag=8)
+    _still_works(rank, world_size)
+    return True
+
+
+def test_a_timeout_is_an_error_and_the_group_goes_on():
+    assert all(run_ranks(_timeouts, 2, "farandole"))
+
+
+def _abort(rank, world_size):
+    import threading
+
+    if rank == 0:
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+        work = dist.irecv(torch.zeros(1), 1)
+        threading.Timer(0.2, backend.abort).start()
+        with pytest.raises(RuntimeError, match="aborted"):
+            work.wait()
+        with pytest.raises(RuntimeError, match="aborted"):
+            dist.all_reduce(torch.zeros(1))
+    return True
+
+
+def test_abort_from_another_thread_ends_a_wait():
+    assert all(run_ranks(_abort, 2, "farandole"))
+
+
+def _peer_dies(rank, world_size):
+    _still_works(rank, world_size)
+    dist.barrier()
+    if rank == 1:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0:
+        # Connected over shared memory: UCX's keepalive finds it. The operation's own timeout bounds it.
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match="rank 1"):
+            dist.irecv(torch.zeros(1), 1).wait(datetime.timedelta(seconds=5))
+        return time.monotonic() - start
+    return None
+
+
+def test_a_receive_from_a_killed_peer_is_an_error_that_names_it():
+    from support.processes import RankFailed
+
+    with pytest.raises(RankFailed) as failure:
+        run_ranks(_peer_dies, 3, "farandole", timeout=30)
+    assert "[rank 1] process ended with exit code -9" in str(failure.value)
+    assert "[rank 0]" not in str(failure.value)

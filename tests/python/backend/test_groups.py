@@ -1,0 +1,145 @@
+"""Several groups, several lives of a group, and the process around it."""
+
+import os
+import signal
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.processes import run_ranks
+
+
+def _subgroups(rank, world_size):
+    evens = dist.new_group([0, 2])
+    odds = dist.new_group([1, 3])
+    mine = evens if rank % 2 == 0 else odds
+    x = torch.full((2,), float(rank))
+    dist.all_reduce(x, group=mine)
+    assert x.tolist() == [2.0 if rank % 2 == 0 else 4.0] * 2
+    peer = (rank + 2) % 4
+    into = torch.zeros(1)
+    # The same tag in both groups at once: messages do not cross.
+    works = [dist.isend(torch.tensor([1.0]), peer, group=mine, tag=5), dist.isend(torch.tensor([2.0]), peer, tag=5)]
+    dist.recv(into, peer, tag=5)
+    assert into.item() == 2.0
+    dist.recv(into, peer, group=mine, tag=5)
+    assert into.item() == 1.0
+    for work in works:
+        work.wait()
+    return True
+
+
+def test_groups_do_not_see_each_others_messages():
+    assert all(run_ranks(_subgroups, 4, "farandole"))
+
+
+def _any_source(rank, world_size):
+    if rank == 0:
+        seen = set()
+        for tag in (1, 2):
+            for _ in range(world_size - 1):
+                x = torch.zeros(1)
+                source = dist.recv(x, tag=tag)
+                assert x.item() == source * 10 + tag
+                seen.add((source, tag))
+        return len(seen) == 2 * (world_size - 1)
+    for tag in (2, 1):
+        dist.isend(torch.tensor([float(rank * 10 + tag)]), 0, tag=tag).wait()
+    return True
+
+
+def test_receive_from_any_source_honours_the_tag_and_names_the_source():
+    assert all(run_ranks(_any_source, 4, "farandole"))
+
+
+def _threads(rank, world_size):
+    groups = [dist.new_group() for _ in range(4)]
+    failures = []
+
+    def work(index):
+        try:
+            for i in range(200):
+                x = torch.full((50,), float(rank + index))
+                dist.all_reduce(x, group=groups[index])
+                assert x[0] == sum(range(world_size)) + index * world_size, (i, x[0])
+        except BaseException as error:
+            failures.append(repr(error))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return failures
+
+
+def test_groups_are_used_by_several_threads_at_once():
+    assert run_ranks(_threads, 2, "farandole", timeout=90) == [[], []]
+
+
+def _again(rank, world_size, folder):
+    for life in range(5):
+        store = dist.FileStore(os.path.join(folder, str(life)), world_size)
+        dist.init_process_group("farandole", store=store, rank=rank, world_size=world_size)
+        x = torch.full((1000,), float(life))
+        dist.all_reduce(x)
+        assert x[0] == life * world_size
+        dist.destroy_process_group()
+        assert not dist.is_initialized()
+    return True
+
+
+def test_a_group_can_be_made_again_after_it_was_destroyed(tmp_path):
+    assert all(run_ranks(_again, 3, None, folder=str(tmp_path)))
+
+
+def _split(rank, world_size):
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    assert backend.supports_splitting
+    half = dist.split_group(split_ranks=[[0, 1], [2, 3]])
+    x = torch.full((1,), float(rank))
+    dist.all_reduce(x, group=half)
+    return x.item()
+
+
+def test_split_gives_each_part_a_group():
+    assert run_ranks(_split, 4, "farandole") == [1.0, 1.0, 5.0, 5.0]
+
+
+def _caught_signals(rank, world_size):
+    dist.all_reduce(torch.zeros(1))
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1], 16) for line in status if line.startswith("SigCgt"))
+
+
+def test_no_signal_handler_is_installed_behind_the_users_back():
+    bits = [1 << (s - 1) for s in (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGHUP)]
+    for caught in run_ranks(_caught_signals, 2, "farandole"):
+        assert not caught & sum(bits), hex(caught)
+
+
+def _forks(rank, world_size):
+    child = os.fork()
+    if child == 0:  # as a data loader's worker: leaves by the interpreter's normal end
+        dist.destroy_process_group()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    x = torch.ones(1)
+    dist.all_reduce(x)
+    return status, x.item()
+
+
+def test_a_forked_child_that_destroys_the_group_neither_hangs_nor_harms():
+    assert run_ranks(_forks, 2, "farandole") == [(0, 2.0)] * 2
+
+
+@pytest.mark.parametrize("backend", ["farandole", "cpu:farandole", "cpu:farandole,cuda:farandole"])
+def test_the_backend_is_found_by_name(backend):
+    assert run_ranks(_sum, 2, backend) == [1.0, 1.0]
+
+
+def _sum(rank, world_size):
+    x = torch.full((1,), float(rank))
+    dist.all_reduce(x)
+    return x.item()

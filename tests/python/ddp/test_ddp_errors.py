@@ -1,0 +1,180 @@
+"""Bad input is one clear error on every rank that can know; nobody hangs, and the group works afterwards."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from ddp_models import BACKENDS
+
+from farandole.ddp import DistributedDataParallel
+from support.processes import run_ranks
+
+
+class _Layers(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = torch.nn.ModuleDict({name: torch.nn.Linear(2, 2) for name in ("front", "middle", "back")})
+
+    def forward(self, x, skip: str = ""):
+        for name, layer in self.layers.items():
+            if name != skip:
+                x = layer(x)
+        return x.square().sum()
+
+
+def _input(rank: int) -> torch.Tensor:
+    return torch.randn(2, 2, generator=torch.Generator().manual_seed(rank))
+
+
+def _error_of(body, kind=RuntimeError) -> str:
+    try:
+        body()
+    except kind as error:
+        return str(error)
+    return ""
+
+
+def _unused(rank: int, world_size: int, bucket_size: int | None) -> tuple[str, list[list[float]]]:
+    model = DistributedDataParallel(_Layers(), bucket_size=bucket_size)
+    skip = "middle" if rank == 1 else ""
+    error = _error_of(lambda: model(_input(rank), skip).backward())
+    seen = [parameter.grad.flatten().tolist() for parameter in model.parameters()]
+    model.zero_grad()
+    model(_input(rank)).backward()  # the step after works
+    plain = _Layers()
+    sum(plain(_input(other)) for other in range(world_size)).div(world_size).backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    return error, seen
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("bucket_size", [1, None])
+def test_an_unused_parameter_is_named_and_all_ranks_agree_on_the_gradients(backend, bucket_size):
+    results = run_ranks(_unused, 3, backend, timeout=30, bucket_size=bucket_size)
+    errors = [error for error, _ in results]
+    assert errors[0] == errors[2] == ""
+    assert "rank 1 of the group: 2 of 6 parameters got no gradient" in errors[1]
+    assert set(re.findall(r"'(layers[^']*)'", errors[1])) == {"layers.middle.weight", "layers.middle.bias"}
+    assert results[0][1] == results[1][1] == results[2][1]
+
+
+def _different(rank: int, world_size: int, kind: str) -> str:
+    model = _Layers()
+    if rank == 1:
+        if kind == "shape":
+            model.layers["middle"] = torch.nn.Linear(2, 3)
+        elif kind == "dtype":
+            model.layers["middle"].double()
+        elif kind == "name":
+            model.layers["last"] = model.layers.pop("back")
+        elif kind == "count":
+            del model.layers["back"]
+        elif kind == "frozen":
+            model.layers["middle"].bias.requires_grad_(False)
+        elif kind == "buffer":
+            model.register_buffer("steps", torch.zeros(1))
+    error = _error_of(lambda: DistributedDataParallel(model), ValueError)
+    DistributedDataParallel(_Layers())(_input(rank)).backward()  # the group still works
+    return error
+
+
+@pytest.mark.parametrize(
+    ("kind", "difference"),
+    [
+        ("shape", "rank 0 has parameter 'layers.middle.weight': [2, 2] Float on cpu, trainable; rank 1 has"),
+        ("dtype", "rank 1 has parameter 'layers.middle.weight': [2, 2] Double on cpu, trainable"),
+        ("name", "rank 0 has parameter 'layers.back.weight'"),
+        ("count", "rank 0 has parameter 'layers.back.weight': [2, 2] Float on cpu, trainable; rank 1 has nothing more"),
+        ("frozen", "rank 1 has parameter 'layers.middle.bias': [2] Float on cpu, frozen"),
+        ("buffer", "rank 0 has nothing more; rank 1 has buffer 'steps': [1] Float on cpu"),
+    ],
+)
+def test_the_first_difference_between_models_is_named_on_every_rank(kind, difference):
+    errors = run_ranks(_different, 2, "gloo", timeout=30, kind=kind)
+    assert errors[0] == errors[1]
+    assert difference in errors[0]
+
+
+class _Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, armed):
+        ctx.armed = armed
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.armed:
+            raise MemoryError("too much")
+        return grad, None
+
+
+class _Bomb(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.back = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+
+    def forward(self, x, armed: bool):
+        return self.back(_Raises.apply(self.front(x), armed)).sum()
+
+
+def _raised(rank: int, world_size: int) -> str:
+    model = DistributedDataParallel(_Bomb(), bucket_size=1)
+    error = ""
+    if rank == 1:
+        with pytest.raises(MemoryError, match="too much"):
+            model(_input(rank), True).backward()
+        error = _error_of(lambda: model(_input(rank), False))
+    else:
+        model(_input(rank), False).backward()
+    model.zero_grad()
+    model(_input(rank), False).backward()
+    return error
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_backward_that_raises_is_ended_by_the_next_forward(backend):
+    errors = run_ranks(_raised, 2, backend, timeout=30)
+    assert errors[0] == ""
+    assert "a forward began before the last backward that synchronizes had ended" in errors[1]
+    assert "'front.weight', 'front.bias'" in errors[1]
+
+
+def _refusals(rank: int, world_size: int) -> None:
+    embedding = DistributedDataParallel(torch.nn.Embedding(4, 2, sparse=True))
+    with pytest.raises(RuntimeError, match="gradient of parameter 'weight' is sparse"):
+        embedding(torch.tensor([1])).sum().backward()
+    model = DistributedDataParallel(_Layers())
+    with pytest.raises(RuntimeError, match=r"create_graph=True.*is not supported"):
+        model(_input(rank)).backward(create_graph=True)
+    with pytest.raises(ValueError, match="bucket_size=-3: expected at least 1"):
+        DistributedDataParallel(_Layers(), bucket_size=-3)
+    with pytest.raises(ValueError, match="unused_parameters='skip': expected 'error' or 'zero_fill'"):
+        DistributedDataParallel(_Layers(), unused_parameters="skip")
+    with pytest.raises(ValueError, match="no parameter that requires a gradient"):
+        DistributedDataParallel(torch.nn.ReLU())
+    with pytest.raises(TypeError, match=r"module is a int: expected a torch\.nn\.Module"):
+        DistributedDataParallel(3)
+
+
+def test_what_is_not_supported_is_refused_by_name():
+    run_ranks(_refusals, 1, "gloo")
+
+
+def _frozen_later(rank: int, world_size: int) -> str:
+    model = DistributedDataParallel(_Layers())
+    model.module.layers["front"].requires_grad_(False)
+    return _error_of(lambda: model(_input(rank)).backward())
+
+
+def test_a_parameter_that_is_frozen_later_is_named():
+    for error in run_ranks(_frozen_later, 2, "gloo", timeout=30):
+        assert "'layers.front.weight', 'layers.front.bias'" in error
+
+
+def test_without_a_group_the_error_says_what_to_call():
+    with pytest.raises(ValueError, match="init_process_group"):
+        DistributedDataParallel(_Layers())

@@ -1,0 +1,50 @@
+"""Plans from Python: made by name, lowered, proven, simulated, read and written."""
+
+from __future__ import annotations
+
+import pytest
+
+from farandole.pipelining import Plan, lower, plan, schedule_names, simulate, validate
+
+
+def test_plans_are_made_by_name() -> None:
+    assert {"GPipe", "1F1B"} <= set(schedule_names())
+    made = plan("1f1b", num_stages=2, n_microbatches=3)
+    assert made.actions == [["0F0", "0F1", "0B0", "0F2", "0B1", "0B2"], ["1F0", "1B0", "1F1", "1B1", "1F2", "1B2"]]
+    assert plan("GPipe", 2, 2, forward_only=True).actions == [["0F0", "0F1"], ["1F0", "1F1"]]
+    with pytest.raises(ValueError, match="1F1B"):
+        plan("no such schedule", 2, 2)
+
+
+def test_csv_and_action_texts_round_trip() -> None:
+    made = plan("GPipe", 3, 4)
+    assert Plan.from_csv(made.to_csv(), made.rank_of_stage) == made
+    assert Plan.from_actions(made.actions, made.rank_of_stage, made.num_microbatches) == made
+    with pytest.raises(ValueError, match="0X1"):
+        Plan.from_actions([["0X1"]], [0], 2)
+
+
+def test_lowered_plans_validate_and_a_deadlock_is_refused() -> None:
+    lowered = lower(plan("1F1B", 4, 8))
+    for channel in ("tagged", "fifo_per_edge", "one_queue_per_rank"):
+        validate(lowered, channel)
+    actions = lowered.actions
+    actions[0].insert(0, actions[0].pop(actions[0].index("0B0")))
+    with pytest.raises(ValueError, match="0B0"):
+        validate(Plan.from_actions(actions, lowered.rank_of_stage, 8))
+    with pytest.raises(ValueError, match="channel is 'pigeon', expected one of"):
+        validate(lowered, "pigeon")
+
+
+def test_simulation_meets_the_closed_form_and_names_a_missing_duration() -> None:
+    made = plan("1F1B", 4, 8)
+    result = simulate(made, [(1.0, 2.0, 0.0, 0.0)] * 4)
+    assert result.makespan == pytest.approx((8 + 4 - 1) * 3)
+    assert result.bubble == pytest.approx(3 / 11)
+    assert [rank.peak_live_activations for rank in result.ranks] == [4, 3, 2, 1]
+    seconds = {action: 1.0 if "F" in action else 2.0 for rank in made.actions for action in rank}
+    assert simulate(made, seconds).makespan == result.makespan
+    del seconds["2B3"]
+    with pytest.raises(ValueError, match="no entry for action 2B3"):
+        simulate(made, seconds)
+    assert len(result.draw(40).splitlines()) >= 4
