@@ -17,9 +17,9 @@ _lock = threading.Lock()
 
 
 def autoload() -> None:
-    """Entry point of ``torch.backends``. Registers now, or as soon as torch.distributed is there. Never raises."""
+    """Entry point of ``torch.backends``, which runs inside ``import torch``: never raises."""
     try:
-        _register_when_possible()
+        register()
     except Exception as error:
         sys.stderr.write(f"farandole: not registered with torch.distributed: {error!r}\n")
 
@@ -32,11 +32,6 @@ def register() -> None:
         if not dist.is_available() or _NAME.upper() in dist.Backend._plugins:
             return
         dist.Backend.register_backend(_NAME, _create, extended_api=True, devices=_DEVICES)
-
-
-def _register_when_possible() -> None:
-    # torch is complete when it calls its plugins, but for what it imports last.
-    register()
 
 
 def _create(options, backend_options=None):

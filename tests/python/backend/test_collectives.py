@@ -46,8 +46,10 @@ def _expected(op, parts):
             acc = acc | part
         else:
             acc = acc ^ part
-    if op == dist.ReduceOp.AVG:
-        acc = acc / len(parts) if acc.is_floating_point() or acc.is_complex() else acc // len(parts)
+    if op == dist.ReduceOp.AVG and dtype.is_complex:
+        acc = torch.view_as_complex(torch.view_as_real(acc) / len(parts))
+    elif op == dist.ReduceOp.AVG:
+        acc = acc / len(parts) if acc.is_floating_point() else acc // len(parts)
     return acc.to(dtype)
 
 
