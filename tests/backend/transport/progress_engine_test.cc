@@ -19,8 +19,8 @@ struct Flagged : Request {
   Flagged() {
     onDone = [](Request& request) {
       auto& self = static_cast<Flagged&>(request);
-      self.done.store(true, std::memory_order_release);
       self.engine->noteCompletion();
+      self.done.store(true, std::memory_order_release);  // last: the waiter may reuse the memory
     };
   }
 };
