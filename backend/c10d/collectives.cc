@@ -143,7 +143,7 @@ WorkPtr ProcessGroupFarandole::allgather_into_tensor_coalesced(Tensors& outputs,
     checkTensor("all_gather_into_tensor_coalesced", "output", outputs[i]);
     checkFlat("all_gather_into_tensor_coalesced", "output", outputs[i], inputs[i], size_);
   }
-  return runCollective(OpType::ALLGATHER_INTO_TENSOR_COALESCED, "farandole:all_gather_into_tensor_coalesced",
+  return runCollective(OpType::_ALLGATHER_BASE, "farandole:all_gather_into_tensor_coalesced",
                        opts.timeout, outputs, inputs, [&](Program& program) {
                          for (std::size_t i = 0; i < inputs.size(); ++i) {
                            collective::allGather(program, topology(), sliceOf(inputs[i]),
@@ -226,7 +226,7 @@ WorkPtr ProcessGroupFarandole::reduce_scatter_tensor_coalesced(Tensors& outputs,
     checkFlat("reduce_scatter_tensor_coalesced", "input", inputs[i], outputs[i], size_);
     reductions.push_back(reductionFor(opts.reduceOp, outputs[i].scalar_type()));
   }
-  return runCollective(OpType::REDUCE_SCATTER_TENSOR_COALESCED, "farandole:reduce_scatter_tensor_coalesced",
+  return runCollective(OpType::_REDUCE_SCATTER_BASE, "farandole:reduce_scatter_tensor_coalesced",
                        opts.timeout, outputs, inputs, [&](Program& program) {
                          for (std::size_t i = 0; i < inputs.size(); ++i) {
                            collective::reduceScatter(program, topology(), reductions[i], sliceOf(outputs[i]),

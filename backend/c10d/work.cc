@@ -1,5 +1,7 @@
 #include "backend/c10d/work.h"
 
+#include <ATen/ThreadLocalState.h>
+
 #include <algorithm>
 
 #include "backend/c10d/errors.h"
@@ -20,13 +22,22 @@ std::exception_ptr exceptionOf(const Status& status) {
 
 template <typename Base>
 WorkOf<Base>::WorkOf(std::shared_ptr<Communicator> communicator, WorkOptions options)
-    // Recording costs an allocation per operation: only while somebody listens.
-    : Work(options.rank, options.type, at::hasCallbacks() ? options.title : nullptr, options.results),
+    : Work(options.rank, options.type),
       Base(std::move(communicator)),
       sequence_(options.sequence),
       timeout_(options.timeout),
       results_(std::move(options.results)) {
   Base::deadline = transport::Clock::now() + timeout_;
+  // As c10d::Work does it, which allocates for every operation: here only while a profiler listens.
+  if (at::hasCallbacks()) {
+    auto recording = std::make_shared<at::RecordFunction>(at::RecordScope::USER_SCOPE);
+    if (recording->isActive()) {
+      recording->_setAsync();
+      std::vector<c10::IValue> inputs(results_.begin(), results_.end());
+      recording->before(options.title, c10::ArrayRef<const c10::IValue>(inputs.data(), inputs.size()));
+      recordFunctionEndCallback_ = at::wrapPropagateTLSState([recording] { recording->end(); });
+    }
+  }
 }
 
 template <typename Base>

@@ -44,7 +44,9 @@ class WorkOf : public ::c10d::Work, public Base {
   void abort() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   std::uint64_t getSequencenumber() const override { return sequence_; }
-  milliseconds getTimeout() const override { return timeout_; }
+  // Overrides from torch 2.12 on.
+  // NOLINTNEXTLINE(modernize-use-override)
+  virtual milliseconds getTimeout() const { return timeout_; }
 
  protected:
   void retain() override { c10::raw::intrusive_ptr::incref(this); }

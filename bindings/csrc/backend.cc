@@ -5,6 +5,9 @@
 
 #include "backend/c10d/process_group.h"
 #include "bindings/csrc/layers.h"
+#ifdef FARANDOLE_HAS_NCCL
+#include "backend/transport/nccl/nccl_api.h"
+#endif
 
 namespace farandole::python {
 namespace py = pybind11;
@@ -35,6 +38,18 @@ std::map<int, backend::WorkPtr> batchP2p(ProcessGroupFarandole& group, const std
   return group.batchP2p(std::move(entries), label);
 }
 
+// "2.30.7", or why there is none.
+std::string ncclStatus() {
+#ifdef FARANDOLE_HAS_NCCL
+  const auto api = transport::NcclApi::load();
+  if (!api) return api.status().toString();
+  const auto version = api->version();
+  return version ? *version : version.status().toString();
+#else
+  return "built without NCCL's headers (FARANDOLE_CUDA)";
+#endif
+}
+
 }  // namespace
 
 void bindBackend(py::module_& module) {
@@ -50,6 +65,7 @@ void bindBackend(py::module_& module) {
       .def("transport_of", &ProcessGroupFarandole::transportOf, py::arg("rank"),
            py::call_guard<py::gil_scoped_release>());
 
+  module.def("nccl_status", &ncclStatus, "The version of the NCCL that torch has loaded, or why it cannot be used.");
   module.def("create_backend", &create, py::arg("options"), py::call_guard<py::gil_scoped_release>());
 }
 

@@ -7,6 +7,8 @@
 namespace farandole::transport {
 namespace {
 
+constexpr unsigned kOldestMinor = 13;  // the first with what ucx_transport.cc calls
+
 struct Default {
   const char* name;
   const char* value;
@@ -32,6 +34,16 @@ Status ucxError(const std::string& what, ucs_status_t status) {
                               ? StatusCode::kPeerFailed
                               : StatusCode::kInternal;
   return Status(code, what + ": " + ucs_status_string(status));
+}
+
+Status checkUcxVersion() {
+  unsigned major = 0;
+  unsigned minor = 0;
+  unsigned release = 0;
+  ucp_get_version(&major, &minor, &release);
+  if (major == UCP_API_MAJOR && minor >= kOldestMinor) return Status::ok();
+  return Status::unavailable("the loaded UCX is " + std::to_string(major) + "." + std::to_string(minor) +
+                             "; expected 1." + std::to_string(kOldestMinor) + " or a newer 1.x");
 }
 
 Result<ucp_config_t*> readUcxConfig() {

@@ -10,6 +10,10 @@ namespace farandole::transport {
 // environment (UCX_*) says nothing.
 Result<ucp_config_t*> readUcxConfig();
 
+// Whether the UCX that is loaded is one that this build can run with. A system's
+// UCX and the wheel's have the same SONAME: whichever is loaded first serves both.
+Status checkUcxVersion();
+
 // "what: UCX's text for the code".
 Status ucxError(const std::string& what, ucs_status_t status);
 

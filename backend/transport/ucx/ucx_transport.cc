@@ -29,6 +29,7 @@ Result<std::unique_ptr<Transport>> UcxTransport::create() {
 }
 
 Status UcxTransport::open() {
+  FARANDOLE_RETURN_IF_ERROR(checkUcxVersion());
   Result<ucp_config_t*> config = readUcxConfig();
   if (!config) return config.status();
 

@@ -1,0 +1,46 @@
+"""How a process may end."""
+
+import subprocess
+import sys
+import textwrap
+
+SCRIPT = """
+    import sys, torch, torch.distributed as dist
+    rank = int(sys.argv[1])
+    dist.init_process_group("farandole", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
+    x = torch.ones(10)
+    dist.all_reduce(x)
+    {pending}
+    print("done", x[0].item(), flush=True)
+    {end}
+"""
+
+
+def _run_both(folder, pending="", end=""):
+    script = textwrap.dedent(SCRIPT).format(pending=pending, end=end)
+    command = [sys.executable, "-c", "import farandole\n" + script]
+    ranks = [
+        subprocess.Popen([*command, str(r), str(folder / "store")], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for r in range(2)
+    ]  # fmt: skip
+    try:
+        return [(rank.communicate(timeout=60)[0], rank.returncode) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def test_a_process_may_end_without_destroying_its_group(tmp_path):
+    for output, code in _run_both(tmp_path):
+        assert (output.strip(), code) == ("done 2.0", 0)
+
+
+def test_a_process_may_end_with_operations_pending(tmp_path):
+    pending = "works = [dist.irecv(torch.zeros(1), 1 - rank, tag=i) for i in range(5)]"
+    for output, code in _run_both(tmp_path, pending):
+        assert (output.strip(), code) == ("done 2.0", 0)
+
+
+def test_an_exception_ends_the_process_with_its_traceback(tmp_path):
+    for output, code in _run_both(tmp_path, end="raise RuntimeError('own reasons')"):
+        assert output.startswith("done 2.0") and "own reasons" in output and code == 1
