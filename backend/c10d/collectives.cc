@@ -5,9 +5,9 @@
 
 namespace farandole::backend {
 
+using ::c10d::OpType;
 using collective::Program;
 using collective::Slice;
-using ::c10d::OpType;
 
 namespace {
 
@@ -32,9 +32,8 @@ void checkSameSize(const char* operation, const char* argument, const Tensors& t
 
 WorkPtr ProcessGroupFarandole::runCollective(OpType type, const char* title, std::chrono::milliseconds timeout,
                                              Tensors results, Tensors kept, const BuildProgram& build) {
-  auto work =
-      c10::make_intrusive<CollectiveWork>(communicator_, workOptions(type, title, timeout, std::move(results)));
-  work->keep(std::move(kept));
+  auto work = c10::make_intrusive<CollectiveWork>(communicator_, workOptions(type, title, timeout));
+  work->setTensors(std::move(results), std::move(kept));
   Program program;
   build(program);
   work->setProgram(std::move(program), static_cast<std::uint32_t>(work->getSequencenumber()));
@@ -69,8 +68,8 @@ WorkPtr ProcessGroupFarandole::allreduce_coalesced(Tensors& tensors, const ::c10
   return runCollective(OpType::ALLREDUCE_COALESCED, "farandole:all_reduce_coalesced", opts.timeout, tensors, {},
                        [&](Program& program) {
                          for (const at::Tensor& tensor : tensors) {
-                           collective::allReduce(program, topology(),
-                                                 reductionFor(opts.reduceOp, tensor.scalar_type()), sliceOf(tensor));
+                           collective::allReduce(program, topology(), reductionFor(opts.reduceOp, tensor.scalar_type()),
+                                                 sliceOf(tensor));
                          }
                        });
 }
@@ -111,8 +110,8 @@ WorkPtr ProcessGroupFarandole::allgather_coalesced(std::vector<Tensors>& outputs
                                                    const ::c10d::AllgatherOptions& opts) {
   // c10d's layout: outputs[i][j] is what rank i gave as its input j.
   const auto size = static_cast<std::size_t>(size_);
-  TORCH_CHECK_VALUE(outputs.size() == size, "all_gather_coalesced: output lists number ", outputs.size(),
-                    "; expected ", size_, ", one for each rank");
+  TORCH_CHECK_VALUE(outputs.size() == size, "all_gather_coalesced: output lists number ", outputs.size(), "; expected ",
+                    size_, ", one for each rank");
   Tensors all;
   for (const Tensors& list : outputs) {
     TORCH_CHECK_VALUE(list.size() == inputs.size(), "all_gather_coalesced: an output list has ", list.size(),
@@ -143,8 +142,8 @@ WorkPtr ProcessGroupFarandole::allgather_into_tensor_coalesced(Tensors& outputs,
     checkTensor("all_gather_into_tensor_coalesced", "output", outputs[i]);
     checkFlat("all_gather_into_tensor_coalesced", "output", outputs[i], inputs[i], size_);
   }
-  return runCollective(OpType::_ALLGATHER_BASE, "farandole:all_gather_into_tensor_coalesced",
-                       opts.timeout, outputs, inputs, [&](Program& program) {
+  return runCollective(OpType::_ALLGATHER_BASE, "farandole:all_gather_into_tensor_coalesced", opts.timeout, outputs,
+                       inputs, [&](Program& program) {
                          for (std::size_t i = 0; i < inputs.size(); ++i) {
                            collective::allGather(program, topology(), sliceOf(inputs[i]),
                                                  equalSlices(outputs[i], size_));
@@ -226,8 +225,8 @@ WorkPtr ProcessGroupFarandole::reduce_scatter_tensor_coalesced(Tensors& outputs,
     checkFlat("reduce_scatter_tensor_coalesced", "input", inputs[i], outputs[i], size_);
     reductions.push_back(reductionFor(opts.reduceOp, outputs[i].scalar_type()));
   }
-  return runCollective(OpType::_REDUCE_SCATTER_BASE, "farandole:reduce_scatter_tensor_coalesced",
-                       opts.timeout, outputs, inputs, [&](Program& program) {
+  return runCollective(OpType::_REDUCE_SCATTER_BASE, "farandole:reduce_scatter_tensor_coalesced", opts.timeout, outputs,
+                       inputs, [&](Program& program) {
                          for (std::size_t i = 0; i < inputs.size(); ++i) {
                            collective::reduceScatter(program, topology(), reductions[i], sliceOf(outputs[i]),
                                                      equalSlices(inputs[i], size_));
@@ -253,10 +252,9 @@ WorkPtr ProcessGroupFarandole::alltoall(Tensors& outputs, Tensors& inputs, const
   TORCH_CHECK_VALUE(!inputs.empty(), "all_to_all: input_tensor_list is empty; expected one tensor for each rank");
   checkList("all_to_all", "input_tensor_list", inputs, size_, inputs[0]);
   checkList("all_to_all", "output_tensor_list", outputs, size_, inputs[0]);
-  return runCollective(OpType::ALLTOALL, "farandole:all_to_all", opts.timeout, outputs, inputs,
-                       [&](Program& program) {
-                         collective::allToAll(program, topology(), slicesOf(outputs), slicesOf(inputs));
-                       });
+  return runCollective(OpType::ALLTOALL, "farandole:all_to_all", opts.timeout, outputs, inputs, [&](Program& program) {
+    collective::allToAll(program, topology(), slicesOf(outputs), slicesOf(inputs));
+  });
 }
 
 WorkPtr ProcessGroupFarandole::barrier(const ::c10d::BarrierOptions& opts) {

@@ -44,7 +44,7 @@ WorkPtr ProcessGroupFarandole::pointToPoint(Direction direction, Tensors& tensor
   }
   auto work = c10::make_intrusive<MessagesWork>(
       communicator_, workOptions(isSend ? OpType::SEND : OpType::RECV, isSend ? "farandole:send" : "farandole:recv",
-                                 ::c10d::kUnsetTimeout, tensors));
+                                 ::c10d::kUnsetTimeout));
   work->setItem({tensors[0], peer, static_cast<std::uint32_t>(tag), isSend});
   work->launch();
   return work;
@@ -56,7 +56,7 @@ WorkPtr ProcessGroupFarandole::recvAnysource(Tensors& tensors, int tag) {
   TORCH_CHECK_VALUE(openBatchOfThisThread() == nullptr,
                     "recv: src is any rank inside a batch; expected a rank, a batch is ordered by peer");
   auto work = c10::make_intrusive<MessagesWork>(
-      communicator_, workOptions(OpType::RECVANYSOURCE, "farandole:recvAnySource", ::c10d::kUnsetTimeout, tensors));
+      communicator_, workOptions(OpType::RECVANYSOURCE, "farandole:recvAnySource", ::c10d::kUnsetTimeout));
   work->setItem({tensors[0], collective::kAnySource, static_cast<std::uint32_t>(tag), false});
   work->launch();
   return work;
@@ -76,11 +76,13 @@ void ProcessGroupFarandole::dropBatch() {
 
 void ProcessGroupFarandole::startCoalescing() {
   std::lock_guard lock(batchMutex_);
-  TORCH_CHECK(!batch_ || batch_->thread == std::this_thread::get_id(),
-              "farandole: another thread has a batch open on this group; expected one at a time, or a group per thread");
-  if (batch_) TORCH_WARN("farandole: a batch of ", batch_->entries.size(), " operations was never ended; it is dropped");
-  batch_.emplace(Batch{std::this_thread::get_id(), {}, {},
-                       c10::make_intrusive<BatchMemberWork>(rank_, [this] { dropBatch(); })});
+  TORCH_CHECK(
+      !batch_ || batch_->thread == std::this_thread::get_id(),
+      "farandole: another thread has a batch open on this group; expected one at a time, or a group per thread");
+  if (batch_)
+    TORCH_WARN("farandole: a batch of ", batch_->entries.size(), " operations was never ended; it is dropped");
+  batch_.emplace(
+      Batch{std::this_thread::get_id(), {}, {}, c10::make_intrusive<BatchMemberWork>(rank_, [this] { dropBatch(); })});
   batchOpen_ = true;
 }
 
@@ -119,16 +121,13 @@ std::map<int, WorkPtr> ProcessGroupFarandole::batchP2p(std::vector<BatchEntry> e
   std::map<int, WorkPtr> works;
   for (const p2p::PeerBatch& batch : p2p::planBatch(rank_, size_, ops)) {
     std::vector<MessagesOperation::Item> items;
-    Tensors received;
     for (const std::uint32_t index : batch.ops) {
       BatchEntry& entry = entries[index];
       const bool isSend = entry.direction == Direction::kSend;
-      if (!isSend) received.push_back(entry.tensor);
       items.push_back({std::move(entry.tensor), batch.peer, static_cast<std::uint32_t>(entry.tag), isSend});
     }
     auto work = c10::make_intrusive<MessagesWork>(
-        communicator_,
-        workOptions(OpType::COALESCED, "farandole:batch_p2p", ::c10d::kUnsetTimeout, std::move(received)));
+        communicator_, workOptions(OpType::COALESCED, "farandole:batch_p2p", ::c10d::kUnsetTimeout));
     work->setItems(std::move(items), label);
     work->launch();
     works.emplace(batch.peer, std::move(work));

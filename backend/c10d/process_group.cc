@@ -87,16 +87,13 @@ c10::intrusive_ptr<::c10d::Backend> ProcessGroupFarandole::split(
 }
 
 WorkOptions ProcessGroupFarandole::workOptions(::c10d::OpType type, const char* title,
-                                               std::chrono::milliseconds timeout, Tensors results) {
+                                               std::chrono::milliseconds timeout) {
   // A batch involves some ranks only: counting it as a collective would set them apart.
   const bool isPointToPoint = ::c10d::isP2POp(type) || type == ::c10d::OpType::COALESCED;
-  return {rank_,
-          type,
-          title,
+  return {rank_, type, title,
           isPointToPoint ? pointToPointSequence_.fetch_add(1, std::memory_order_relaxed)
                          : collectiveSequence_.fetch_add(1, std::memory_order_relaxed),
-          timeout == ::c10d::kUnsetTimeout || timeout == kNoTimeout ? options_->timeout : timeout,
-          std::move(results)};
+          timeout == ::c10d::kUnsetTimeout || timeout == kNoTimeout ? options_->timeout : timeout};
 }
 
 std::string ProcessGroupFarandole::transportOf(int rank) {

@@ -116,7 +116,7 @@ class ProcessGroupFarandole final : public ::c10d::Backend {
   // What the program reads or writes beyond `results` is in `kept`.
   WorkPtr runCollective(::c10d::OpType type, const char* title, std::chrono::milliseconds timeout, Tensors results,
                         Tensors kept, const BuildProgram& build);
-  WorkOptions workOptions(::c10d::OpType type, const char* title, std::chrono::milliseconds timeout, Tensors results);
+  WorkOptions workOptions(::c10d::OpType type, const char* title, std::chrono::milliseconds timeout);
   collective::Topology topology() const { return {rank_, size_}; }
 
   const c10::intrusive_ptr<Options> options_;

@@ -11,8 +11,8 @@
 namespace farandole::backend {
 namespace {
 
-using collective::ReduceFunction;
 using ::c10d::ReduceOp;
+using collective::ReduceFunction;
 
 // Elements reduced at a time: sources and accumulator stay in the first-level cache.
 constexpr std::size_t kBlock = 1024;
@@ -161,8 +161,8 @@ constexpr const char* kNames[] = {"SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND",
 
 collective::Reduction reductionFor(const ReduceOp& op, at::ScalarType dtype) {
   const ReduceFunction function = lookUp(op.op_, dtype);
-  TORCH_CHECK_TYPE(function != nullptr, "farandole: ReduceOp.",
-                   op.op_ < std::size(kNames) ? kNames[op.op_] : "UNUSED", " is not defined for dtype ", dtype);
+  TORCH_CHECK_TYPE(function != nullptr, "farandole: ReduceOp.", op.op_ < std::size(kNames) ? kNames[op.op_] : "UNUSED",
+                   " is not defined for dtype ", dtype);
   return {function, c10::elementSize(dtype)};
 }
 

@@ -17,16 +17,15 @@ void checkTensor(const char* operation, const char* argument, const at::Tensor& 
 }
 
 at::Tensor& checkSingle(const char* operation, const char* argument, std::vector<at::Tensor>& tensors) {
-  TORCH_CHECK_VALUE(tensors.size() == 1, operation, ": ", argument, " has ", tensors.size(),
-                    " tensors; expected one");
+  TORCH_CHECK_VALUE(tensors.size() == 1, operation, ": ", argument, " has ", tensors.size(), " tensors; expected one");
   checkTensor(operation, argument, tensors[0]);
   return tensors[0];
 }
 
 void checkList(const char* operation, const char* argument, const std::vector<at::Tensor>& tensors, std::size_t count,
                const at::Tensor& like) {
-  TORCH_CHECK_VALUE(tensors.size() == count, operation, ": ", argument, " has ", tensors.size(),
-                    " tensors; expected ", count, ", one for each rank");
+  TORCH_CHECK_VALUE(tensors.size() == count, operation, ": ", argument, " has ", tensors.size(), " tensors; expected ",
+                    count, ", one for each rank");
   for (const at::Tensor& tensor : tensors) {
     checkTensor(operation, argument, tensor);
     TORCH_CHECK_TYPE(tensor.scalar_type() == like.scalar_type(), operation, ": ", argument, " has a tensor of dtype ",
@@ -35,8 +34,8 @@ void checkList(const char* operation, const char* argument, const std::vector<at
 }
 
 void checkRank(const char* operation, const char* argument, std::int64_t rank, int size) {
-  TORCH_CHECK_VALUE(rank >= 0 && rank < size, operation, ": ", argument, " is ", rank,
-                    "; expected a rank from 0 to ", size - 1);
+  TORCH_CHECK_VALUE(rank >= 0 && rank < size, operation, ": ", argument, " is ", rank, "; expected a rank from 0 to ",
+                    size - 1);
 }
 
 void checkFlat(const char* operation, const char* argument, const at::Tensor& flat, const at::Tensor& part, int size) {
@@ -66,15 +65,15 @@ std::vector<Slice> splitSlices(const char* operation, const char* argument, cons
                                const std::vector<std::int64_t>& splits, int size) {
   const std::int64_t rows = flat.dim() == 0 ? flat.numel() : flat.size(0);
   if (splits.empty()) {
-    TORCH_CHECK_VALUE(rows % size == 0, operation, ": ", argument, " has ", rows,
-                      " rows; expected a multiple of the ", size, " ranks, or split sizes");
+    TORCH_CHECK_VALUE(rows % size == 0, operation, ": ", argument, " has ", rows, " rows; expected a multiple of the ",
+                      size, " ranks, or split sizes");
     return equalSlices(flat, size);
   }
   TORCH_CHECK_VALUE(splits.size() == static_cast<std::size_t>(size), operation, ": ", argument, " has ", splits.size(),
                     " split sizes; expected ", size, ", one for each rank");
   const std::int64_t sum = std::accumulate(splits.begin(), splits.end(), std::int64_t{0});
-  TORCH_CHECK_VALUE(sum == rows, operation, ": the split sizes of ", argument, " sum to ", sum, "; expected its ",
-                    rows, " rows");
+  TORCH_CHECK_VALUE(sum == rows, operation, ": the split sizes of ", argument, " sum to ", sum, "; expected its ", rows,
+                    " rows");
   const Slice whole = sliceOf(flat);
   const std::size_t rowBytes = rows == 0 ? 0 : whole.bytes / rows;
   std::vector<Slice> slices;

@@ -24,24 +24,15 @@ template <typename Base>
 WorkOf<Base>::WorkOf(std::shared_ptr<Communicator> communicator, WorkOptions options)
     : Work(options.rank, options.type),
       Base(std::move(communicator)),
+      title_(options.title),
       sequence_(options.sequence),
-      timeout_(options.timeout),
-      results_(std::move(options.results)) {
-  Base::deadline = transport::Clock::now() + timeout_;
-  // As c10d::Work does it, which allocates for every operation: here only while a profiler listens.
-  if (at::hasCallbacks()) {
-    auto recording = std::make_shared<at::RecordFunction>(at::RecordScope::USER_SCOPE);
-    if (recording->isActive()) {
-      recording->_setAsync();
-      std::vector<c10::IValue> inputs(results_.begin(), results_.end());
-      recording->before(options.title, c10::ArrayRef<const c10::IValue>(inputs.data(), inputs.size()));
-      recordFunctionEndCallback_ = at::wrapPropagateTLSState([recording] { recording->end(); });
-    }
-  }
+      timeout_(options.timeout) {
+  Base::setTimeout(timeout_);
 }
 
 template <typename Base>
 void WorkOf<Base>::launch() {
+  if (at::hasCallbacks()) record();
   {
     transport::ProgressEngine::Access access(Base::communicator_->engine());
     Base::start();
@@ -49,6 +40,18 @@ void WorkOf<Base>::launch() {
   if (recordFunctionEndCallback_) {
     Base::whenDone([work = self()] { work->recordFunctionEndCallback_(); });
   }
+}
+
+// c10d::Work's own recording allocates for every operation; this only while somebody listens.
+template <typename Base>
+void WorkOf<Base>::record() {
+  auto recording = std::make_shared<at::RecordFunction>(at::RecordScope::USER_SCOPE);
+  if (!recording->isActive()) return;
+  recording->_setAsync();
+  const std::vector<at::Tensor> tensors = Base::results();
+  const std::vector<c10::IValue> inputs(tensors.begin(), tensors.end());
+  recording->before(title_, c10::ArrayRef<const c10::IValue>(inputs.data(), inputs.size()));
+  recordFunctionEndCallback_ = at::wrapPropagateTLSState([recording] { recording->end(); });
 }
 
 template <typename Base>
@@ -60,8 +63,7 @@ template <typename Base>
 bool WorkOf<Base>::wait(milliseconds timeout) {
   if (!Base::isDone()) {
     const bool isOwn = timeout == kNoTimeout || timeout == ::c10d::kUnsetTimeout;
-    const auto deadline =
-        isOwn ? Base::deadline : std::min(Base::deadline, transport::Clock::now() + timeout);
+    const auto deadline = isOwn ? Base::deadline() : std::min(Base::deadline(), transport::Clock::now() + timeout);
     if (!Base::wait(deadline)) Base::communicator_->timeOut(*this, isOwn ? timeout_ : timeout);
   }
   throwIfError(Base::status());
@@ -83,7 +85,7 @@ c10::intrusive_ptr<c10::ivalue::Future> WorkOf<Base>::getFuture() {
       if (std::exception_ptr error = work->exception()) {
         future->setError(error);
       } else {
-        future->markCompleted(c10::IValue(work->results_));
+        future->markCompleted(c10::IValue(work->result()));
       }
     });
   }
@@ -91,7 +93,7 @@ c10::intrusive_ptr<c10::ivalue::Future> WorkOf<Base>::getFuture() {
 }
 
 template class WorkOf<MessagesOperation>;
-template class WorkOf<collective::ProgramOperation>;
+template class WorkOf<CollectiveOperation>;
 
 std::string MessagesOperation::describe() const {
   const Item& first = items_[0];
@@ -101,6 +103,14 @@ std::string MessagesOperation::describe() const {
   if (items_.size() > 1) text += ", first of " + std::to_string(items_.size()) + " operations with this peer";
   if (!label_.empty()) text += ", batch '" + label_ + "'";
   return text + ")";
+}
+
+std::vector<at::Tensor> MessagesOperation::results() const {
+  std::vector<at::Tensor> received;
+  for (const Item& item : items_) {
+    if (!item.isSend) received.push_back(item.tensor);
+  }
+  return received;
 }
 
 bool MessagesOperation::postNext() {

@@ -22,7 +22,6 @@ struct WorkOptions {
   const char* title;  // shown by the profiler
   std::uint64_t sequence;
   milliseconds timeout;
-  std::vector<at::Tensor> results;
 };
 
 // An operation as c10d sees it. The operation is the state; c10d::Work's own
@@ -38,7 +37,7 @@ class WorkOf : public ::c10d::Work, public Base {
   bool isCompleted() override { return Base::isDone(); }
   bool isSuccess() const override { return Base::isDone() && Base::status().isOk(); }
   std::exception_ptr exception() const override;
-  std::vector<at::Tensor> result() override { return results_; }
+  std::vector<at::Tensor> result() override { return Base::results(); }
   void synchronize() override { wait(); }
   bool wait(milliseconds timeout = kNoTimeout) override;
   void abort() override;
@@ -53,11 +52,13 @@ class WorkOf : public ::c10d::Work, public Base {
   void release() override { c10::raw::intrusive_ptr::decref(this); }
 
  private:
+  // For the profiler: begins now, ends with the operation.
+  void record();
   c10::intrusive_ptr<WorkOf> self() { return c10::intrusive_ptr<WorkOf>::reclaim_copy(this); }
 
+  const char* const title_;
   const std::uint64_t sequence_;
   const milliseconds timeout_;
-  const std::vector<at::Tensor> results_;
   std::mutex futureMutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
@@ -81,6 +82,8 @@ class MessagesOperation : public collective::Operation {
  protected:
   using Operation::Operation;
   std::string describe() const override;
+  // What is received.
+  std::vector<at::Tensor> results() const;
   bool postNext() override;
   std::span<collective::Message> messages() override { return {messages_.data(), posted_}; }
 
@@ -96,17 +99,30 @@ class MessagesWork final : public WorkOf<MessagesOperation> {
   int sourceRank() const override { return messages_[0].peer; }
 };
 
-class CollectiveWork final : public WorkOf<collective::ProgramOperation> {
+// A program and the tensors that it works on.
+class CollectiveOperation : public collective::ProgramOperation {
+ public:
+  // Before launch(). `others` are read or written and are no results.
+  void setTensors(std::vector<at::Tensor> results, std::vector<at::Tensor> others) {
+    results_ = std::move(results);
+    others_ = std::move(others);
+  }
+
+ protected:
+  using ProgramOperation::ProgramOperation;
+  std::vector<at::Tensor> results() const { return results_; }
+
+ private:
+  std::vector<at::Tensor> results_;
+  std::vector<at::Tensor> others_;
+};
+
+class CollectiveWork final : public WorkOf<CollectiveOperation> {
  public:
   using WorkOf::WorkOf;
-  // Tensors that the program reads or writes and that are not its results.
-  void keep(std::vector<at::Tensor> tensors) { kept_ = std::move(tensors); }
 
  protected:
   std::string describe() const override;
-
- private:
-  std::vector<at::Tensor> kept_;
 };
 
 // Several works as one: done when all are.

@@ -117,7 +117,7 @@ void Communicator::peerFailed(transport::PeerId id, const Status& status) {
 
 void Communicator::checkDeadlines(transport::Clock::time_point now) {
   failPending([&](Operation& operation) {
-    return now >= operation.deadline ? Status::timeout("not done when its timeout came") : Status::ok();
+    return now >= operation.deadline() ? Status::timeout("not done when its timeout came") : Status::ok();
   });
 }
 

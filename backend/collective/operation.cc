@@ -12,6 +12,8 @@ void Operation::start() {
   run();
   if (outstanding_ > 0) {
     registered_ = true;
+    // What is done at once, as most sends are, never looks at the clock.
+    if (timeout_ != std::chrono::milliseconds::max()) deadline_ = transport::Clock::now() + timeout_;
     retain();
     communicator_->add(*this);
     communicator_->engine().notePending();

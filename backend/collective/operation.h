@@ -52,7 +52,10 @@ class Operation {
   // Runs once it is done, on the thread that completes it or on this one, with nothing held.
   void whenDone(std::function<void()> callback);
 
-  transport::Clock::time_point deadline = transport::kNoDeadline;
+  // Before start(): how long it may take. It ends with an error some time after.
+  void setTimeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
+  // Valid while it is pending.
+  transport::Clock::time_point deadline() const { return deadline_; }
 
  protected:
   explicit Operation(std::shared_ptr<Communicator> communicator) : communicator_(std::move(communicator)) {}
@@ -85,6 +88,8 @@ class Operation {
   std::atomic<bool> done_{false};
   bool registered_ = false;
   int outstanding_ = 0;
+  std::chrono::milliseconds timeout_ = std::chrono::milliseconds::max();
+  transport::Clock::time_point deadline_ = transport::kNoDeadline;
   Status status_;
   std::vector<std::function<void()>> callbacks_;
   // In the communicator's list while messages are outstanding.

@@ -23,8 +23,7 @@ void Program::copy(void* dst, const void* src, std::size_t bytes) {
 
 void Program::reduce(ReduceFunction function, void* dst, std::span<const void* const> sources, std::size_t count) {
   if (count == 0) return;
-  steps_.push_back(
-      {Kind::kReduce, static_cast<int>(sources.size()), nullptr, dst, count, sources_.size(), function});
+  steps_.push_back({Kind::kReduce, static_cast<int>(sources.size()), nullptr, dst, count, sources_.size(), function});
   sources_.insert(sources_.end(), sources.begin(), sources.end());
 }
 
@@ -49,15 +48,11 @@ bool ProgramOperation::postNext() {
         postRecv(messages_[posted_++], step.peer, p2p::MessageKind::kCollective, sequence_, step.destination,
                  step.size);
         break;
-      case Program::Kind::kCopy:
-        std::memmove(step.destination, step.source, step.size);
-        break;
+      case Program::Kind::kCopy: std::memmove(step.destination, step.source, step.size); break;
       case Program::Kind::kReduce:
         step.function(step.destination, &program_.sources_[step.firstSource], step.peer, step.size);
         break;
-      case Program::Kind::kWait:
-        ++next_;
-        return true;
+      case Program::Kind::kWait: ++next_; return true;
     }
     if (isDone()) return false;  // a message failed at once
   }

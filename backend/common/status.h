@@ -15,7 +15,7 @@ enum class StatusCode : unsigned char {
   kTruncated,        // a message did not fit the buffer it was received into
   kTimeout,
   kAborted,
-  kPeerFailed,  // the process on the other side died or its connection broke
+  kPeerFailed,   // the process on the other side died or its connection broke
   kUnavailable,  // the machine or the build lacks what was asked for
   kInternal,
 };
@@ -81,8 +81,8 @@ class [[nodiscard]] Result {
 };
 
 // Returns the Status of `expr` from the enclosing function unless it is ok.
-#define FARANDOLE_RETURN_IF_ERROR(expr)                                       \
-  do {                                                                        \
+#define FARANDOLE_RETURN_IF_ERROR(expr)                                        \
+  do {                                                                         \
     if (::farandole::Status status_ = (expr); !status_.isOk()) return status_; \
   } while (false)
 

@@ -7,8 +7,7 @@
 
 namespace farandole::net {
 
-EventLoop::EventLoop(const std::string& threadName)
-    : work_(boost::asio::make_work_guard(context_)), pid_(getpid()) {
+EventLoop::EventLoop(const std::string& threadName) : work_(boost::asio::make_work_guard(context_)), pid_(getpid()) {
   // Signals belong to the user's threads: this one inherits a mask that blocks them all.
   sigset_t all;
   sigset_t before;

@@ -162,18 +162,15 @@ bool ProgressEngine::progressAsOwner(const std::atomic<bool>& done, Clock::time_
 }
 
 void ProgressEngine::leaveOwnership(bool slept) {
-  if (!loopTicking_) {
-    // The loop sleeps on the event, and what this thread did has disarmed it.
-    for (int i = 0; i < 4 && !sleeperArmed_; ++i) {
-      if (transport_->arm()) {
-        sleeperArmed_ = true;
-      } else {
-        transport_->progress();
-      }
-    }
-    if (!sleeperArmed_) transport_->signal();
-  } else if (slept) {
-    loop_.post([this] { onTickFromLoop(); });
+  if (loopTicking_) {
+    if (slept) loop_.post([this] { onTickFromLoop(); });
+  } else if (const auto now = Clock::now(); now - lastLeave_ < kTick) {
+    // Threads wait again and again: from here on the loop looks by timer, and nobody pays for arming.
+    loopTicking_ = true;
+    loop_.post([this] { startTickFromLoop(); });
+  } else {
+    lastLeave_ = now;
+    armForLoop();
   }
   owner_.store(false);
   if (sleepers_.load() != 0) {
@@ -183,12 +180,27 @@ void ProgressEngine::leaveOwnership(bool slept) {
   release();
 }
 
+// The loop sleeps on the event, and what the owner did has disarmed it.
+void ProgressEngine::armForLoop() {
+  for (int i = 0; i < 4; ++i) {
+    if (transport_->arm()) {
+      sleeperArmed_ = true;
+      return;
+    }
+    transport_->progress();
+  }
+  transport_->signal();
+}
+
 void ProgressEngine::sleepFromLoop() {
   assert(loop_.inLoop());
   // Waiting is begun before arming: the event that follows arming is seen for sure.
-  descriptor_.async_wait(boost::asio::posix::stream_descriptor::wait_read, [this](boost::system::error_code error) {
-    if (!error) onEventFromLoop();
-  });
+  if (!waitingForEvent_) {
+    waitingForEvent_ = true;
+    descriptor_.async_wait(boost::asio::posix::stream_descriptor::wait_read, [this](boost::system::error_code error) {
+      if (!error) onEventFromLoop();
+    });
+  }
   acquire();
   loopTicking_ = false;
   while (!owner_.load() && !sleeperArmed_) {
@@ -205,11 +217,18 @@ void ProgressEngine::sleepFromLoop() {
 
 void ProgressEngine::onEventFromLoop() {
   assert(loop_.inLoop());
+  waitingForEvent_ = false;
+  acquire();
+  if (loopTicking_) {  // the event was under way when the owner chose the timer
+    release();
+    return;
+  }
   if (owner_.load()) {
+    loopTicking_ = true;
+    release();
     startTickFromLoop();
     return;
   }
-  acquire();
   sleeperArmed_ = false;
   for (int idle = 0; idle < kSpins && !owner_.load();) {
     idle = transport_->progress() ? 0 : idle + 1;
@@ -222,10 +241,6 @@ void ProgressEngine::onEventFromLoop() {
 
 void ProgressEngine::startTickFromLoop() {
   assert(loop_.inLoop());
-  acquire();
-  loopTicking_ = true;
-  waitsSeen_ = waits_;
-  release();
   tickInterval_ = kTick;
   tick_.expires_after(tickInterval_);
   tick_.async_wait([this](boost::system::error_code error) {
@@ -235,8 +250,11 @@ void ProgressEngine::startTickFromLoop() {
 
 void ProgressEngine::onTickFromLoop() {
   assert(loop_.inLoop());
-  if (!loopTicking_) return;  // written by the loop alone
   acquire();
+  if (!loopTicking_) {
+    release();
+    return;
+  }
   const bool waited = waits_ != waitsSeen_;
   waitsSeen_ = waits_;
   if (!owner_.load()) {

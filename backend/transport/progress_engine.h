@@ -78,6 +78,7 @@ class ProgressEngine {
   void runDeferred();
   bool progressAsOwner(const std::atomic<bool>& done, Clock::time_point deadline, bool& slept);
   void leaveOwnership(bool slept);
+  void armForLoop();
 
   void sleepFromLoop();
   void onEventFromLoop();
@@ -88,7 +89,7 @@ class ProgressEngine {
   const std::unique_ptr<Transport> transport_;
   net::EventLoop& loop_;
 
-  std::mutex mutex_;                 // held by whoever uses the transport
+  std::mutex mutex_;                // held by whoever uses the transport
   std::atomic<int> contenders_{0};  // threads that wait for mutex_
 
   // Guarded by mutex_.
@@ -98,6 +99,7 @@ class ProgressEngine {
   bool ownerPolling_ = false;  // that somebody is the owner
   bool loopTicking_ = false;   // the loop looks by timer, not by event
   std::uint64_t waits_ = 0;
+  Clock::time_point lastLeave_;  // of an owner, while the loop sleeps
   std::vector<std::function<void()>> deferred_;
   std::vector<Listener*> listeners_;
 
@@ -114,6 +116,7 @@ class ProgressEngine {
   boost::asio::steady_timer deadlineTimer_;
   Clock::duration tickInterval_;
   std::uint64_t waitsSeen_ = 0;
+  bool waitingForEvent_ = false;
 };
 
 }  // namespace farandole::transport

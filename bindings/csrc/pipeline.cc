@@ -1,7 +1,143 @@
+#include <map>
+
 #include "bindings/csrc/layers.h"
+#include "bindings/csrc/pipeline_executor.h"
+#include "pipeline/ir/csv.h"
+#include "pipeline/ir/draw.h"
+#include "pipeline/ir/simulate.h"
+#include "pipeline/ir/text.h"
+#include "pipeline/ir/validate.h"
+#include "pipeline/passes/lower.h"
+#include "pipeline/schedules/registry.h"
+
+namespace py = pybind11;
 
 namespace farandole::python {
 
-void bindPipeline(pybind11::module_& module) {}
+namespace {
+
+using pipeline::Plan;
+using pipeline::SimulationResult;
+
+// Planning errors are misuse: ValueError.
+template <typename T>
+T valueOf(Result<T> result) {
+  if (!result) throw py::value_error(std::string(result.status().toString()));
+  return std::move(result).value();
+}
+
+Plan planFromActions(const std::vector<std::vector<std::string>>& ranks, std::vector<std::int32_t> rankOfStage,
+                     int numMicrobatches) {
+  Plan plan;
+  plan.numStages = static_cast<std::int32_t>(rankOfStage.size());
+  plan.numMicrobatches = numMicrobatches;
+  plan.rankOfStage = std::move(rankOfStage);
+  for (const auto& texts : ranks) {
+    auto& actions = plan.ranks.emplace_back();
+    for (const std::string& text : texts) actions.push_back(valueOf(pipeline::parseAction(text)));
+  }
+  return plan;
+}
+
+std::vector<std::vector<std::string>> actionsOf(const Plan& plan) {
+  std::vector<std::vector<std::string>> ranks;
+  for (const auto& actions : plan.ranks) {
+    auto& texts = ranks.emplace_back();
+    for (const pipeline::Action& action : actions) texts.push_back(pipeline::toString(action));
+  }
+  return ranks;
+}
+
+// Durations by the action's text: of every compute action of the plan.
+SimulationResult simulateMeasured(const Plan& plan, const std::map<std::string, double>& seconds, double transfer) {
+  const auto cost = [&](std::int32_t, const pipeline::Action& action) {
+    const std::string text = pipeline::toString(action);
+    const auto found = seconds.find(text);
+    if (found == seconds.end()) throw py::value_error("seconds has no entry for action " + text + " of the plan");
+    return found->second;
+  };
+  return valueOf(pipeline::simulate(plan, cost, transfer));
+}
+
+// One (F, B, I, W) per stage.
+SimulationResult simulateStages(const Plan& plan, const std::vector<std::array<double, 4>>& stages, double transfer) {
+  pipeline::SimulationCosts costs;
+  for (const auto& [f, b, i, w] : stages) costs.stages.push_back({f, b, i, w});
+  costs.transfer = transfer;
+  return valueOf(pipeline::simulate(plan, costs));
+}
+
+py::list timelineOf(const pipeline::RankTimeline& rank) {
+  py::list actions;
+  for (const pipeline::TimedAction& timed : rank.actions) {
+    actions.append(py::make_tuple(pipeline::toString(timed.action), timed.start, timed.end));
+  }
+  return actions;
+}
+
+void bindPlan(py::module_& module) {
+  py::class_<Plan>(module, "Plan", "The actions of every rank in one training step.")
+      .def_readonly("num_stages", &Plan::numStages)
+      .def_readonly("num_microbatches", &Plan::numMicrobatches)
+      .def_readonly("rank_of_stage", &Plan::rankOfStage)
+      .def_property_readonly("num_ranks", &Plan::numRanks)
+      .def_property_readonly("actions", &actionsOf, "For each rank the texts of its actions.")
+      .def_static("from_actions", &planFromActions, py::arg("actions"), py::arg("rank_of_stage"),
+                  py::arg("num_microbatches"))
+      .def("to_csv", [](const Plan& plan) { return pipeline::toCsv(plan); })
+      .def_static(
+          "from_csv",
+          [](const std::string& text, std::optional<std::vector<std::int32_t>> rankOfStage) {
+            return valueOf(rankOfStage ? pipeline::fromCsv(text, std::move(*rankOfStage)) : pipeline::fromCsv(text));
+          },
+          py::arg("text"), py::arg("rank_of_stage") = py::none())
+      .def(
+          "lower",
+          [](const Plan& plan, pipeline::ChannelModel channel) { return valueOf(pipeline::lower(plan, channel)); },
+          py::arg("channel") = pipeline::ChannelModel::kOneQueuePerRank)
+      .def("__eq__", [](const Plan& a, const Plan& b) { return a == b; });
+}
+
+void bindSimulation(py::module_& module) {
+  py::class_<pipeline::RankTimeline>(module, "RankTimeline")
+      .def_readonly("busy", &pipeline::RankTimeline::busy)
+      .def_readonly("bubble", &pipeline::RankTimeline::bubble)
+      .def_readonly("peak_live_activations", &pipeline::RankTimeline::peakLiveActivations)
+      .def_property_readonly("actions", &timelineOf, "[(action, start, end)] in seconds.");
+  py::class_<SimulationResult>(module, "SimulationResult")
+      .def_readonly("makespan", &SimulationResult::makespan)
+      .def_property_readonly("bubble", &SimulationResult::bubble)
+      .def_readonly("ranks", &SimulationResult::ranks)
+      .def("draw", &pipeline::drawTimeline, py::arg("columns") = 100);
+  module.def("simulate_plan", &simulateMeasured, py::arg("plan"), py::arg("seconds"), py::arg("transfer"));
+  module.def("simulate_plan", &simulateStages, py::arg("plan"), py::arg("seconds"), py::arg("transfer"));
+}
+
+}  // namespace
+
+void bindPipeline(py::module_& module) {
+  py::enum_<pipeline::ChannelModel>(module, "ChannelModel")
+      .value("TAGGED", pipeline::ChannelModel::kTagged)
+      .value("FIFO_PER_EDGE", pipeline::ChannelModel::kFifoPerEdge)
+      .value("ONE_QUEUE_PER_RANK", pipeline::ChannelModel::kOneQueuePerRank);
+  bindPlan(module);
+  bindSimulation(module);
+  module.def("schedule_names", &pipeline::scheduleNames);
+  module.def(
+      "make_plan",
+      [](const std::string& name, int numRanks, int numStages, int numMicrobatches, bool forwardOnly) {
+        return valueOf(pipeline::makePlan(name, {numRanks, numStages, numMicrobatches, forwardOnly}));
+      },
+      py::arg("name"), py::arg("num_ranks"), py::arg("num_stages"), py::arg("num_microbatches"),
+      py::arg("forward_only"));
+  module.def(
+      "validate_plan",
+      [](const Plan& plan, pipeline::ChannelModel channel) {
+        const Status status = pipeline::validate(plan, channel);
+        if (!status.isOk()) throw py::value_error(status.toString());
+      },
+      py::arg("plan"), py::arg("channel"));
+  bindPipelineExecutor(module);
+}
 
 }  // namespace farandole::python

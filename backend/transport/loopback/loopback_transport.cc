@@ -94,8 +94,7 @@ void LoopbackTransport::recv(std::uint64_t tag, std::uint64_t mask, void* data, 
 
 void LoopbackTransport::cancel(Request& request) {
   std::lock_guard lock(fabric_->mutex_);
-  auto posted =
-      std::find_if(posted_.begin(), posted_.end(), [&](const Posted& p) { return p.request == &request; });
+  auto posted = std::find_if(posted_.begin(), posted_.end(), [&](const Posted& p) { return p.request == &request; });
   if (posted != posted_.end()) {
     posted_.erase(posted);
     completeLocked(request, Status::aborted("cancelled"));

@@ -26,7 +26,7 @@ class LoopbackFabric : public std::enable_shared_from_this<LoopbackFabric> {
   explicit LoopbackFabric(std::size_t eagerBytes) : eagerBytes_(eagerBytes) {}
 
   const std::size_t eagerBytes_;
-  std::mutex mutex_;                           // guards all below and every transport's queues
+  std::mutex mutex_;                            // guards all below and every transport's queues
   std::vector<LoopbackTransport*> transports_;  // by address; null once destroyed
 };
 

@@ -25,7 +25,8 @@ Result<NcclApi> NcclApi::load() {
   // NOLOAD: only what torch has loaded already. The handle is kept: the library stays.
   void* const library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_NOLOAD);
   if (library == nullptr) {
-    return Status::unavailable("no NCCL is loaded in this process: torch was built without CUDA, or links it statically");
+    return Status::unavailable(
+        "no NCCL is loaded in this process: torch was built without CUDA, or links it statically");
   }
   NcclApi api;
   FARANDOLE_RETURN_IF_ERROR(take(library, "ncclGetVersion", api.getVersion));

@@ -69,8 +69,8 @@ Result<PeerId> UcxTransport::connect(std::string_view address) {
   const PeerId peer{static_cast<std::uint32_t>(endpoints_.size())};
   Endpoint& endpoint = endpoints_.emplace_back(Endpoint{this, peer, nullptr, {}});
   ucp_ep_params_t params = {};
-  params.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE |
-                      UCP_EP_PARAM_FIELD_ERR_HANDLER;
+  params.field_mask =
+      UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_ERR_HANDLER;
   params.address = reinterpret_cast<const ucp_address_t*>(address.data());
   params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
   params.err_handler.cb = &UcxTransport::endpointFailed;
@@ -184,8 +184,8 @@ void UcxTransport::recvDone(void* handle, ucs_status_t status, const ucp_tag_rec
 
 void UcxTransport::endpointFailed(void* arg, ucp_ep_h handle, ucs_status_t status) {
   Endpoint& endpoint = *static_cast<Endpoint*>(arg);
-  endpoint.failure = Status(StatusCode::kPeerFailed, std::string("the connection broke (") +
-                                                         ucs_status_string(status) + ")");
+  endpoint.failure =
+      Status(StatusCode::kPeerFailed, std::string("the connection broke (") + ucs_status_string(status) + ")");
   if (endpoint.transport->peerFailed_) endpoint.transport->peerFailed_(endpoint.peer, endpoint.failure);
 }
 

@@ -113,9 +113,7 @@ TEST_P(AlgorithmsTest, GatherScatterAndAllGatherMoveUnevenPieces) {
       return result;
     };
     std::vector<std::vector<Data>> gathered(size, emptyPieces());
-    runOnAll(size, [&](Program& p, Topology t) {
-      allGather(p, t, sliceOf(pieces[t.rank]), slices(gathered[t.rank]));
-    });
+    runOnAll(size, [&](Program& p, Topology t) { allGather(p, t, sliceOf(pieces[t.rank]), slices(gathered[t.rank])); });
     for (const auto& all : gathered) EXPECT_EQ(all, pieces);
 
     std::vector<Data> atRoot = emptyPieces();
@@ -123,8 +121,7 @@ TEST_P(AlgorithmsTest, GatherScatterAndAllGatherMoveUnevenPieces) {
     EXPECT_EQ(atRoot, pieces);
 
     std::vector<Data> scattered = emptyPieces();
-    runOnAll(size,
-             [&](Program& p, Topology t) { scatter(p, t, root, sliceOf(scattered[t.rank]), slices(pieces)); });
+    runOnAll(size, [&](Program& p, Topology t) { scatter(p, t, root, sliceOf(scattered[t.rank]), slices(pieces)); });
     EXPECT_EQ(scattered, pieces);
   });
 }

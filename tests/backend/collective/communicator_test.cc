@@ -62,7 +62,7 @@ TEST(Communicator, ATimedOutReceiveLeavesTheGroupUsable) {
 TEST(Communicator, AnOperationThatNobodyWaitsForIsEndedAtItsDeadline) {
   Group group(2, 0);
   int in = 0;
-  auto pending = TestOperation::launch(group[0], recvProgram(1, in), 1, transport::Clock::now() + 20ms);
+  auto pending = TestOperation::launch(group[0], recvProgram(1, in), 1, 20ms);
   std::atomic<bool> told{false};
   pending->whenDone([&] { told = true; });
   for (int i = 0; i < 500 && !told; ++i) std::this_thread::sleep_for(10ms);

@@ -45,9 +45,9 @@ class TestOperation final : public ProgramOperation, public std::enable_shared_f
 
   static std::shared_ptr<TestOperation> launch(const std::shared_ptr<Communicator>& communicator, Program program,
                                                std::uint32_t sequence,
-                                               transport::Clock::time_point deadline = transport::kNoDeadline) {
+                                               std::chrono::milliseconds timeout = std::chrono::milliseconds::max()) {
     auto operation = std::make_shared<TestOperation>(communicator);
-    operation->deadline = deadline;
+    operation->setTimeout(timeout);
     operation->setProgram(std::move(program), sequence);
     transport::ProgressEngine::Access access(communicator->engine());
     operation->start();

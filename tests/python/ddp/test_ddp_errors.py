@@ -47,7 +47,7 @@ def _unused(rank: int, world_size: int, bucket_size: int | None) -> tuple[str, l
     plain = _Layers()
     sum(plain(_input(other)) for other in range(world_size)).div(world_size).backward()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
+        assert torch.allclose(ours.grad, theirs.grad, rtol=1e-5)
     return error, seen
 
 

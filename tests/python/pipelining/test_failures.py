@@ -196,6 +196,7 @@ def _mismatch_declaration(rank: int, world_size: int) -> None:
     for declared, where, expected in (
         ({1: {"input_args": bad}}, "stage 1, microbatch 0: the inputs", "(float64[2, 5])"),
         ({0: {"output_args": (bad,)}}, "stage 0, microbatch 0: the outputs", "(float64[2, 5])"),
+        ({1: {"output_args": bad}}, "stage 1, microbatch 0: forward: ", "(float64[2, 5])"),
         ({0: {"output_args": (good, good)}}, "stage 0, microbatch 0", "(float32[2, 4], float32[2, 4])"),
     ):
         stage = PipelineStage(nn.Linear(4, 4), rank, world_size, "cpu", **declared.get(rank, {}))

@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
 from farandole.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from pipelining.pipeline_support import BACKENDS, assert_same_gradients, train_alone
@@ -127,6 +126,9 @@ class Scaled(nn.Module):
 
 
 def _train_with_kwargs(rank: int, world_size: int) -> None:
+    # As costly to import as torch itself, so not by every rank of every test.
+    from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
+
     torch.manual_seed(3)
     stages = [Scaled(), Scaled()]
     batch, target, factor = torch.randn(6, 4), torch.randn(6, 4), torch.rand(6, 1)
@@ -150,6 +152,7 @@ def _train_with_kwargs(rank: int, world_size: int) -> None:
         3,
         nn.MSELoss(),
         args_chunk_spec=(TensorChunkSpec(0),),
+        kwargs_chunk_spec={"factor": TensorChunkSpec(0), "times": _Replicate},
         output_merge_spec=TensorChunkSpec(0),
     )
     by_specs = specs.step(batch, target=target, factor=factor, times=2)
@@ -164,6 +167,8 @@ def test_kwargs_chunk_specs_and_pre_split_batches_give_the_same_step(backend: st
 
 
 def _chunk_along_columns(rank: int, world_size: int) -> None:
+    from torch.distributed.pipelining.microbatch import TensorChunkSpec
+
     torch.manual_seed(4)
     stages = [nn.Tanh(), nn.Softsign()]
     batch = torch.randn(3, 8)

@@ -15,7 +15,8 @@ from typing import Any
 # Children are forked from a server that has imported torch once: a rank starts
 # in milliseconds instead of seconds.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "farandole"])
+# torch._dynamo is what torch's DDP imports.
+_context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "numpy", "farandole"])
 
 
 class RankFailed(RuntimeError):

@@ -1,0 +1,141 @@
+#include "bindings/csrc/pipeline_executor.h"
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "bindings/csrc/python_stage.h"
+#include "pipeline/runtime/executor.h"
+
+namespace py = pybind11;
+
+namespace farandole::python {
+
+namespace {
+
+using DeclaredTensors = std::vector<std::pair<std::vector<std::int64_t>, at::ScalarType>>;
+
+std::optional<std::vector<pipeline::TensorMeta>> toMetas(const std::optional<DeclaredTensors>& declared) {
+  if (!declared) return std::nullopt;
+  std::vector<pipeline::TensorMeta> metas;
+  for (const auto& [sizes, dtype] : *declared) metas.push_back({sizes, dtype, false});
+  return metas;
+}
+
+std::shared_ptr<PythonStage> makeStage(int index, bool isFirst, bool isLast, py::object module, py::object lossFn,
+                                       const std::optional<DeclaredTensors>& inputs,
+                                       const std::optional<DeclaredTensors>& outputs, py::object requireGradSync) {
+  pipeline::StageSpec spec;
+  spec.index = index;
+  spec.declaredInputs = toMetas(inputs);
+  spec.declaredOutputs = toMetas(outputs);
+  if (!requireGradSync.is_none()) {
+    // Shared, so that copies and the end of the function object need no GIL.
+    auto callable = std::make_shared<py::object>(std::move(requireGradSync));
+    spec.requireGradSync = [callable](bool required) {
+      const py::gil_scoped_acquire gil;
+      (*callable)(required);
+    };
+  }
+  return std::make_shared<PythonStage>(std::move(spec), isFirst, isLast, std::move(module), std::move(lossFn));
+}
+
+[[noreturn]] void raiseFrom(const Status& status, const py::object& cause) {
+  // What is no Exception (KeyboardInterrupt, SystemExit) must reach its handler as it is.
+  if (cause && !PyErr_GivenExceptionMatches(cause.ptr(), PyExc_Exception)) {
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(cause.ptr())), cause.ptr());
+    throw py::error_already_set();
+  }
+  py::object error = py::reinterpret_borrow<py::object>(PyExc_RuntimeError)(status.toString());
+  if (cause) PyException_SetCause(error.ptr(), py::object(cause).release().ptr());
+  PyErr_SetObject(PyExc_RuntimeError, error.ptr());
+  throw py::error_already_set();
+}
+
+// farandole::pipeline::Executor for Python. Used by one thread at a time.
+class PythonExecutor {
+ public:
+  PythonExecutor(const pipeline::Plan& plan, int rank, const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                 const std::vector<std::shared_ptr<PythonStage>>& stages, double lossScale, std::string description) {
+    pipeline::ExecutorConfig config;
+    for (const auto& stage : stages) config.stages.push_back(PythonStage::bind(stage, &inputs_));
+    config.lossScale = lossScale;
+    config.description = std::move(description);
+    config.describeError = [this] { return raised_.describe(); };
+    auto backend = group ? group->getBackend(c10::DeviceType::CPU) : c10::intrusive_ptr<c10d::Backend>();
+    auto executor = pipeline::Executor::create(plan, rank, std::move(backend), std::move(config));
+    if (!executor) throw py::value_error(executor.status().toString());
+    executor_ = std::move(executor).value();
+  }
+
+  void step(py::object args, py::object kwargs, py::object targets, py::object lossKwargs, py::object outputs,
+            py::object losses, bool relearn) {
+    if (running_) throw std::runtime_error("step() was called from within a step of the same schedule");
+    running_ = true;
+    inputs_ = {std::move(args),       std::move(kwargs),  std::move(targets),
+               std::move(lossKwargs), std::move(outputs), std::move(losses)};
+    raised_.clear();
+    Status status;
+    {
+      const py::gil_scoped_release released;
+      status = executor_->step(relearn);
+    }
+    inputs_ = {};
+    running_ = false;
+    if (!status.isOk()) raise(status);
+  }
+
+  void refuse(std::string reason) {
+    raised_.clear();
+    Status status;
+    {
+      const py::gil_scoped_release released;
+      status = executor_->refuse(std::move(reason));
+    }
+    if (!status.isOk()) raise(status);
+  }
+
+  // [(action, start, end)] in seconds.
+  py::list lastStepTrace() const {
+    py::list trace;
+    for (const pipeline::TimedStep& time : executor_->lastTrace().steps) {
+      trace.append(py::make_tuple(executor_->program().labels[time.step], time.start, time.end));
+    }
+    return trace;
+  }
+
+  double lastStepSeconds() const { return executor_->lastTrace().seconds; }
+  double lastComputeSeconds() const { return executor_->lastTrace().computeSeconds; }
+
+ private:
+  [[noreturn]] void raise(const Status& status) {
+    const py::object cause = raised_.first();
+    raised_.clear();
+    raiseFrom(status, cause);
+  }
+
+  bool running_ = false;
+  StepInputs inputs_;
+  RaisedError raised_;
+  std::unique_ptr<pipeline::Executor> executor_;
+};
+
+}  // namespace
+
+void bindPipelineExecutor(py::module_& module) {
+  py::class_<PythonStage, std::shared_ptr<PythonStage>>(module, "PipelineStage")
+      .def(py::init(&makeStage), py::kw_only(), py::arg("index"), py::arg("is_first"), py::arg("is_last"),
+           py::arg("module"), py::arg("loss_fn"), py::arg("declared_inputs"), py::arg("declared_outputs"),
+           py::arg("require_grad_sync"));
+  py::class_<PythonExecutor>(module, "PipelineExecutor")
+      .def(py::init<const pipeline::Plan&, int, const c10::intrusive_ptr<c10d::ProcessGroup>&,
+                    const std::vector<std::shared_ptr<PythonStage>>&, double, std::string>(),
+           py::kw_only(), py::arg("plan"), py::arg("rank"), py::arg("group").none(true), py::arg("stages"),
+           py::arg("loss_scale"), py::arg("description"))
+      .def("step", &PythonExecutor::step, py::kw_only(), py::arg("args"), py::arg("kwargs"), py::arg("targets"),
+           py::arg("loss_kwargs"), py::arg("outputs"), py::arg("losses"), py::arg("relearn"))
+      .def("refuse", &PythonExecutor::refuse, py::arg("reason"))
+      .def("last_step_trace", &PythonExecutor::lastStepTrace)
+      .def_property_readonly("last_step_seconds", &PythonExecutor::lastStepSeconds)
+      .def_property_readonly("last_compute_seconds", &PythonExecutor::lastComputeSeconds);
+}
+
+}  // namespace farandole::python

@@ -1,0 +1,164 @@
+#include "bindings/csrc/python_stage.h"
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include "pipeline/runtime/shape_exchange.h"
+
+namespace py = pybind11;
+
+namespace farandole::python {
+
+namespace {
+
+std::string typeName(py::handle object) { return Py_TYPE(object.ptr())->tp_name; }
+
+std::string textOf(py::handle error) { return typeName(error) + ": " + std::string(py::str(error)); }
+
+// The pending Python error, cleared; null when there is none.
+py::object takePendingError() {
+  if (!PyErr_Occurred()) return {};
+  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
+  PyErr_Fetch(&type, &value, &traceback);
+  PyErr_NormalizeException(&type, &value, &traceback);
+  if (traceback != nullptr) PyException_SetTraceback(value, traceback);
+  Py_XDECREF(type);
+  Py_XDECREF(traceback);
+  return py::reinterpret_steal<py::object>(value);
+}
+
+py::object wrapped(const at::Tensor& tensor) { return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)); }
+
+// Outputs for the user live on after the step: without their graph.
+py::object detached(py::handle output) {
+  if (THPVariable_Check(output.ptr())) return wrapped(THPVariable_Unpack(output.ptr()).detach());
+  if (!PyTuple_CheckExact(output.ptr()) && !PyList_CheckExact(output.ptr())) {
+    return py::reinterpret_borrow<py::object>(output);
+  }
+  py::list items;
+  for (py::handle item : output) items.append(detached(item));
+  return PyTuple_CheckExact(output.ptr()) ? py::object(py::tuple(items)) : py::object(items);
+}
+
+py::object call(py::handle callable, py::handle args, py::handle kwargs) {
+  PyObject* result = PyObject_Call(callable.ptr(), args.ptr(), kwargs.is_none() ? nullptr : kwargs.ptr());
+  if (result == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(result);
+}
+
+// list[index], borrowed; the lists of a step have one entry per microbatch.
+py::handle at(const py::object& list, int index) { return PyList_GET_ITEM(list.ptr(), index); }
+
+void appendTensor(py::handle item, const std::string& what, std::vector<at::Tensor>& outputs) {
+  if (!THPVariable_Check(item.ptr())) {
+    throw std::runtime_error("the module returned " + what + typeName(item) +
+                             ", expected a tensor or a tuple of tensors");
+  }
+  outputs.push_back(THPVariable_Unpack(item.ptr()));
+}
+
+void appendTensors(const py::object& result, std::vector<at::Tensor>& outputs) {
+  if (PyTuple_Check(result.ptr()) || PyList_Check(result.ptr())) {
+    for (py::handle item : result) appendTensor(item, "a " + typeName(result) + " with a ", outputs);
+  } else {
+    appendTensor(result, "a ", outputs);
+  }
+}
+
+}  // namespace
+
+std::string RaisedError::describe() {
+  try {
+    throw;
+  } catch (py::error_already_set& error) {
+    const py::gil_scoped_acquire gil;
+    py::object value = error.value();
+    if (error.trace()) PyException_SetTraceback(value.ptr(), error.trace().ptr());
+    std::string text = textOf(value);
+    keep(std::move(value));
+    return text;
+  } catch (python_error& error) {
+    // Out of the autograd engine: the Python error is in the exception, or was
+    // already put back as the thread's pending one.
+    const py::gil_scoped_acquire gil;
+    if (error.type != nullptr) error.restore();
+    py::object value = takePendingError();
+    if (!value) return error.what();
+    std::string text = textOf(value);
+    keep(std::move(value));
+    return text;
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    return error.what();
+  } catch (...) {
+    return "an exception of unknown type";
+  }
+}
+
+void RaisedError::keep(py::object error) {
+  if (!first_) first_ = std::move(error);
+}
+
+pipeline::StageSpec PythonStage::bind(const std::shared_ptr<PythonStage>& stage, const StepInputs* inputs) {
+  pipeline::StageSpec spec = stage->spec_;
+  spec.forward = [stage, inputs](int microbatch, const std::vector<at::Tensor>& tensors,
+                                 std::vector<at::Tensor>& outputs) {
+    const py::gil_scoped_acquire gil;
+    stage->forward(*inputs, microbatch, tensors, outputs);
+  };
+  return spec;
+}
+
+void PythonStage::forward(const StepInputs& step, int microbatch, const std::vector<at::Tensor>& inputs,
+                          std::vector<at::Tensor>& outputs) const {
+  py::object args;
+  if (isFirst_) {
+    args = py::reinterpret_borrow<py::object>(at(step.args, microbatch));
+  } else {
+    py::tuple tensors(inputs.size());
+    for (std::size_t i = 0; i < inputs.size(); ++i) {
+      PyTuple_SET_ITEM(tensors.ptr(), i, THPVariable_Wrap(inputs[i]));
+    }
+    args = std::move(tensors);
+  }
+  const py::handle kwargs = step.kwargs.is_none() ? py::handle(Py_None) : at(step.kwargs, microbatch);
+  py::object result = call(module_, args, kwargs);
+  if (isLast_) return finish(step, microbatch, std::move(result), outputs);
+  appendTensors(result, outputs);
+}
+
+// The executor does this for a stage that sends; what the last one returns never reaches it.
+void PythonStage::checkOutputs(const py::object& result) const {
+  std::vector<at::Tensor> tensors;
+  appendTensors(result, tensors);
+  std::vector<pipeline::TensorMeta> metas;
+  for (const at::Tensor& tensor : tensors) metas.push_back(pipeline::TensorMeta::of(tensor));
+  const Status status = pipeline::checkDeclared("outputs", *spec_.declaredOutputs, metas);
+  if (!status.isOk()) throw std::runtime_error(std::string(status.message()));
+}
+
+void PythonStage::finish(const StepInputs& step, int microbatch, py::object result,
+                         std::vector<at::Tensor>& outputs) const {
+  if (spec_.declaredOutputs) checkOutputs(result);
+  if (!step.outputs.is_none()) {
+    PyList_SetItem(step.outputs.ptr(), microbatch, detached(result).release().ptr());
+  }
+  if (lossFn_.is_none() || step.targets.is_none()) return;
+  const py::tuple args = py::make_tuple(result, at(step.targets, microbatch));
+  const py::object loss = call(lossFn_, args, step.lossKwargs);
+  if (!THPVariable_Check(loss.ptr())) {
+    throw std::runtime_error("loss_fn returned a " + typeName(loss) + ", expected a tensor of one element");
+  }
+  const at::Tensor& tensor = THPVariable_Unpack(loss.ptr());
+  if (tensor.numel() != 1) {
+    throw std::runtime_error("loss_fn returned a tensor of shape " + c10::str(tensor.sizes()) +
+                             ", expected a tensor of one element");
+  }
+  if (!step.losses.is_none()) {
+    PyList_SetItem(step.losses.ptr(), microbatch, THPVariable_Wrap(tensor.detach()));
+  }
+  outputs.push_back(tensor);
+}
+
+}  // namespace farandole::python

@@ -1,0 +1,29 @@
+"""Pipeline parallelism with the names and arguments of ``torch.distributed.pipelining``.
+
+    stage = PipelineStage(module, stage_index=rank, num_stages=world_size, device="cpu")
+    schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss_fn)
+    schedule.step(x)                          # first stage
+    schedule.step(target=y, losses=losses)    # last stage
+
+A step runs in C++ from a compiled plan; Python is entered to call the module and
+the loss, no more. Plans can be made, proven, simulated and drawn without running
+anything: :func:`plan`, :func:`validate`, :func:`simulate`.
+"""
+
+from farandole._C import Plan, SimulationResult
+from farandole.pipelining._plans import lower, plan, schedule_names, simulate, validate
+from farandole.pipelining._schedules import Schedule1F1B, ScheduleGPipe
+from farandole.pipelining._stage import PipelineStage
+
+__all__ = [
+    "PipelineStage",
+    "Plan",
+    "Schedule1F1B",
+    "ScheduleGPipe",
+    "SimulationResult",
+    "lower",
+    "plan",
+    "schedule_names",
+    "simulate",
+    "validate",
+]

@@ -1,0 +1,108 @@
+"""One stage of a pipeline, as the user describes it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+Declared = list[tuple[list[int], torch.dtype]]
+
+
+class PipelineStage:
+    """A module that is one stage of a sequential pipeline.
+
+    Args:
+        submodule: called with the first stage's arguments, or with the tensors that the stage
+            before returned; returns a tensor or a tuple of tensors (the last stage: anything
+            that the loss takes). It may be wrapped for data parallelism by
+            ``farandole.ddp.DistributedDataParallel`` or torch's.
+        stage_index: from 0; the rank in the group with one stage per rank.
+        num_stages: of the whole pipeline.
+        device: where the submodule lives; CPU so far.
+        input_args: example inputs of one microbatch. Shapes are learned in the first step
+            anyhow; what is declared here is checked, and a mismatch is an error on all ranks.
+        output_args: example outputs of one microbatch, checked likewise.
+        group: process group of the pipeline; the default group if None.
+
+    ``dw_builder``, ``input_grads``, ``output_grads`` and ``get_mesh`` of torch's class are not
+    supported and refused.
+    """
+
+    def __init__(
+        self,
+        submodule: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device | str,
+        input_args: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
+        output_args: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
+        *,
+        output_grads: Any = None,
+        input_grads: Any = None,
+        group: dist.ProcessGroup | None = None,
+        dw_builder: Callable[[], Callable[..., None]] | None = None,
+        get_mesh: Any = None,
+    ):
+        if not isinstance(submodule, nn.Module):
+            raise TypeError(f"submodule is a {type(submodule).__name__}, expected a torch.nn.Module")
+        if isinstance(num_stages, bool) or not isinstance(num_stages, int) or num_stages < 1:
+            raise ValueError(f"num_stages is {num_stages!r}, expected an int of at least 1")
+        if isinstance(stage_index, bool) or not isinstance(stage_index, int) or not 0 <= stage_index < num_stages:
+            raise ValueError(f"stage_index is {stage_index!r}, expected 0 to {num_stages - 1} (num_stages - 1)")
+        unsupported = dict(dw_builder=dw_builder, input_grads=input_grads, output_grads=output_grads, get_mesh=get_mesh)
+        for name, value in unsupported.items():
+            if value is not None:
+                raise NotImplementedError(f"{name} was given, expected None: it is not supported yet")
+        self.device = torch.device(device)
+        if self.device.type != "cpu":
+            raise NotImplementedError(f"device is {self.device}, expected cpu: other devices are not supported yet")
+        _check_module(submodule, self.device)
+        if not dist.is_initialized():
+            raise RuntimeError("the process group is not initialized, expected init_process_group() before a stage")
+        self.submod = submodule
+        self.stage_index = stage_index
+        self.num_stages = num_stages
+        self.group = dist.group.WORLD if group is None else group
+        self.group_rank = dist.get_rank(self.group)
+        self.group_size = dist.get_world_size(self.group)
+        if self.group_rank < 0:
+            raise ValueError("group does not contain this process, expected the pipeline's own group")
+        if self.group_size > num_stages:
+            raise ValueError(
+                f"num_stages is {num_stages}, expected at least {self.group_size}: the group has that many ranks"
+            )
+        self.declared_inputs = _declared(input_args, "input_args")
+        self.declared_outputs = _declared(output_args, "output_args")
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage_index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage_index == self.num_stages - 1
+
+
+def _check_module(submodule: nn.Module, device: torch.device) -> None:
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # whoever uses it has imported it
+    for module in submodule.modules() if fsdp is not None else ():
+        if isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)):
+            raise NotImplementedError("submodule contains an FSDP module, expected none: not supported yet")
+    for name, tensor in [*submodule.named_parameters(), *submodule.named_buffers()]:
+        if tensor.device != device:
+            raise ValueError(f"{name} of submodule is on {tensor.device}, expected the stage's device {device}")
+
+
+def _declared(args: Any, name: str) -> Declared | None:
+    if args is None:
+        return None
+    if isinstance(args, torch.Tensor):
+        args = (args,)
+    if not isinstance(args, (tuple, list)) or not all(isinstance(arg, torch.Tensor) for arg in args):
+        raise TypeError(f"{name} is {args!r}, expected a tensor or a tuple of tensors")
+    return [(list(arg.shape), arg.dtype) for arg in args]

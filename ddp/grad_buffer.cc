@@ -1,0 +1,34 @@
+#include "ddp/grad_buffer.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/GradMode.h>
+
+namespace farandole::ddp {
+namespace {
+
+at::Tensor alias(const at::Tensor& base, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset) {
+  at::AutoDispatchBelowADInplaceOrView untracked;
+  return at::as_strided(base, sizes, strides, offset);
+}
+
+}  // namespace
+
+GradBuffer::GradBuffer(int64_t numel, const at::TensorOptions& options) {
+  c10::NoGradGuard noGrad;
+  data_ = at::zeros({numel}, options);
+}
+
+at::Tensor GradBuffer::gradOf(const at::Tensor& param, int64_t offset) const {
+  if (param.is_non_overlapping_and_dense()) return alias(data_, param.sizes(), param.strides(), offset);
+  const auto strides = c10::contiguous_strides(param.sizes());
+  return alias(data_, param.sizes(), strides, offset);
+}
+
+at::Tensor GradBuffer::range(int64_t begin, int64_t end) const { return alias(data_, {end - begin}, {1}, begin); }
+
+void GradBuffer::zero() {
+  c10::NoGradGuard noGrad;
+  data_.zero_();
+}
+
+}  // namespace farandole::ddp

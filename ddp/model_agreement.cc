@@ -1,0 +1,150 @@
+#include "ddp/model_agreement.h"
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+#include <sstream>
+#include <string_view>
+#include <torch/csrc/distributed/c10d/comm.hpp>
+#include <utility>
+
+namespace farandole::ddp {
+namespace {
+
+constexpr size_t kBroadcastBytes = size_t{250} << 20;
+constexpr char kFactEnd = '\x1e';
+constexpr char kNameEnd = '\x1f';
+constexpr std::string_view kRefusal = "\x1d";  // starts a table that is a refusal; no fact starts so
+
+std::string valueOf(const at::Tensor& tensor) {
+  std::ostringstream text;
+  text << tensor.sizes() << " " << tensor.scalar_type() << " on " << tensor.device().type();
+  return text.str();
+}
+
+std::string serialize(const std::vector<Fact>& facts, const std::string& refusal) {
+  if (!refusal.empty()) return std::string(kRefusal) + refusal;
+  std::string table;
+  for (const Fact& fact : facts) table += fact.name + kNameEnd + fact.value + kFactEnd;
+  return table;
+}
+
+std::vector<Fact> parse(std::string_view table) {
+  std::vector<Fact> facts;
+  while (!table.empty()) {
+    const size_t nameEnd = table.find(kNameEnd);
+    const size_t factEnd = table.find(kFactEnd, nameEnd);
+    facts.push_back(
+        {std::string(table.substr(0, nameEnd)), std::string(table.substr(nameEnd + 1, factEnd - nameEnd - 1))});
+    table.remove_prefix(factEnd + 1);
+  }
+  return facts;
+}
+
+int64_t fnv1a(std::string_view text) {
+  uint64_t hash = 14695981039346656037ULL;
+  for (unsigned char c : text) hash = (hash ^ c) * 1099511628211ULL;
+  return static_cast<int64_t>(hash);
+}
+
+std::vector<at::Tensor> allgather(c10d::ProcessGroup& group, at::Tensor mine, c10::Device device) {
+  mine = mine.to(device);
+  std::vector<std::vector<at::Tensor>> outputs(1);
+  for (int rank = 0; rank < group.getSize(); ++rank) outputs[0].push_back(at::empty_like(mine));
+  std::vector<at::Tensor> inputs = {mine};
+  group.allgather(outputs, inputs)->wait();
+  for (at::Tensor& output : outputs[0]) output = output.cpu();
+  return outputs[0];
+}
+
+std::vector<std::string> allgatherTables(c10d::ProcessGroup& group, c10::Device device, const std::string& table,
+                                         const std::vector<int64_t>& lengths) {
+  at::Tensor mine = at::zeros({*std::max_element(lengths.begin(), lengths.end())}, at::kByte);
+  std::memcpy(mine.mutable_data_ptr(), table.data(), table.size());
+  const std::vector<at::Tensor> gathered = allgather(group, mine, device);
+  std::vector<std::string> tables;
+  for (size_t rank = 0; rank < gathered.size(); ++rank) {
+    tables.emplace_back(static_cast<const char*>(gathered[rank].const_data_ptr()), lengths[rank]);
+  }
+  return tables;
+}
+
+// The first index at which the two differ; nothing when they are equal.
+std::optional<size_t> firstDifference(const std::vector<Fact>& left, const std::vector<Fact>& right) {
+  const size_t common = std::min(left.size(), right.size());
+  for (size_t i = 0; i < common; ++i) {
+    if (left[i].name != right[i].name || left[i].value != right[i].value) return i;
+  }
+  if (left.size() == right.size()) return std::nullopt;
+  return common;
+}
+
+std::string factAt(const std::vector<Fact>& facts, size_t index) {
+  if (index >= facts.size()) return "nothing more";
+  return facts[index].name + ": " + facts[index].value;
+}
+
+[[noreturn]] void throwDifference(const std::vector<std::string>& tables) {
+  const std::vector<Fact> first = parse(tables[0]);
+  size_t index = std::string::npos;
+  size_t rank = 0;
+  for (size_t other = 1; other < tables.size(); ++other) {
+    const auto difference = firstDifference(first, parse(tables[other]));
+    if (difference && *difference < index) {
+      index = *difference;
+      rank = other;
+    }
+  }
+  TORCH_CHECK(rank != 0, "farandole.ddp: ranks disagree on the hash of equal models");
+  TORCH_CHECK_VALUE(false, "farandole.ddp: the model must be the same on all ranks; first difference: rank 0 has ",
+                    factAt(first, index), "; rank ", rank, " has ", factAt(parse(tables[rank]), index));
+}
+
+}  // namespace
+
+std::vector<Fact> factsOf(const Model& model) {
+  std::vector<Fact> facts;
+  for (const auto& [name, tensor] : model.parameters) {
+    facts.push_back(
+        {"parameter '" + name + "'", valueOf(tensor) + (tensor.requires_grad() ? ", trainable" : ", frozen")});
+  }
+  for (const auto& [name, tensor] : model.buffers) facts.push_back({"buffer '" + name + "'", valueOf(tensor)});
+  return facts;
+}
+
+void checkAgreement(c10d::ProcessGroup& group, c10::Device device, const std::vector<Fact>& facts,
+                    const std::string& refusal) {
+  const std::string table = serialize(facts, refusal);
+  at::Tensor digest = at::empty({2}, at::kLong);
+  digest.mutable_data_ptr<int64_t>()[0] = static_cast<int64_t>(table.size());
+  digest.mutable_data_ptr<int64_t>()[1] = fnv1a(table);
+  std::vector<int64_t> lengths;
+  bool agree = refusal.empty();
+  for (const at::Tensor& theirs : allgather(group, digest, device)) {
+    lengths.push_back(theirs.const_data_ptr<int64_t>()[0]);
+    agree = agree && theirs.equal(digest);
+  }
+  // All ranks see the same digests; only when all refuse alike does `refusal` decide, and then on every rank.
+  if (agree) return;
+  const std::vector<std::string> tables = allgatherTables(group, device, table, lengths);
+  for (size_t rank = 0; rank < tables.size(); ++rank) {
+    const std::string_view theirs = tables[rank];
+    if (theirs.starts_with(kRefusal)) {
+      TORCH_CHECK_VALUE(false, "farandole.ddp: rank ", rank, ": ", theirs.substr(kRefusal.size()));
+    }
+  }
+  throwDifference(tables);
+}
+
+void broadcastModel(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const Model& model) {
+  std::vector<at::Tensor> tensors;
+  for (const auto* list : {&model.parameters, &model.buffers}) {
+    for (const auto& [name, tensor] : *list) {
+      const at::Tensor data = tensor.detach();
+      if (data.numel() > 0) tensors.push_back(data.is_complex() ? at::view_as_real(data) : data);
+    }
+  }
+  if (group->getSize() > 1 && !tensors.empty()) c10d::broadcast_coalesced(group, tensors, kBroadcastBytes);
+}
+
+}  // namespace farandole::ddp

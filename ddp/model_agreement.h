@@ -1,0 +1,40 @@
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
+
+namespace farandole::ddp {
+
+struct NamedTensor {
+  std::string name;
+  at::Tensor tensor;
+};
+
+// What a rank brings to a data-parallel group, in registration order.
+struct Model {
+  std::vector<NamedTensor> parameters;  // frozen ones too
+  std::vector<NamedTensor> buffers;
+};
+
+// One fact that must be the same on all ranks, e.g. {"parameter 'fc.weight'", "[4, 3] Float, trainable"}.
+struct Fact {
+  std::string name;
+  std::string value;
+};
+
+std::vector<Fact> factsOf(const Model& model);
+
+// Compares `facts` over the group: a collective of 16 bytes when they agree.
+// Throws on every rank the same ValueError, which names the first fact that differs
+// and the first rank that differs in it from rank 0. A rank that cannot take part
+// gives a non-empty `refusal`: then every rank throws, naming that rank and it.
+void checkAgreement(c10d::ProcessGroup& group, c10::Device device, const std::vector<Fact>& facts,
+                    const std::string& refusal = "");
+
+// Overwrites parameters and buffers with those of rank 0, coalesced by type.
+void broadcastModel(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const Model& model);
+
+}  // namespace farandole::ddp

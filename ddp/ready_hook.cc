@@ -1,0 +1,36 @@
+#include "ddp/ready_hook.h"
+
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <memory>
+#include <utility>
+
+namespace farandole::ddp {
+namespace {
+
+class PostHook : public torch::autograd::FunctionPostHook {
+ public:
+  explicit PostHook(ReadyHook::OnReady onReady) : onReady_(std::move(onReady)) {}
+
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
+                                            const torch::autograd::variable_list& inputs) override {
+    onReady_(!inputs.empty() && inputs[0].defined());
+    return outputs;
+  }
+
+ private:
+  ReadyHook::OnReady onReady_;
+};
+
+}  // namespace
+
+ReadyHook::ReadyHook(const at::Tensor& param, OnReady onReady)
+    : accumulator_(torch::autograd::impl::grad_accumulator(param)),
+      key_(accumulator_->add_post_hook(std::make_unique<PostHook>(std::move(onReady)))) {}
+
+ReadyHook::~ReadyHook() {
+  if (accumulator_) accumulator_->del_post_hook(key_);
+}
+
+}  // namespace farandole::ddp

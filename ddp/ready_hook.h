@@ -1,0 +1,33 @@
+#pragma once
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <functional>
+
+namespace farandole::ddp {
+
+// Calls a function each time autograd has accumulated a gradient of one
+// parameter, on the thread that ran that part of the backward, without the GIL.
+// It sits on the gradient accumulator, which it keeps alive (the parameter only
+// holds it weakly); the parameter's own hooks stay the user's. The registration
+// ends with this object, which must not happen while a backward runs.
+class ReadyHook {
+ public:
+  // `hasGradient` is false when autograd reached the parameter with an undefined gradient.
+  using OnReady = std::function<void(bool hasGradient)>;
+
+  ReadyHook(const at::Tensor& param, OnReady onReady);
+  ~ReadyHook();
+  ReadyHook(ReadyHook&& other) noexcept = default;
+  ReadyHook& operator=(ReadyHook&&) = delete;
+
+ private:
+  // A shared_ptr in torch 2.11, an intrusive_ptr in 2.15.
+  using NodePtr = decltype(torch::autograd::Edge::function);
+
+  NodePtr accumulator_;
+  uintptr_t key_ = 0;
+};
+
+}  // namespace farandole::ddp

@@ -1,0 +1,106 @@
+#pragma once
+
+#include <chrono>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <vector>
+
+#include "backend/common/status.h"
+#include "pipeline/runtime/program.h"
+#include "pipeline/runtime/stage.h"
+#include "pipeline/runtime/stage_traffic.h"
+#include "pipeline/runtime/step_agreement.h"
+
+namespace farandole::pipeline {
+
+// When an action of the last step ran, in seconds since the step began. Of a
+// compute action only the computation counts, not the wait for its tensors.
+struct TimedStep {
+  std::uint32_t step = 0;  // of Program::steps
+  double start = 0, end = 0;
+};
+
+struct StepTrace {
+  std::vector<TimedStep> steps;
+  double seconds = 0;         // of the whole step
+  double computeSeconds = 0;  // of its forwards and backwards
+};
+
+struct ExecutorConfig {
+  std::vector<StageSpec> stages;  // this rank's, ascending
+  double lossScale = 1;           // the gradient of each microbatch's loss
+  std::string description;        // of what is run: shown when ranks run different things
+
+  // Called inside a catch block: says what was thrown. Default: what().
+  std::function<std::string()> describeError;
+};
+
+// Replays a program. Owned by one schedule; step() belongs to one thread and is
+// called without the GIL.
+//
+// Failures. When a stage's forward, loss or backward throws, the rank finishes
+// the program in failed mode: it computes no more, but still receives all that
+// is sent to it, and sends zeros of the known shapes (in a step that learns
+// shapes: a poisoned header, after which nothing flows on that edge, either
+// way). So every message of the step finds its match, and nobody hangs. At the
+// end of every step one small all-reduce tells all ranks whether any failed;
+// if so, they exchange texts, all of them return the same error, and the next
+// step learns shapes anew. Gradients of a failed step are undefined. What the
+// transport itself throws is final: the executor refuses to run again.
+class Executor {
+ public:
+  // `backend` reaches the ranks of the plan; null when there is one rank.
+  static Result<std::unique_ptr<Executor>> create(const Plan& lowered, int rank,
+                                                  c10::intrusive_ptr<c10d::Backend> backend, ExecutorConfig config);
+
+  // Runs one step on all ranks. `relearn` when inputs changed their shapes here.
+  Status step(bool relearn);
+
+  // Takes part in the step's beginning only, to say that this rank cannot run
+  // it; all ranks then return the reason.
+  Status refuse(std::string reason);
+
+  const Program& program() const { return program_; }
+  const StepTrace& lastTrace() const { return trace_; }
+
+ private:
+  Executor(Program program, c10::intrusive_ptr<c10d::Backend> backend, ExecutorConfig config);
+
+  Status replay();
+  Status agree();
+  Status conclude();
+  Status forward(const Step& step, TimedStep& time);
+  void backward(const Step& step, TimedStep& time);
+  void compute(Stage& stage, std::int32_t microbatch);
+  void takeOutputs(Stage& stage, std::int32_t microbatch);
+  void takeLocalInputs(Stage& stage, std::int32_t microbatch);
+  void returnInputGrads(Stage& stage, std::int32_t microbatch);
+  void requireGradSync(Stage& stage, std::int32_t microbatch, bool required);
+
+  // Enters failed mode; the first failure is the one reported.
+  void fail(const Stage& stage, std::int32_t microbatch, const std::string& text);
+  std::string currentError() const;
+  Status transportBroke(const std::string& during);
+  double now() const;
+
+  Program program_;
+  ExecutorConfig config_;
+  std::vector<Stage> stages_;
+  StepAgreement agreement_;
+  StageTraffic traffic_;
+  StepTrace trace_;
+  std::chrono::steady_clock::time_point began_;
+  std::vector<at::Tensor> outputs_, grads_;  // scratch
+  at::Tensor lossSeed_;
+  bool learned_ = false;   // shapes are known on all ranks
+  bool learning_ = false;  // in this step
+  bool agreed_ = false;    // the vote of this step is over
+  bool failed_ = false;    // in failed mode, for a reason here or upstream
+  FailureReport failure_;
+  Status broken_;
+};
+
+}  // namespace farandole::pipeline

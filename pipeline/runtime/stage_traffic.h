@@ -1,0 +1,66 @@
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "backend/common/status.h"
+#include "pipeline/runtime/activation_store.h"
+#include "pipeline/runtime/p2p_channel.h"
+#include "pipeline/runtime/program.h"
+#include "pipeline/runtime/stage.h"
+
+namespace farandole::pipeline {
+
+// Moves tensors between the slots of this rank's stages and other ranks: posts
+// what a step of the program names, waits where a compute action needs it, and
+// learns shapes. Owned and used by the executor; throws what the transport throws.
+//
+// A gradient flows back for exactly those tensors whose meta says that they
+// require one; where an activation was poisoned, none does.
+class StageTraffic {
+ public:
+  StageTraffic(const Program& program, std::vector<Stage>& stages, std::unique_ptr<P2pChannel> channel)
+      : program_(program), stages_(stages), channel_(std::move(channel)) {}
+
+  // In a step that learns, shapes come with headers and known ones are forgotten.
+  void beginStep(bool learning);
+
+  void post(const Step& step);
+
+  // Sets the slot's inputs, or inputPoisoned. An error when a header makes no sense.
+  Status awaitActivation(Stage& stage, std::int32_t microbatch);
+
+  // Sets the slot's outputGrads.
+  void awaitGradient(Stage& stage, std::int32_t microbatch);
+
+  // Hands over what post() will send. Tensors are detached and made contiguous.
+  void setOutputs(Stage& stage, std::int32_t microbatch, const std::vector<at::Tensor>& outputs);
+  void setInputGrads(Stage& stage, std::int32_t microbatch, std::vector<at::Tensor>& grads);
+
+  void waitSends(const Step& step);
+
+  // Receive buffers go back to the store.
+  void releaseInputs(MicrobatchSlot& slot);
+
+  // Waits for everything of the step and releases it.
+  void finishStep();
+
+  // Drops what a step left behind.
+  void reset(bool shapes);
+
+ private:
+  void addToBatch(const TransferRef& ref, std::int32_t peer);
+  void addMessages(Transfer& transfer);
+  void flushBatch(std::int32_t peer);
+  void prepareReceive(Transfer& transfer, const std::vector<TensorMeta>& metas, bool gradientsOnly, Traffic traffic,
+                      std::int32_t sendingStage, std::int32_t microbatch);
+
+  const Program& program_;
+  std::vector<Stage>& stages_;
+  std::unique_ptr<P2pChannel> channel_;
+  ActivationStore store_;
+  std::vector<Message*> batch_;
+  bool learning_ = true;
+};
+
+}  // namespace farandole::pipeline

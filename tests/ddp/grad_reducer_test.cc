@@ -1,0 +1,337 @@
+#include "ddp/grad_reducer.h"
+
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/engine.h>
+
+#include <algorithm>
+#include <numeric>
+#include <random>
+
+#include "ddp/ready_hook.h"
+#include "tests/ddp/thread_group.h"
+
+namespace farandole::ddp {
+namespace {
+
+at::Tensor parameter(int64_t numel, double value = 1.0) {
+  return at::full({numel}, value, at::kDouble).set_requires_grad(true);
+}
+
+Model modelOf(const std::vector<at::Tensor>& tensors) {
+  Model model;
+  for (size_t i = 0; i < tensors.size(); ++i)
+    model.parameters.push_back({std::string("p").append(std::to_string(i)), tensors[i]});
+  return model;
+}
+
+// A loss whose gradient for each parameter used is `scale` everywhere. The first
+// of `order` gets its gradient last.
+at::Tensor lossOf(const std::vector<at::Tensor>& tensors, const std::vector<size_t>& order, double scale) {
+  at::AutoGradMode recordsAlsoInsideABackward(true);
+  at::Tensor loss = at::zeros({}, at::kDouble);
+  for (size_t i : order) loss = loss + (tensors[i] * scale).sum();
+  return loss;
+}
+
+void backward(const at::Tensor& loss) {
+  torch::autograd::Engine::get_default_engine().execute({{loss.grad_fn(), static_cast<uint32_t>(loss.output_nr())}},
+                                                        {at::ones_like(loss)},
+                                                        /*keep_graph=*/false, /*create_graph=*/false,
+                                                        /*accumulate_grad=*/true, /*outputs=*/{});
+}
+
+std::vector<size_t> allOf(const std::vector<at::Tensor>& tensors) {
+  std::vector<size_t> order(tensors.size());
+  std::iota(order.begin(), order.end(), 0);
+  return order;
+}
+
+bool isEverywhere(const at::Tensor& tensor, double value) {
+  return tensor.defined() && tensor.eq(value).all().item<bool>();
+}
+
+std::string errorOf(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  }
+  return "";
+}
+
+size_t countOf(const std::vector<std::string>& events, const std::string& event) {
+  return std::count(events.begin(), events.end(), event);
+}
+
+TEST(GradReducer, BucketsAreIssuedInIndexOrderWhateverOrderGradientsComeIn) {
+  for (uint64_t seed = 0; seed < 100; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    runThreads(2, [seed](ThreadRank& self) {
+      // Bucket i has a size of its own, so that the log tells them apart; ranks differ in their orders.
+      std::vector<at::Tensor> tensors;
+      for (int64_t i = 8; i > 0; --i) tensors.push_back(parameter(64 * i));
+      auto reducer = GradReducer::create(self.group, modelOf(tensors), {.bucketSize = 1});
+      std::vector<size_t> order = allOf(tensors);
+      std::mt19937_64 random(seed * 2 + self.rank);
+      std::shuffle(order.begin(), order.end(), random);
+      self.backend->events.clear();
+      backward(lossOf(tensors, order, self.rank + 1));
+      std::vector<std::string> expected;
+      for (int64_t i = 1; i <= 8; ++i) expected.push_back("allreduce " + std::to_string(64 * i));
+      expected.insert(expected.end(), 8, "wait");
+      EXPECT_EQ(self.backend->events, expected);
+      for (const at::Tensor& tensor : tensors) EXPECT_TRUE(isEverywhere(tensor.grad(), 1.5));
+    });
+  }
+}
+
+TEST(GradReducer, TheFirstBucketIsIssuedWhileBackwardStillRuns) {
+  runThreads(2, [](ThreadRank& self) {
+    std::vector<at::Tensor> tensors = {parameter(192), parameter(128), parameter(64)};
+    auto reducer = GradReducer::create(self.group, modelOf(tensors), {.bucketSize = 1});
+    std::vector<ReadyHook> observers;  // after the reducer's: each sees what its own gradient set off
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      observers.emplace_back(tensors[i],
+                             [&self, i](bool) { self.backend->events.push_back("grad " + std::to_string(i)); });
+    }
+    self.backend->events.clear();
+    backward(lossOf(tensors, {0, 1, 2}, 1));
+    EXPECT_EQ(self.backend->events, (std::vector<std::string>{"allreduce 64", "grad 2", "allreduce 128", "grad 1",
+                                                              "allreduce 192", "grad 0", "wait", "wait", "wait"}));
+  });
+}
+
+TEST(GradReducer, WithoutSyncGradientsAccumulateAndTheNextSyncAveragesTheirSum) {
+  runThreads(2, [](ThreadRank& self) {
+    std::vector<at::Tensor> tensors = {parameter(10), parameter(20)};
+    auto reducer = GradReducer::create(self.group, modelOf(tensors), {});
+    self.backend->events.clear();
+    reducer->setRequireSync(false);
+    backward(lossOf(tensors, {0, 1}, self.rank));
+    backward(lossOf(tensors, {0}, 10));
+    EXPECT_TRUE(self.backend->events.empty());
+    EXPECT_TRUE(isEverywhere(tensors[0].grad(), self.rank + 10.0));
+    reducer->setRequireSync(true);
+    backward(lossOf(tensors, {0, 1}, 100));
+    EXPECT_EQ(countOf(self.backend->events, "wait"), 1U);
+    EXPECT_TRUE(isEverywhere(tensors[0].grad(), 110.5));
+    EXPECT_TRUE(isEverywhere(tensors[1].grad(), 100.5));
+  });
+}
+
+TEST(GradReducer, GradientsAreViewsOfMainGradAlsoAfterTheUserSetsThemToNothing) {
+  runThreads(2, [](ThreadRank& self) {
+    std::vector<at::Tensor> tensors = {parameter(10), parameter(20)};
+    auto reducer = GradReducer::create(self.group, modelOf(tensors), {});
+    for (int step = 1; step <= 3; ++step) {
+      backward(lossOf(tensors, {0, 1}, step * (self.rank + 1)));
+      for (size_t i = 0; i < tensors.size(); ++i) {
+        EXPECT_TRUE(tensors[i].grad().is_same(reducer->mainGrads()[i]));
+        EXPECT_TRUE(isEverywhere(tensors[i].grad(), 1.5 * step));
+        tensors[i].mutable_grad().reset();
+      }
+    }
+  });
+}
+
+TEST(GradReducer, AGradientThatTheUserReplacedCountsWithItsValue) {
+  runThreads(2, [](ThreadRank& self) {
+    std::vector<at::Tensor> tensors = {parameter(10)};
+    auto reducer = GradReducer::create(self.group, modelOf(tensors), {});
+    tensors[0].mutable_grad() = at::full({10}, 100.0 * self.rank, at::kDouble);
+    backward(lossOf(tensors, {0}, 1));
+    EXPECT_TRUE(isEverywhere(tensors[0].grad(), 51));
+    EXPECT_TRUE(tensors[0].grad().is_same(reducer->mainGrads()[0]));
+  });
+}
+
+TEST(GradReducer, AnUnusedParameterIsNamedOnItsRankAndNobodyWaits) {
+  runThreads(2, [](ThreadRank& self) {
+    std::vector<at::Tensor> tensors = {parameter(10), parameter(20), parameter(30)};
+    auto reducer = GradReducer::create(self.group, modelOf(tensors), {.bucketSize = 1});
+    const auto order = self.rank == 0 ? std::vector<size_t>{0, 1, 2} : std::vector<size_t>{1};
+    const std::string error = errorOf([&] { backward(lossOf(tensors, order, 2)); });
+    if (self.rank == 0) {
+      EXPECT_EQ(error, "");
+    } else {
+      EXPECT_NE(error.find("2 of 3 parameters got no gradient"), std::string::npos) << error;
+      EXPECT_NE(error.find("'p0', 'p2'"), std::string::npos) << error;
+      EXPECT_EQ(error.find("'p1'"), std::string::npos) << error;
+    }
+    EXPECT_TRUE(isEverywhere(tensors[0].grad(), 1));
+    EXPECT_TRUE(isEverywhere(tensors[1].grad(), 2));
+    EXPECT_TRUE(isEverywhere(tensors[2].grad(), 1));
+    backward(lossOf(tensors, {0, 1, 2}, 2));  // and the next round works
+    EXPECT_TRUE(isEverywhere(tensors[0].grad(), 3));
+  });
+}
+
+TEST(GradReducer, ZeroFillLetsUnusedParametersCountAsZeroOrAsWhatTheyAccumulated) {
+  runThreads(2, [](ThreadRank& self) {
+    std::vector<at::Tensor> tensors = {parameter(10), parameter(20), parameter(30)};
+    auto reducer =
+        GradReducer::create(self.group, modelOf(tensors), {.bucketSize = {}, .unused = UnusedParameters::kZeroFill});
+    reducer->setRequireSync(false);
+    if (self.rank == 1) backward(lossOf(tensors, {0}, 6));
+    reducer->setRequireSync(true);
+    backward(lossOf(tensors, {static_cast<size_t>(self.rank) + 1}, 2));
+    EXPECT_TRUE(isEverywhere(tensors[0].grad(), 3));
+    EXPECT_TRUE(isEverywhere(tensors[1].grad(), 1));
+    EXPECT_TRUE(isEverywhere(tensors[2].grad(), 1));
+  });
+}
+
+TEST(GradReducer, AnUnusedParameterLeavesNoGradientOfAnEarlierStepBehind) {
+  runThreads(2, [](ThreadRank& self) {
+    std::vector<at::Tensor> tensors = {parameter(10), parameter(20)};
+    auto reducer =
+        GradReducer::create(self.group, modelOf(tensors), {.bucketSize = {}, .unused = UnusedParameters::kZeroFill});
+    backward(lossOf(tensors, {0, 1}, 5));
+    for (at::Tensor& tensor : tensors) tensor.mutable_grad().reset();
+    backward(lossOf(tensors, {1}, 2));
+    EXPECT_TRUE(isEverywhere(tensors[0].grad(), 0));
+    EXPECT_TRUE(isEverywhere(tensors[1].grad(), 2));
+  });
+}
+
+TEST(GradReducer, ABackwardThatRaisedIsEndedByTheNextForward) {
+  runThreads(2, [](ThreadRank& self) {
+    std::vector<at::Tensor> tensors = {parameter(10), parameter(20)};
+    auto reducer = GradReducer::create(self.group, modelOf(tensors), {.bucketSize = 1});
+    if (self.rank == 0) {
+      backward(lossOf(tensors, {0, 1}, 1));  // waits for rank 1's part
+    } else {
+      ReadyHook bomb(tensors[1], [](bool) { TORCH_CHECK(false, "out of memory"); });
+      EXPECT_EQ(errorOf([&] { backward(lossOf(tensors, {0, 1}, 1)); }), "out of memory");
+      const std::string error = errorOf([&] { reducer->prepareForward(true); });
+      EXPECT_NE(error.find("Without a gradient in it: 'p0'"), std::string::npos) << error;
+    }
+    reducer->prepareForward(true);
+    for (at::Tensor& tensor : tensors) tensor.mutable_grad().reset();
+    backward(lossOf(tensors, {0, 1}, self.rank));
+    EXPECT_TRUE(isEverywhere(tensors[0].grad(), 0.5));
+    EXPECT_TRUE(isEverywhere(tensors[1].grad(), 0.5));
+  });
+}
+
+TEST(GradReducer, AFailedCollectiveComesOutOfBackwardAndTheNextRoundWorks) {
+  runThreads(2, [](ThreadRank& self) {
+    std::vector<at::Tensor> tensors = {parameter(10), parameter(20)};
+    auto reducer = GradReducer::create(self.group, modelOf(tensors), {.bucketSize = 1});
+    self.backend->failure = "the wire broke";
+    EXPECT_EQ(errorOf([&] { backward(lossOf(tensors, {0, 1}, 1)); }), "the wire broke");
+    self.backend->failure.clear();
+    for (at::Tensor& tensor : tensors) tensor.mutable_grad().reset();
+    reducer->prepareForward(true);
+    backward(lossOf(tensors, {0, 1}, 1));
+    EXPECT_TRUE(isEverywhere(tensors[0].grad(), 1));
+  });
+}
+
+TEST(GradReducer, AnExplicitRoundAveragesWhatAccumulated) {
+  runThreads(2, [](ThreadRank& self) {
+    std::vector<at::Tensor> tensors = {parameter(10), parameter(20), parameter(30)};
+    auto reducer = GradReducer::create(self.group, modelOf(tensors), {.bucketSize = 1});
+    reducer->setRequireSync(false);
+    backward(lossOf(tensors, {0, 1}, 2 * self.rank));
+    reducer->startSync();
+    EXPECT_NE(errorOf([&] { reducer->startSync(); }).find("call finish_grad_sync() first"), std::string::npos);
+    reducer->finishSync();
+    EXPECT_TRUE(isEverywhere(tensors[0].grad(), 1));
+    EXPECT_TRUE(isEverywhere(tensors[2].grad(), 0));
+    const size_t events = self.backend->events.size();
+    reducer->finishSync();  // nothing is open
+    EXPECT_EQ(self.backend->events.size(), events);
+    reducer->zeroGradBuffers();
+    EXPECT_TRUE(isEverywhere(tensors[0].grad(), 0));
+  });
+}
+
+TEST(GradReducer, TwoGradientsForOneParameterInOneRoundAreRefusedByName) {
+  runThreads(1, [](ThreadRank& self) {
+    std::vector<at::Tensor> tensors = {parameter(10), parameter(20)};
+    auto reducer = GradReducer::create(self.group, modelOf(tensors), {});
+    // A backward inside a backward, as reentrant checkpoints run it.
+    ReadyHook nested(tensors[1], [&, depth = 0](bool) mutable {
+      if (depth++ == 0) backward(lossOf(tensors, {1}, 1));
+    });
+    const std::string error = errorOf([&] { backward(lossOf(tensors, {0, 1}, 1)); });
+    EXPECT_NE(error.find("parameter 'p1' got its gradient twice"), std::string::npos) << error;
+  });
+}
+
+TEST(GradReducer, ABackwardInsideABackwardDoesNotEndTheRound) {
+  runThreads(2, [](ThreadRank& self) {
+    std::vector<at::Tensor> tensors = {parameter(10), parameter(20), parameter(30)};
+    auto reducer = GradReducer::create(self.group, modelOf(tensors), {});
+    ReadyHook nested(tensors[2], [&](bool) { backward(lossOf(tensors, {1}, self.rank)); });
+    backward(lossOf(tensors, {0, 2}, self.rank));
+    for (const at::Tensor& tensor : tensors) EXPECT_TRUE(isEverywhere(tensor.grad(), 0.5));
+  });
+}
+
+TEST(GradReducer, AParameterThatInnerBackwardsLeftOutIsNamedByTheNextForward) {
+  runThreads(2, [](ThreadRank& self) {
+    std::vector<at::Tensor> tensors = {parameter(10), parameter(20)};
+    auto reducer = GradReducer::create(self.group, modelOf(tensors), {.bucketSize = 1});
+    // The outer backward reaches no parameter of the model: nothing in it can tell the end.
+    const std::vector<at::Tensor> input = {parameter(5)};
+    ReadyHook nested(input[0], [&](bool) { backward(lossOf(tensors, {1}, self.rank)); });
+    backward(lossOf(input, {0}, 1));
+    const std::string error = errorOf([&] { reducer->prepareForward(true); });
+    EXPECT_NE(error.find("Without a gradient in it: 'p0'"), std::string::npos) << error;
+    EXPECT_TRUE(isEverywhere(tensors[1].grad(), 0.5));
+    reducer->prepareForward(true);
+  });
+}
+
+TEST(GradReducer, HooksEndWithTheReducer) {
+  runThreads(1, [](ThreadRank& self) {
+    std::vector<at::Tensor> tensors = {parameter(10)};
+    auto reducer = GradReducer::create(self.group, modelOf(tensors), {});
+    const at::Tensor mainGrad = reducer->mainGrads()[0];
+    reducer.reset();
+    backward(lossOf(tensors, {0}, 1));
+    EXPECT_FALSE(tensors[0].grad().is_same(mainGrad));
+    EXPECT_TRUE(isEverywhere(tensors[0].grad(), 1));
+  });
+}
+
+TEST(GradReducer, FrozenParametersAreBroadcastButHaveNoGradient) {
+  runThreads(2, [](ThreadRank& self) {
+    std::vector<at::Tensor> tensors = {parameter(10), at::full({5}, self.rank, at::kDouble), parameter(20)};
+    auto reducer = GradReducer::create(self.group, modelOf(tensors), {});
+    EXPECT_EQ(reducer->parameters().size(), 2U);
+    EXPECT_TRUE(isEverywhere(tensors[1], 0));
+    backward(lossOf(tensors, {0, 1, 2}, self.rank));
+    EXPECT_TRUE(isEverywhere(tensors[2].grad(), 0.5));
+    EXPECT_FALSE(tensors[1].grad().defined());
+  });
+}
+
+TEST(GradReducer, WhatOneRankCannotDoIsRefusedOnAll) {
+  auto errorsOf = [](const std::function<Model(int rank)>& make, ReducerOptions bad = {}) {
+    std::vector<std::string> errors(2);
+    runThreads(2, [&](ThreadRank& self) {
+      errors[self.rank] =
+          errorOf([&] { GradReducer::create(self.group, make(self.rank), self.rank == 1 ? bad : ReducerOptions{}); });
+    });
+    EXPECT_EQ(errors[0], errors[1]);
+    return errors[0];
+  };
+  auto good = [](int) { return modelOf({parameter(3)}); };
+  EXPECT_NE(errorsOf([&](int rank) {
+              return rank == 0 ? good(0) : Model{};
+            }).find("rank 1: the module has no parameter that requires a gradient"),
+            std::string::npos);
+  EXPECT_NE(errorsOf(good, {.bucketSize = 0}).find("rank 1: bucket_size=0: expected at least 1"), std::string::npos);
+  EXPECT_NE(errorsOf(good, {.bucketSize = 7}).find("rank 0 has bucket_size: 40000000; rank 1 has bucket_size: 7"),
+            std::string::npos);
+  EXPECT_NE(errorsOf([&](int rank) {
+              return rank == 0 ? good(0) : modelOf({at::empty({3}, at::device(at::kMeta)).set_requires_grad(true)});
+            }).find("rank 1: parameter 'p0' is on meta"),
+            std::string::npos);
+}
+
+}  // namespace
+}  // namespace farandole::ddp

@@ -1,0 +1,84 @@
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
+
+namespace farandole::ddp {
+
+// A process group whose ranks are threads of this process. Collectives are
+// asynchronous: a rank's tensors change only once every rank has called. Waits
+// are bounded, so that a missing rank fails the test instead of hanging it.
+class ThreadHub {
+ public:
+  explicit ThreadHub(int size) : size_(size) {}
+
+  int size() const { return size_; }
+
+  // Runs when all ranks are there, given their tensors by rank; fills them in place.
+  using Combine = std::function<void(std::vector<std::vector<at::Tensor>>& tensorsByRank)>;
+
+  // The `sequence`-th collective of `rank`.
+  void arrive(size_t sequence, int rank, std::vector<at::Tensor> tensors, const Combine& combine);
+  void await(size_t sequence);
+
+ private:
+  static constexpr std::chrono::seconds kTimeout{10};
+
+  struct Collective {
+    std::vector<std::vector<at::Tensor>> tensorsByRank;
+    int arrived = 0;
+    bool done = false;
+  };
+
+  const int size_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<size_t, Collective> collectives_;
+};
+
+// One rank's end of a hub. Owner: its thread.
+class ThreadBackend : public c10d::Backend {
+ public:
+  ThreadBackend(std::shared_ptr<ThreadHub> hub, int rank);
+
+  const std::string getBackendName() const override { return "threads"; }
+
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
+                                           const c10d::AllreduceOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> broadcast(std::vector<at::Tensor>& tensors,
+                                           const c10d::BroadcastOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> allgather(std::vector<std::vector<at::Tensor>>& outputs,
+                                           std::vector<at::Tensor>& inputs,
+                                           const c10d::AllgatherOptions& options) override;
+
+  // What happened on this rank, e.g. "allreduce 64", "wait". Tests may add their own.
+  std::vector<std::string> events;
+
+  // Fails the allreduce with this message when it is waited for.
+  std::string failure;
+
+ private:
+  c10::intrusive_ptr<c10d::Work> start(std::vector<at::Tensor> tensors, const ThreadHub::Combine& combine);
+
+  std::shared_ptr<ThreadHub> hub_;
+  size_t next_ = 0;
+};
+
+struct ThreadRank {
+  int rank;
+  c10::intrusive_ptr<c10d::ProcessGroup> group;
+  c10::intrusive_ptr<ThreadBackend> backend;
+};
+
+// Runs `body` on `size` ranks and rethrows the first failure of any.
+void runThreads(int size, const std::function<void(ThreadRank&)>& body);
+
+}  // namespace farandole::ddp

@@ -1,0 +1,250 @@
+#include "pipeline/runtime/executor.h"
+
+#include <gtest/gtest.h>
+
+#include <random>
+#include <set>
+#include <thread>
+
+#include "pipeline/ir/text.h"
+#include "pipeline/passes/lower.h"
+#include "pipeline/schedules/registry.h"
+#include "tests/pipeline/runtime/thread_backend.h"
+
+namespace farandole::pipeline {
+namespace {
+
+constexpr std::int64_t kWidth = 3;
+
+// A pipeline of y = tanh(x @ w) stages between threads, and its oracle.
+struct Model {
+  Model(Plan plan, std::uint64_t seed) : plan(std::move(plan)) {
+    at::manual_seed(seed);
+    for (int stage = 0; stage < this->plan.numStages; ++stage) {
+      weights.push_back(at::randn({kWidth, kWidth}).requires_grad_(true));
+    }
+    for (int i = 0; i < this->plan.numMicrobatches; ++i) {
+      // Sizes differ by microbatch, as those of an uneven split.
+      inputs.push_back(at::randn({1 + i % 2, kWidth}));
+    }
+  }
+
+  static at::Tensor apply(const at::Tensor& x, const at::Tensor& w) { return at::tanh(at::matmul(x, w)); }
+
+  StageSpec spec(int stage) {
+    StageSpec spec;
+    spec.index = stage;
+    spec.forward = [this, stage](int microbatch, const std::vector<at::Tensor>& tensors,
+                                 std::vector<at::Tensor>& outputs) {
+      if (stage == failStage && microbatch == failMicrobatch) throw std::runtime_error("it broke");
+      const at::Tensor& x = stage == 0 ? inputs[microbatch] : tensors.at(0);
+      if (stage == plan.numStages - 1) addresses.insert(x.data_ptr());
+      at::Tensor y = apply(x, weights[stage]);
+      outputs.push_back(stage == plan.numStages - 1 ? y.sum() : y);
+    };
+    return spec;
+  }
+
+  // The gradients of one step by plain autograd, microbatch by microbatch.
+  std::vector<at::Tensor> expected() const {
+    std::vector<at::Tensor> leaves;
+    for (const at::Tensor& w : weights) leaves.push_back(w.detach().clone().requires_grad_(true));
+    for (at::Tensor x : inputs) {
+      for (const at::Tensor& w : leaves) x = apply(x, w);
+      x.sum().backward();
+    }
+    std::vector<at::Tensor> grads;
+    for (const at::Tensor& w : leaves) grads.push_back(w.grad());
+    return grads;
+  }
+
+  void zeroGrad() {
+    for (at::Tensor& w : weights) w.mutable_grad().reset();
+  }
+
+  void expectGradients() const {
+    const std::vector<at::Tensor> grads = expected();
+    for (std::size_t stage = 0; stage < grads.size(); ++stage) {
+      ASSERT_TRUE(weights[stage].grad().defined()) << "stage " << stage;
+      EXPECT_TRUE(at::allclose(weights[stage].grad(), grads[stage], 1e-5, 1e-6)) << "stage " << stage;
+    }
+  }
+
+  Plan plan;
+  std::vector<at::Tensor> weights, inputs;
+  std::set<const void*> addresses;  // of the last stage's inputs
+  int failStage = -1, failMicrobatch = -1;
+};
+
+class Ranks {
+ public:
+  explicit Ranks(Model& model) : world_(std::make_shared<ThreadWorld>(model.plan.numRanks())) {
+    for (int rank = 0; rank < world_->size; ++rank) {
+      ExecutorConfig config;
+      for (int stage = 0; stage < model.plan.numStages; ++stage) {
+        if (model.plan.rankOfStage[stage] == rank) config.stages.push_back(model.spec(stage));
+      }
+      backends.push_back(c10::make_intrusive<ThreadBackend>(world_, rank));
+      Result<std::unique_ptr<Executor>> executor =
+          Executor::create(model.plan, rank, backends.back(), std::move(config));
+      if (!executor) throw std::runtime_error(executor.status().toString());
+      executors.push_back(std::move(executor).value());
+    }
+  }
+
+  std::vector<Status> step(bool relearn = false) {
+    std::vector<Status> statuses(executors.size());
+    std::vector<std::thread> threads;
+    for (std::size_t rank = 0; rank < executors.size(); ++rank) {
+      threads.emplace_back([&, rank] { statuses[rank] = executors[rank]->step(relearn); });
+    }
+    for (std::thread& thread : threads) thread.join();
+    return statuses;
+  }
+
+  void stepOk(bool relearn = false) {
+    for (const Status& status : step(relearn)) ASSERT_TRUE(status.isOk()) << status.toString();
+  }
+
+  void breakWorld() {
+    world_->broken = true;
+    world_->changed.notify_all();
+  }
+
+  std::vector<c10::intrusive_ptr<ThreadBackend>> backends;
+  std::vector<std::unique_ptr<Executor>> executors;
+
+ private:
+  std::shared_ptr<ThreadWorld> world_;
+};
+
+// Stages dealt out round robin, all forwards, then all backwards.
+Plan interleaved(int ranks, int stages, int microbatches) {
+  Plan plan{stages, microbatches, {}, std::vector<std::vector<Action>>(ranks)};
+  for (int stage = 0; stage < stages; ++stage) plan.rankOfStage.push_back(stage % ranks);
+  for (int stage = 0; stage < stages; ++stage) {
+    for (int i = 0; i < microbatches; ++i) plan.ranks[stage % ranks].push_back({stage, ActionKind::kForward, i, {}});
+  }
+  for (int stage = stages - 1; stage >= 0; --stage) {
+    for (int i = 0; i < microbatches; ++i) plan.ranks[stage % ranks].push_back({stage, ActionKind::kBackward, i, {}});
+  }
+  return plan;
+}
+
+TEST(Executor, TrainsAsPlainAutogradDoesOnAnyNumberOfRanks) {
+  const std::uint64_t seed = std::random_device()();
+  SCOPED_TRACE("seed " + std::to_string(seed));
+  std::mt19937_64 rng(seed);
+  for (int round = 0; round < 12; ++round) {
+    const int ranks = 1 + static_cast<int>(rng() % 4);
+    const int microbatches = 1 + static_cast<int>(rng() % 7);
+    const char* name = rng() % 2 == 0 ? "GPipe" : "1F1B";
+    SCOPED_TRACE(std::string(name) + " " + std::to_string(ranks) + " ranks, " + std::to_string(microbatches));
+    Model model(*lower(*makePlan(name, {ranks, ranks, microbatches, false})), rng());
+    Ranks all(model);
+    for (int step = 0; step < 3; ++step) {
+      model.zeroGrad();
+      all.stepOk(step == 2);
+      model.expectGradients();
+    }
+  }
+}
+
+TEST(Executor, RunsSeveralStagesOnARank) {
+  for (const auto& [ranks, stages] : {std::pair{1, 1}, {1, 3}, {2, 4}, {3, 7}}) {
+    SCOPED_TRACE(std::to_string(ranks) + " ranks, " + std::to_string(stages) + " stages");
+    Model model(*lower(interleaved(ranks, stages, 3), ChannelModel::kTagged), 7);
+    Ranks all(model);
+    for (int step = 0; step < 2; ++step) {
+      model.zeroGrad();
+      all.stepOk();
+      model.expectGradients();
+    }
+  }
+}
+
+TEST(Executor, AFailureIsReturnedOnEveryRankAndTheNextStepRuns) {
+  for (const bool learned : {false, true}) {
+    for (int stage = 0; stage < 4; ++stage) {
+      for (int microbatch = 0; microbatch < 3; ++microbatch) {
+        SCOPED_TRACE("stage " + std::to_string(stage) + " microbatch " + std::to_string(microbatch));
+        Model model(*lower(interleaved(2, 4, 3), ChannelModel::kTagged), 7);
+        Ranks all(model);
+        if (learned) all.stepOk();
+        model.failStage = stage;
+        model.failMicrobatch = microbatch;
+        for (const Status& status : all.step()) {
+          EXPECT_EQ(status.code(), StatusCode::kInternal);
+          const std::string where = "rank " + std::to_string(stage % 2) + ", stage " + std::to_string(stage) +
+                                    ", microbatch " + std::to_string(microbatch) + ": forward: it broke";
+          EXPECT_NE(status.toString().find(where), std::string::npos) << status.toString();
+          EXPECT_EQ(status.toString().find("after that"), std::string::npos) << status.toString();
+        }
+        model.failStage = -1;
+        model.zeroGrad();
+        all.stepOk();
+        model.expectGradients();
+      }
+    }
+  }
+}
+
+TEST(Executor, ReceivesIntoTheSameBuffersStepAfterStep) {
+  Model model(*lower(*makePlan("1F1B", {2, 2, 8, false})), 7);
+  Ranks all(model);
+  all.stepOk();
+  model.addresses.clear();
+  for (int step = 0; step < 5; ++step) all.stepOk();
+  // The last stage of 1F1B holds one microbatch and receives the next: two buffers of each size.
+  EXPECT_LE(model.addresses.size(), 4u);
+}
+
+TEST(Executor, SendsOneMessagePerTensorOnceShapesAreKnown) {
+  constexpr int kMicrobatches = 5;
+  Model model(*lower(*makePlan("GPipe", {2, 2, kMicrobatches, false})), 7);
+  Ranks all(model);
+  all.stepOk();
+  EXPECT_EQ(all.backends[0]->posts, 3 * kMicrobatches);  // header, activation, gradient
+  all.backends[0]->posts = 0;
+  all.stepOk();
+  EXPECT_EQ(all.backends[0]->posts, 2 * kMicrobatches);
+}
+
+TEST(Executor, ABrokenTransportIsAnErrorNowAndLater) {
+  Model model(*lower(*makePlan("1F1B", {2, 2, 4, false})), 7);
+  Ranks all(model);
+  all.stepOk();
+  all.breakWorld();
+  for (int step = 0; step < 2; ++step) {
+    for (const Status& status : all.step()) {
+      EXPECT_EQ(status.code(), StatusCode::kPeerFailed);
+      EXPECT_NE(status.toString().find("the world is broken"), std::string::npos) << status.toString();
+    }
+  }
+}
+
+TEST(Executor, TellsReductionOfGradientsWhichBackwardIsTheLast) {
+  Plan plan = *lower(*makePlan("1F1B", {1, 1, 3, false}));
+  std::vector<std::string> events;
+  StageSpec spec;
+  spec.requireGradSync = [&](bool required) { events.push_back(required ? "on" : "off"); };
+  const at::Tensor weight = at::ones({1}).requires_grad_(true);
+  weight.register_hook([&](const at::Tensor&) { events.push_back("backward"); });
+  spec.forward = [&](int, const std::vector<at::Tensor>&, std::vector<at::Tensor>& outputs) {
+    outputs.push_back(weight * 2);
+  };
+  ExecutorConfig config;
+  config.stages.push_back(spec);
+  auto executor = Executor::create(plan, 0, nullptr, std::move(config));
+  ASSERT_TRUE(executor);
+  ASSERT_TRUE(executor.value()->step(false).isOk());
+  EXPECT_EQ(events, (std::vector<std::string>{"off", "backward", "backward", "on", "backward"}));
+}
+
+TEST(Executor, RefusesStagesThatThePlanDoesNotPlaceThere) {
+  const Plan plan = *lower(*makePlan("GPipe", {1, 1, 2, false}));
+  EXPECT_EQ(Executor::create(plan, 0, nullptr, {}).status().code(), StatusCode::kInvalidArgument);
+}
+
+}  // namespace
+}  // namespace farandole::pipeline

@@ -1,0 +1,95 @@
+#include "pipeline/runtime/program.h"
+
+#include <gtest/gtest.h>
+
+#include <set>
+
+#include "pipeline/passes/lower.h"
+#include "pipeline/runtime/message_tag.h"
+#include "pipeline/schedules/registry.h"
+
+namespace farandole::pipeline {
+namespace {
+
+Plan lowered(std::string_view name, int ranks, int microbatches) {
+  return *lower(*makePlan(name, {ranks, ranks, microbatches, false}));
+}
+
+TEST(Program, KeepsEveryActionOfTheRankInOrder) {
+  const Plan plan = lowered("1F1B", 3, 5);
+  for (int rank = 0; rank < 3; ++rank) {
+    const Result<Program> program = compileProgram(plan, rank);
+    ASSERT_TRUE(program) << program.status().toString();
+    ASSERT_EQ(program.value().steps.size(), plan.ranks[rank].size());
+    std::size_t transfers = 0;
+    for (std::size_t i = 0; i < plan.ranks[rank].size(); ++i) {
+      const Action& action = plan.ranks[rank][i];
+      const Step& step = program.value().steps[i];
+      EXPECT_EQ(step.op == StepOp::kForward, action.kind == ActionKind::kForward);
+      EXPECT_EQ(step.op == StepOp::kBackward, action.kind == ActionKind::kBackward);
+      if (step.op == StepOp::kPost) {
+        EXPECT_EQ(step.firstTransfer, transfers);
+        transfers += step.numTransfers;
+        EXPECT_EQ(step.numTransfers, std::max<std::size_t>(1, action.parts.size()));
+        EXPECT_TRUE(step.peer == rank - 1 || step.peer == rank + 1);
+      } else {
+        EXPECT_EQ(step.microbatch, action.microbatch);
+      }
+    }
+    EXPECT_EQ(program.value().transfers.size(), transfers);
+  }
+}
+
+TEST(Program, MarksTheLastBackwardOfEachStageOnly) {
+  const Program program = *compileProgram(lowered("GPipe", 2, 4), 1);
+  int marked = 0;
+  for (const Step& step : program.steps) {
+    if (!step.lastBackward) continue;
+    ++marked;
+    EXPECT_EQ(step.op, StepOp::kBackward);
+    EXPECT_EQ(step.microbatch, 3);
+  }
+  EXPECT_EQ(marked, 1);
+}
+
+TEST(Program, DigestIsEqualOnAllRanksAndTellsPlansApart) {
+  std::set<std::uint64_t> digests;
+  for (int microbatches = 1; microbatches <= 4; ++microbatches) {
+    const Plan plan = lowered("1F1B", 2, microbatches);
+    const std::uint64_t digest = compileProgram(plan, 0).value().digest;
+    EXPECT_EQ(digest, compileProgram(plan, 1).value().digest);
+    digests.insert(digest);
+  }
+  digests.insert(compileProgram(lowered("GPipe", 2, 4), 0).value().digest);
+  EXPECT_EQ(digests.size(), 5u);
+}
+
+TEST(Program, RefusesWhatItCannotRunByName) {
+  Plan plan{1, 2, {0}, {{{0, ActionKind::kForward, 0, {}}, {0, ActionKind::kUnshard, kNoMicrobatch, {}}}}};
+  EXPECT_NE(compileProgram(plan, 0).status().toString().find("0UNSHARD"), std::string::npos);
+  plan.ranks[0][1] = {0, ActionKind::kForward, 2, {}};
+  EXPECT_NE(compileProgram(plan, 0).status().toString().find("0F2"), std::string::npos);
+  plan.ranks[0][1] = {1, ActionKind::kForward, 0, {}};
+  EXPECT_NE(compileProgram(plan, 0).status().toString().find("1F0"), std::string::npos);
+  plan.ranks[0][1] = {0, ActionKind::kSendF, 0, {}};
+  EXPECT_NE(compileProgram(plan, 0).status().toString().find("0SEND_F0"), std::string::npos);
+  EXPECT_NE(compileProgram(plan, 1).status().toString().find("expected 0 to 0"), std::string::npos);
+}
+
+TEST(MessageTag, IsPositiveAndDistinctAtAllLimits) {
+  std::set<std::int32_t> tags;
+  for (const Traffic traffic : {Traffic::kActivation, Traffic::kGradient, Traffic::kHeader}) {
+    for (const std::int32_t stage : {0, 1, kMaxStages - 1}) {
+      for (const std::int32_t microbatch : {0, 1, kMaxMicrobatches - 1}) {
+        for (const std::int32_t tensor : {0, 1, kMaxTensorsPerMessage - 1}) {
+          const std::int32_t tag = messageTag(traffic, stage, microbatch, tensor);
+          EXPECT_GE(tag, 1 << 29);
+          EXPECT_TRUE(tags.insert(tag).second);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace farandole::pipeline

@@ -1,0 +1,31 @@
+"""The two ranks of the benchmarks: what goes wrong on one reaches the caller, in bounded time."""
+
+import time
+
+import pytest
+
+from bench.rank_functions import die_on, fail_on, remember, sleep, sums
+from farandole.bench._ranks import RankPair
+
+
+def test_both_ranks_have_every_peers_group_and_keep_their_state():
+    with RankPair() as pair:
+        assert pair.call(sums) == [{"farandole": 3.0, "gloo": 3.0}] * 2
+        assert pair.call(remember, value=1) == [1, 1]
+        assert pair.call(remember, value=2) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("fn", "arguments", "message"),
+    [
+        (fail_on, {"failing": 1}, "rank 1 failed:(.|\n)*the lamp is out"),
+        (die_on, {"failing": 0}, "rank 0 died"),
+        (sleep, {"timeout": 1.0}, r"no answer from ranks \[0, 1\] in 1 s"),
+    ],
+)
+def test_a_failure_is_raised_to_the_caller_soon(fn, arguments, message):
+    with RankPair() as pair:
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match=message):
+            pair.call(fn, **arguments)
+        assert time.monotonic() - start < 30
