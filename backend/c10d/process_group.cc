@@ -24,7 +24,7 @@ T valueOrThrow(Result<T> result) {
 
 }  // namespace
 
-ProcessGroupFarandole::ProcessGroupFarandole(c10::intrusive_ptr<::c10d::Store> store, int rank, int size,
+ProcessGroupFarandole::ProcessGroupFarandole(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int size,
                                              c10::intrusive_ptr<Options> options)
     : Backend(rank, size), options_(std::move(options)) {
   TORCH_CHECK_VALUE(size >= 1 && size <= p2p::kMaxRanks, "farandole: size is ", size, "; expected 1 to ",

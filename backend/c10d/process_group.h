@@ -43,7 +43,7 @@ class ProcessGroupFarandole final : public ::c10d::Backend {
   };
 
   // Meets the other ranks through the store; throws when one is missing after the timeout.
-  ProcessGroupFarandole(c10::intrusive_ptr<::c10d::Store> store, int rank, int size,
+  ProcessGroupFarandole(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int size,
                         c10::intrusive_ptr<Options> options);
   ~ProcessGroupFarandole() override;
 

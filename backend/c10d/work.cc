@@ -3,6 +3,7 @@
 #include <ATen/ThreadLocalState.h>
 
 #include <algorithm>
+#include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include "backend/c10d/errors.h"
 

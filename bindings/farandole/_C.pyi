@@ -1,11 +1,23 @@
 # ruff: noqa: N999
 # The C++ half of farandole: one section per layer, as in bindings/csrc.
 
+import datetime
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, overload
 
 import torch
 import torch.distributed as dist
+
+# --- backend: csrc/backend.cc ---
+
+class ProcessGroupFarandole(dist.distributed_c10d.Backend):
+    def size(self) -> int: ...
+    def batch_p2p(self, ops: Sequence[tuple[bool, torch.Tensor, int, int]], label: str) -> dict[int, dist.Work]: ...
+    def set_timeout(self, timeout: datetime.timedelta) -> None: ...
+    def transport_of(self, rank: int) -> str: ...
+
+def create_backend(options: Any) -> ProcessGroupFarandole: ...
+def nccl_status() -> str: ...
 
 # --- pipeline: csrc/pipeline.cc, csrc/pipeline_executor.cc ---
 

@@ -7,10 +7,10 @@ os.environ.setdefault("UCX_ERROR_SIGNALS", "")
 os.environ.setdefault("UCX_DEBUG_SIGNO", "0")
 os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
 
-import farandole_autoload  # noqa: E402
-import torch  # noqa: E402  (loads the libraries that _C links)
+import torch
 
-from farandole import _build  # noqa: E402
+import farandole_autoload
+from farandole import _build
 
 _build.check(torch.__version__)
 

@@ -97,6 +97,7 @@ Status Executor::step(bool relearn) {
     return conclude();
   } catch (...) {
     at = std::max<std::uint32_t>(at, static_cast<std::uint32_t>(trace_.steps.size()));
+    if (!agreed_) return transportBroke("the beginning of the step");
     return transportBroke(at < program_.labels.size() ? "action " + program_.labels[at] : "the end of the step");
   }
 }

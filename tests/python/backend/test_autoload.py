@@ -6,9 +6,10 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 import farandole
 import farandole_autoload
-import pytest
 
 ONLY_TORCH = """
     import torch, torch.distributed as dist

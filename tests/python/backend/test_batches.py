@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+
 from backend.exchanges import halves_of, random_exchange
 from support.processes import RankFailed, run_ranks
 

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+
 from support.processes import run_ranks
 
 DTYPES = [
@@ -136,13 +137,17 @@ def _movement(rank, world_size, seed, rounds):
             assert torch.equal(outputs[0], parts[rank]), where
         elif kind == "a2a":
             sizes = [[rng.choice([0, 1, 5, 900]) for _ in range(world_size)] for _ in range(world_size)]
-            full = [[_data(index, 10 * i + j, sizes[i][j], dtype) for j in range(world_size)] for i in range(world_size)]
+            full = [
+                [_data(index, 10 * i + j, sizes[i][j], dtype) for j in range(world_size)] for i in range(world_size)
+            ]
             received = [torch.empty(sizes[i][rank], dtype=dtype) for i in range(world_size)]
             dist.all_to_all(received, full[rank])
             assert all(torch.equal(received[i], full[i][rank]) for i in range(world_size)), where
         else:
             sizes = [[rng.choice([0, 1, 5, 900]) for _ in range(world_size)] for _ in range(world_size)]
-            full = [[_data(index, 10 * i + j, sizes[i][j], dtype) for j in range(world_size)] for i in range(world_size)]
+            full = [
+                [_data(index, 10 * i + j, sizes[i][j], dtype) for j in range(world_size)] for i in range(world_size)
+            ]
             received = torch.empty(sum(sizes[i][rank] for i in range(world_size)), dtype=dtype)
             dist.all_to_all_single(
                 received, torch.cat(full[rank]), [sizes[i][rank] for i in range(world_size)], sizes[rank]

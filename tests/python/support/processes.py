@@ -16,7 +16,7 @@ from typing import Any
 # in milliseconds instead of seconds.
 _context = multiprocessing.get_context("forkserver")
 # torch._dynamo is what torch's DDP imports.
-_context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "numpy", "farandole"])
+_context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "numpy", "pytest", "farandole"])
 
 
 class RankFailed(RuntimeError):
