@@ -104,6 +104,10 @@ def _split(rank, world_size):
     return x.item()
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.11."),
+    reason="torch 2.11's split_group asks a device and an options object of the backend, which farandole has not yet",
+)
 def test_split_gives_each_part_a_group():
     assert run_ranks(_split, 4, "farandole") == [1.0, 1.0, 5.0, 5.0]
 
