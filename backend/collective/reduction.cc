@@ -60,7 +60,8 @@ std::size_t numChunks(std::size_t bytes, int size) {
 // Chunk by chunk: exchange, reduce, and hand out the result while the next
 // chunk is exchanged. Without `gatherTo` everybody gets the result.
 void reduceDirect(Program& program, Topology topology, const Reduction& reduction, Slice data, int gatherTo) {
-  const auto [rank, size] = topology;
+  const int rank = topology.rank;
+  const int size = topology.size;
   const std::size_t chunks = numChunks(data.bytes, size);
   const std::size_t chunkBytes = kChunkBytes / reduction.elementSize * reduction.elementSize;
   const auto piece = [&](int owner, std::size_t chunk) {
