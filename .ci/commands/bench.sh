@@ -14,8 +14,20 @@
 
 source "$ROOT/.ci/lib/setup.sh"
 
+# Checked here already: set-up takes minutes.
+options=("$@")
+while [ $# -gt 0 ]; do
+  case $1 in
+    --quick) ;;
+    --json | --only | --rounds) [ $# -ge 2 ] || die "bench: $1 needs a value" && shift ;;
+    --json=* | --only=* | --rounds=*) ;;
+    *) die "bench: unknown argument '$1' (./dev bench --help)" ;;
+  esac
+  shift
+done
+
 setup release farandole_python bench_point_to_point
 link_package
 # Threads of the peers' math libraries: one for each rank.
 export OMP_NUM_THREADS=1
-exec "$VPYTHON" -m farandole.bench "$@"
+exec "$VPYTHON" -m farandole.bench "${options[@]}"

@@ -138,7 +138,7 @@ void PythonStage::checkOutputs(const py::object& result) const {
   if (!status.isOk()) throw std::runtime_error(std::string(status.message()));
 }
 
-void PythonStage::finish(const StepInputs& step, int microbatch, py::object result,
+void PythonStage::finish(const StepInputs& step, int microbatch, const py::object& result,
                          std::vector<at::Tensor>& outputs) const {
   if (spec_.declaredOutputs) checkOutputs(result);
   if (!step.outputs.is_none()) {

@@ -54,7 +54,8 @@ class PythonStage {
  private:
   void forward(const StepInputs& step, int microbatch, const std::vector<at::Tensor>& inputs,
                std::vector<at::Tensor>& outputs) const;
-  void finish(const StepInputs& step, int microbatch, pybind11::object result, std::vector<at::Tensor>& outputs) const;
+  void finish(const StepInputs& step, int microbatch, const pybind11::object& result,
+              std::vector<at::Tensor>& outputs) const;
 
   void checkOutputs(const pybind11::object& result) const;
 
