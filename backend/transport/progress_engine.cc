@@ -10,9 +10,10 @@
 namespace farandole::transport {
 namespace {
 
-// Empty progress calls of a waiter before it yields its core, and before it sleeps.
+// Empty progress calls of a waiter before it yields its core after each, and how
+// long it does that before it sleeps: about what a Python peer takes to answer.
 constexpr int kSpins = 100;
-constexpr int kYields = 40;
+constexpr auto kYieldTime = std::chrono::microseconds(50);
 
 // How often the loop looks by timer while threads wait again and again (they
 // progress by themselves), and while one thread waits for long.
@@ -134,6 +135,7 @@ bool ProgressEngine::progressAsOwner(const std::atomic<bool>& done, Clock::time_
   ++waits_;
   sleeperArmed_ = false;
   int idle = 0;
+  Clock::time_point sleepAt;
   while (!done.load(std::memory_order_acquire)) {
     if (transport_->progress()) {
       idle = 0;
@@ -143,11 +145,13 @@ bool ProgressEngine::progressAsOwner(const std::atomic<bool>& done, Clock::time_
     }
     yieldToContenders();
     if (idle <= kSpins) continue;
-    if (idle <= kSpins + kYields) {
+    const auto now = Clock::now();
+    if (idle == kSpins + 1) sleepAt = now + kYieldTime;
+    if (now < sleepAt) {
       sched_yield();
       continue;
     }
-    if (deadline != kNoDeadline && Clock::now() >= deadline) return false;
+    if (deadline != kNoDeadline && now >= deadline) return false;
     if (!transport_->arm()) continue;
     sleeperArmed_ = ownerPolling_ = true;
     mutex_.unlock();
