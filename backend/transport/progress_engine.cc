@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cassert>
+#include <utility>
 
 namespace farandole::transport {
 namespace {
@@ -68,10 +69,14 @@ void ProgressEngine::release() {
     mutex_.unlock();
     return;
   }
-  std::vector<std::function<void()>> tasks;
+  // The memory goes round between the engine and its threads: no allocation per message.
+  thread_local std::vector<std::function<void()>> spare;
+  std::vector<std::function<void()>> tasks = std::exchange(spare, {});
   tasks.swap(deferred_);
   mutex_.unlock();
   for (auto& task : tasks) task();
+  tasks.clear();
+  spare = std::move(tasks);
 }
 
 void ProgressEngine::releaseAfterPosting() {
