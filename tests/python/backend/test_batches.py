@@ -154,14 +154,18 @@ def test_an_error_inside_a_batch_leaves_the_group_usable():
     assert run_ranks(_error_inside, 2, "farandole") == [True] * 2
 
 
+def _all_complete_unwaited(works, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not all(work.is_completed() for work in works) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return all(work.is_completed() for work in works)
+
+
 def _nobody_waits(rank, world_size):
     count = 10_000
     if rank == 0:
         sent = [dist.isend(torch.tensor([i]), 1, tag=i % 7) for i in range(count)]
-        deadline = time.monotonic() + 60
-        while not all(w.is_completed() for w in sent) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert all(w.is_completed() for w in sent)
+        assert _all_complete_unwaited(sent)
     else:
         time.sleep(0.3)
         into = [torch.zeros(1, dtype=torch.int64) for _ in range(count)]
@@ -179,10 +183,7 @@ def _large_nobody_waits(rank, world_size):
     count, numel = 60, 300_000  # rendezvous: the sender must act again after posting
     if rank == 0:
         sent = [dist.isend(torch.full((numel,), float(i)), 1) for i in range(count)]
-        deadline = time.monotonic() + 60
-        while not all(w.is_completed() for w in sent) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert all(w.is_completed() for w in sent)
+        assert _all_complete_unwaited(sent)
     else:
         time.sleep(0.3)
         into = torch.empty(numel)
