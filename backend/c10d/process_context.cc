@@ -3,8 +3,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <thread>
 
+#include "backend/common/settings.h"
+#include "backend/transport/shm/shm_transport.h"
 #include "backend/transport/ucx/ucx_transport.h"
 
 namespace farandole::backend {
@@ -14,6 +17,38 @@ std::mutex currentMutex;
 std::weak_ptr<ProcessContext>& current() {
   static auto* const context = new std::weak_ptr<ProcessContext>;  // outlives static destructors
   return *context;
+}
+
+Result<std::unique_ptr<transport::RoutingTransport>> openTransports() {
+  const auto choice = choiceSetting("FARANDOLE_TRANSPORT", "auto", {"auto", "shm", "ucx"});
+  if (!choice) return choice.status();
+  std::unique_ptr<transport::Transport> local;
+  if (*choice != "ucx") {
+    const auto options = transport::ShmOptions::fromEnvironment();
+    if (!options) return options.status();
+    auto shm = transport::ShmTransport::create(*options);
+    if (!shm) return shm.status();
+    local = std::move(shm).value();
+  }
+  if (*choice == "shm") {
+    return transport::RoutingTransport::create(std::move(local), []() -> Result<std::unique_ptr<transport::Transport>> {
+      return Status::invalidArgument(
+          "FARANDOLE_TRANSPORT is 'shm'; expected 'auto' or 'ucx', some ranks are on other hosts");
+    });
+  }
+  return transport::RoutingTransport::create(std::move(local), &transport::UcxTransport::create);
+}
+
+// A process may exit without destroying its groups: its peers shall not take that for its death.
+void leaveAtExit() {
+  std::shared_ptr<ProcessContext> context;
+  {
+    std::lock_guard lock(currentMutex);
+    context = current().lock();
+  }
+  if (context == nullptr || !context->isOurs()) return;
+  transport::ProgressEngine::Access access(context->connections().engine());
+  access.transport().leave();
 }
 
 // The last group may be let go of by an operation that completes on the loop,
@@ -31,11 +66,14 @@ void destroy(ProcessContext* context, bool inLoop) {
 Result<std::shared_ptr<ProcessContext>> ProcessContext::acquire() {
   std::lock_guard lock(currentMutex);
   if (auto context = current().lock(); context != nullptr && context->isOurs()) return context;
-  auto transport = transport::UcxTransport::create();
+  [[maybe_unused]] static const int registered = std::atexit(&leaveAtExit);
+  auto transport = openTransports();
   if (!transport) return transport.status();
   std::shared_ptr<ProcessContext> context(new ProcessContext, [](ProcessContext* gone) {
     if (gone->isOurs()) destroy(gone, gone->loop_.inLoop());  // else leaked: it is the parent's
   });
+  context->routing_ = transport->get();
+  if (context->routing_->hasLocal()) context->hostIdentity_ = transport::hostIdentity();
   context->connections_ = std::make_unique<transport::Connections>(std::move(transport).value(), context->loop_);
   current() = context;
   return context;
@@ -46,6 +84,11 @@ ProcessContext::ProcessContext() : pid_(getpid()), loop_("farandole") {}
 ProcessContext::~ProcessContext() { loop_.stop(); }
 
 bool ProcessContext::isOurs() const { return getpid() == pid_; }
+
+Result<std::string> ProcessContext::networkAddress() {
+  transport::ProgressEngine::Access access(connections_->engine());
+  return routing_->networkAddress();
+}
 
 Result<std::uint32_t> ProcessContext::takeGroupNumber() {
   std::lock_guard lock(mutex_);

@@ -9,6 +9,7 @@
 #include "backend/net/event_loop.h"
 #include "backend/p2p/message_tag.h"
 #include "backend/transport/connections.h"
+#include "backend/transport/routing/routing_transport.h"
 
 namespace farandole::backend {
 
@@ -23,6 +24,10 @@ class ProcessContext {
   ~ProcessContext();
 
   transport::Connections& connections() { return *connections_; }
+  // The same for all processes that can be reached by shared memory; empty when that is not used.
+  const std::string& hostIdentity() const { return hostIdentity_; }
+  // What processes of other hosts connect to; opens the network on first use. Nothing held.
+  Result<std::string> networkAddress();
 
   // A number for a group that no other group of this process has.
   Result<std::uint32_t> takeGroupNumber();
@@ -36,6 +41,8 @@ class ProcessContext {
 
   const int pid_;
   net::EventLoop loop_;
+  std::string hostIdentity_;
+  transport::RoutingTransport* routing_ = nullptr;  // of connections_
   std::unique_ptr<transport::Connections> connections_;
   std::mutex mutex_;
   std::vector<bool> groupNumbers_;  // taken or not

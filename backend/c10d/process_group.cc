@@ -1,7 +1,5 @@
 #include "backend/c10d/process_group.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 
 #include "backend/c10d/errors.h"
@@ -9,12 +7,6 @@
 
 namespace farandole::backend {
 namespace {
-
-std::string hostName() {
-  char name[256] = {};
-  gethostname(name, sizeof name - 1);
-  return name;
-}
 
 template <typename T>
 T valueOrThrow(Result<T> result) {
@@ -36,13 +28,9 @@ ProcessGroupFarandole::ProcessGroupFarandole(const c10::intrusive_ptr<::c10d::St
   // The number is free again once nothing that carries it is in flight.
   std::shared_ptr<void> lease(nullptr, [context = context_, group](void*) { context->returnGroupNumber(group); });
 
-  collective::Member self{"", group, hostName(), getpid()};
-  {
-    transport::ProgressEngine::Access access(context_->connections().engine());
-    self.address = access.transport().address();
-  }
-  auto members = valueOrThrow(exchangeMembers(*store, rank, size, self, options_->timeout));
+  auto members = valueOrThrow(meetMembers(*store, *context_, rank, size, group, options_->timeout));
   communicator_ = std::make_shared<Communicator>(context_->connections(), std::move(lease), rank, std::move(members));
+  communicator_->connectHost();
 }
 
 ProcessGroupFarandole::~ProcessGroupFarandole() {

@@ -1,5 +1,8 @@
 #include "backend/c10d/rendezvous.h"
 
+#include <unistd.h>
+
+#include <algorithm>
 #include <cstring>
 
 namespace farandole::backend {
@@ -8,7 +11,7 @@ namespace {
 using collective::Member;
 
 // Changes whenever ranks of different versions could not talk to each other.
-constexpr std::uint32_t kWireVersion = 1;
+constexpr std::uint32_t kWireVersion = 2;
 
 template <typename T>
 void putNumber(std::string& blob, T number) {
@@ -26,6 +29,7 @@ std::vector<std::uint8_t> encode(const Member& member) {
   putNumber(blob, member.group);
   putNumber(blob, member.pid);
   putText(blob, member.host);
+  putText(blob, member.hostIdentity);
   putText(blob, member.address);
   return {blob.begin(), blob.end()};
 }
@@ -75,33 +79,80 @@ Result<Member> decode(int rank, const std::vector<std::uint8_t>& blob) {
   member.group = reader.number<std::uint32_t>();
   member.pid = reader.number<int>();
   member.host = reader.text();
+  member.hostIdentity = reader.text();
   member.address = reader.text();
   if (!reader.ok()) return Status::internal("rank " + std::to_string(rank) + " published a malformed address");
   return member;
 }
 
-std::string keyOf(int rank) { return "farandole/member/" + std::to_string(rank); }
+std::string hostName() {
+  char name[256] = {};
+  gethostname(name, sizeof name - 1);
+  return name;
+}
+
+// One store key per rank.
+class Board {
+ public:
+  Board(::c10d::Store& store, std::string name, int size, std::chrono::milliseconds timeout)
+      : store_(store), name_("farandole/" + std::move(name) + "/"), size_(size), timeout_(timeout) {}
+
+  void post(int rank, const std::vector<std::uint8_t>& blob) { store_.set(name_ + std::to_string(rank), blob); }
+  Result<std::vector<std::uint8_t>> read(int rank) {
+    const std::string key = name_ + std::to_string(rank);
+    try {
+      store_.wait({key}, timeout_);
+    } catch (const std::exception& error) {
+      return Status::timeout("rank " + std::to_string(rank) + " of " + std::to_string(size_) +
+                             " did not join the group within " + std::to_string(timeout_.count()) +
+                             " ms: " + error.what());
+    }
+    return store_.get(key);
+  }
+
+ private:
+  ::c10d::Store& store_;
+  const std::string name_;
+  const int size_;
+  const std::chrono::milliseconds timeout_;
+};
 
 }  // namespace
 
-Result<std::vector<Member>> exchangeMembers(::c10d::Store& store, int rank, int size, const Member& self,
-                                            std::chrono::milliseconds timeout) {
-  store.set(keyOf(rank), encode(self));
-  std::vector<Member> members;
-  for (int other = 0; other < size; ++other) {
-    const std::string key = keyOf(other);
-    try {
-      store.wait({key}, timeout);
-    } catch (const std::exception& error) {
-      return Status::timeout("rank " + std::to_string(other) + " of " + std::to_string(size) +
-                             " did not join the group within " + std::to_string(timeout.count()) +
-                             " ms: " + error.what());
-    }
-    Result<Member> member = decode(other, store.get(key));
-    if (!member) return member.status();
-    members.push_back(std::move(member).value());
+Result<std::vector<Member>> meetMembers(::c10d::Store& store, ProcessContext& context, int rank, int size,
+                                        std::uint32_t group, std::chrono::milliseconds timeout) {
+  Member self{"", group, hostName(), getpid(), context.hostIdentity()};
+  {
+    transport::ProgressEngine::Access access(context.connections().engine());
+    self.address = access.transport().address();
   }
-  return members;
+  Board members(store, "member", size, timeout);
+  members.post(rank, encode(self));
+  std::vector<Member> met;
+  for (int other = 0; other < size; ++other) {
+    const auto blob = members.read(other);
+    if (!blob) return blob.status();
+    Result<Member> member = decode(other, *blob);
+    if (!member) return member.status();
+    met.push_back(std::move(member).value());
+  }
+
+  // Both of two ranks see in the same way whether they share a host: who needs the network says so.
+  const auto isElsewhere = [&](const Member& member) {
+    return member.hostIdentity.empty() || member.hostIdentity != self.hostIdentity;
+  };
+  if (std::none_of(met.begin(), met.end(), isElsewhere)) return met;
+  const Result<std::string> address = context.networkAddress();
+  if (!address) return address.status();
+  Board networks(store, "network", size, timeout);
+  networks.post(rank, {address->begin(), address->end()});
+  for (int other = 0; other < size; ++other) {
+    if (!isElsewhere(met[other])) continue;
+    const auto blob = networks.read(other);
+    if (!blob) return blob.status();
+    met[other].address.assign(blob->begin(), blob->end());
+  }
+  return met;
 }
 
 }  // namespace farandole::backend

@@ -5,14 +5,15 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
+#include "backend/c10d/process_context.h"
 #include "backend/collective/communicator.h"
 
 namespace farandole::backend {
 
-// Publishes `self` in the store and reads what the other ranks published; waits
-// for those that are late, up to `timeout`.
-Result<std::vector<collective::Member>> exchangeMembers(::c10d::Store& store, int rank, int size,
-                                                        const collective::Member& self,
-                                                        std::chrono::milliseconds timeout);
+// Meets the other ranks of a group through the store: tells how this process is
+// reached and reads how they are. `group` is this process's number for it. Waits
+// for ranks that are late, up to `timeout`.
+Result<std::vector<collective::Member>> meetMembers(::c10d::Store& store, ProcessContext& context, int rank, int size,
+                                                    std::uint32_t group, std::chrono::milliseconds timeout);
 
 }  // namespace farandole::backend

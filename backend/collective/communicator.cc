@@ -23,9 +23,22 @@ Communicator::~Communicator() {
 
 void Communicator::abort(const Status& status) {
   ProgressEngine::Access access(engine());
+  failAll(status);
+}
+
+void Communicator::failAll(const Status& status) {
   if (!aborted_) return;
   aborted_ = status;
   failPending([&](Operation&) { return status; });
+}
+
+void Communicator::connectHost() {
+  ProgressEngine::Access access(engine());
+  for (int rank = 0; rank < size(); ++rank) {
+    const std::string& host = members_[rank].hostIdentity;
+    // One that cannot be reached says so when it is used.
+    if (rank != rank_ && !host.empty() && host == members_[rank_].hostIdentity) (void)peerOf(rank);
+  }
 }
 
 void Communicator::timeOut(Operation& operation, std::chrono::milliseconds timeout) {
@@ -52,6 +65,7 @@ Result<transport::PeerId> Communicator::peerOf(int rank) {
     if (!id) return id;
     peer.id = *id;
     peer.connected = true;
+    peer.failure = engine().transport().failure(*id);  // it may have come and gone before
   }
   return peer.id;
 }
@@ -71,10 +85,20 @@ void Communicator::recv(int peer, p2p::MessageKind kind, std::uint32_t tag, void
                         Message& message) {
   const int source = peer == kAnySource ? 0 : peer;
   const std::uint64_t mask = peer == kAnySource ? p2p::kAnySourceMask : p2p::kExactMask;
-  engine().transport().recv(p2p::makeTag(members_[rank_].group, kind, source, tag), mask, data, bytes, message);
+  transport::PeerId from = transport::kAnyPeer;
+  if (peer != kAnySource) {
+    const Result<transport::PeerId> id = peerOf(peer);
+    if (!id) {
+      message.status = id.status();
+      message.onDone(message);
+      return;
+    }
+    from = *id;
+  }
+  engine().transport().recv(from, p2p::makeTag(members_[rank_].group, kind, source, tag), mask, data, bytes, message);
   // What a peer sent before it failed can still be received; nothing more will come.
   if (message.isPending && peer != kAnySource && !peers_[peer].failure) {
-    message.operation->fail(peers_[peer].failure.wrap(describe(peer) + " failed"));
+    message.operation->fail(peers_[peer].failure.wrap(describe(peer) + " is gone"));
   }
 }
 
@@ -106,9 +130,13 @@ void Communicator::peerFailed(transport::PeerId id, const Status& status) {
     Peer& peer = peers_[rank];
     if (!peer.connected || peer.id != id) continue;
     peer.failure = status;
+    if (status.code() == StatusCode::kPeerFailed) {
+      failAll(status.wrap(describe(rank) + " failed"));
+      continue;
+    }
     failPending([&](Operation& operation) {
       for (const Message& message : operation.messages()) {
-        if (message.isPending && message.peer == rank) return status.wrap(describe(rank) + " failed");
+        if (message.isPending && message.peer == rank) return status.wrap(describe(rank) + " is gone");
       }
       return Status::ok();
     });

@@ -17,6 +17,8 @@ struct Member {
   std::uint32_t group = 0;  // its own number for the group, which tags to it carry
   std::string host;
   int pid = 0;
+  // Equal on ranks that can share memory; empty where that is not used.
+  std::string hostIdentity;
 };
 
 // One group over the process's connections: ranks instead of peers, and what is
@@ -38,6 +40,8 @@ class Communicator final : public transport::ProgressEngine::Listener {
   const Status& usable() const { return aborted_; }
   // Ends all that is in flight and all that comes with this error. Any thread, nothing held.
   void abort(const Status& status);
+  // Connects to the ranks of this host, so that the death of any of them is seen. Any thread, nothing held.
+  void connectHost();
   // Ends this operation with a timeout, unless it is done. Any thread, nothing held.
   void timeOut(Operation& operation, std::chrono::milliseconds timeout);
 
@@ -54,6 +58,8 @@ class Communicator final : public transport::ProgressEngine::Listener {
   Result<transport::PeerId> peerOf(int rank);
   void add(Operation& operation);
   void remove(Operation& operation);
+  // A group that has lost a member is of no use: operations among the others may wait for it in turn.
+  void failAll(const Status& status);
   // Ends every pending operation for which `select` gives an error.
   void failPending(const std::function<Status(Operation&)>& select);
 

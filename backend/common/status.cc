@@ -10,6 +10,7 @@ std::string_view toString(StatusCode code) {
     case StatusCode::kTimeout: return "timeout";
     case StatusCode::kAborted: return "aborted";
     case StatusCode::kPeerFailed: return "peer failed";
+    case StatusCode::kPeerLeft: return "peer left";
     case StatusCode::kUnavailable: return "unavailable";
     case StatusCode::kInternal: return "internal";
   }

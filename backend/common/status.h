@@ -15,7 +15,8 @@ enum class StatusCode : unsigned char {
   kTruncated,        // a message did not fit the buffer it was received into
   kTimeout,
   kAborted,
-  kPeerFailed,   // the process on the other side died or its connection broke
+  kPeerFailed,   // the process on the other side died
+  kPeerLeft,     // its connections are closed: it left in order, or nobody can tell
   kUnavailable,  // the machine or the build lacks what was asked for
   kInternal,
 };

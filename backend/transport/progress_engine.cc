@@ -13,7 +13,7 @@ namespace {
 
 // Empty progress calls of a waiter before it yields its core after each, and how
 // long it does that before it sleeps: about what a Python peer takes to answer.
-constexpr int kSpins = 100;
+constexpr int kSpins = 300;
 constexpr auto kYieldTime = std::chrono::microseconds(50);
 
 // How often the loop looks by timer while threads wait again and again (they

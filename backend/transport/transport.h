@@ -13,6 +13,7 @@ namespace farandole::transport {
 
 // A peer that a Transport is connected to.
 enum class PeerId : std::uint32_t {};
+inline constexpr PeerId kAnyPeer{0xffffffff};
 
 // Moves tagged messages between processes. Messages between two peers with tags
 // that match the same receive are received in the order in which they were sent.
@@ -30,12 +31,19 @@ class Transport {
   // What peers pass to connect().
   virtual std::string address() const = 0;
   virtual Result<PeerId> connect(std::string_view address) = 0;
+  // Ok, or how the peer failed: sends fail, what it had sent can still be received.
+  virtual Status failure(PeerId peer) const = 0;
   // Runs inside progress() when a peer's process or connection is found broken.
   virtual void onPeerFailed(PeerFailed handler) = 0;
 
   virtual void send(PeerId peer, std::uint64_t tag, const void* data, std::size_t bytes, Request& request) = 0;
-  // Matches the oldest message whose tag equals `tag` in the bits of `mask`.
-  virtual void recv(std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes, Request& request) = 0;
+  // Matches the oldest message whose tag equals `tag` in the bits of `mask`. The
+  // tag alone decides; `from` says which peer it can come from, or kAnyPeer.
+  virtual void recv(PeerId from, std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes,
+                    Request& request) = 0;
+  // The same, but only when such a message is there already; false, and nothing is
+  // posted, when there is none.
+  virtual bool recvIfThere(std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes, Request& request) = 0;
   // The request completes with kAborted, now or in a later progress(), unless it
   // completes by itself before. A send that the peer may be reading cannot be
   // cancelled: it completes when the peer is done or has failed.
@@ -48,6 +56,10 @@ class Transport {
   // event; when it returns false there is work: call progress() first.
   virtual int eventFd() const = 0;
   virtual bool arm() = 0;
+  // Tells the peers that this process leaves in order: its end is no failure of
+  // theirs. Destroying the transport does it too.
+  virtual void leave() = 0;
+
   // Makes eventFd() readable. Any thread.
   virtual void signal() = 0;
 

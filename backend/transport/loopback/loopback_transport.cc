@@ -9,6 +9,12 @@
 
 namespace farandole::transport {
 
+namespace {
+
+Status destroyed() { return Status(StatusCode::kPeerFailed, "the loopback peer was destroyed"); }
+
+}  // namespace
+
 std::shared_ptr<LoopbackFabric> LoopbackFabric::create(std::size_t eagerBytes) {
   return std::shared_ptr<LoopbackFabric>(new LoopbackFabric(eagerBytes));
 }
@@ -50,12 +56,17 @@ Result<PeerId> LoopbackTransport::connect(std::string_view address) {
   return PeerId{index};
 }
 
+Status LoopbackTransport::failure(PeerId peer) const {
+  std::lock_guard lock(fabric_->mutex_);
+  return fabric_->transports_[static_cast<std::uint32_t>(peer)] != nullptr ? Status::ok() : destroyed();
+}
+
 void LoopbackTransport::send(PeerId peer, std::uint64_t tag, const void* data, std::size_t bytes, Request& request) {
   std::unique_lock lock(fabric_->mutex_);
   request.status = Status::ok();
   LoopbackTransport* receiver = fabric_->transports_[static_cast<std::uint32_t>(peer)];
   if (receiver == nullptr) {
-    completeLocked(request, Status(StatusCode::kPeerFailed, "the loopback peer was destroyed"));
+    completeLocked(request, destroyed());
     return;
   }
   Incoming incoming{tag, static_cast<const std::byte*>(data), bytes, {}, this, &request};
@@ -78,7 +89,8 @@ void LoopbackTransport::send(PeerId peer, std::uint64_t tag, const void* data, s
   }
 }
 
-void LoopbackTransport::recv(std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes, Request& request) {
+void LoopbackTransport::recv(PeerId /*from*/, std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes,
+                             Request& request) {
   std::lock_guard lock(fabric_->mutex_);
   request.status = Status::ok();
   const Posted posted{tag, mask, static_cast<std::byte*>(data), bytes, &request};
@@ -90,6 +102,18 @@ void LoopbackTransport::recv(std::uint64_t tag, std::uint64_t mask, void* data, 
   }
   matchLocked(posted, *incoming);
   unexpected_.erase(incoming);
+}
+
+bool LoopbackTransport::recvIfThere(std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes,
+                                    Request& request) {
+  std::lock_guard lock(fabric_->mutex_);
+  auto incoming = std::find_if(unexpected_.begin(), unexpected_.end(),
+                               [&](const Incoming& i) { return ((i.tag ^ tag) & mask) == 0; });
+  if (incoming == unexpected_.end()) return false;
+  request.status = Status::ok();
+  matchLocked({tag, mask, static_cast<std::byte*>(data), bytes, &request}, *incoming);
+  unexpected_.erase(incoming);
+  return true;
 }
 
 void LoopbackTransport::cancel(Request& request) {

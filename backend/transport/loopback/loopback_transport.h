@@ -40,13 +40,17 @@ class LoopbackTransport final : public Transport {
   std::string_view name() const override { return "loopback"; }
   std::string address() const override { return std::to_string(index_); }
   Result<PeerId> connect(std::string_view address) override;
+  Status failure(PeerId peer) const override;
   void onPeerFailed(PeerFailed handler) override { peerFailed_ = std::move(handler); }
   void send(PeerId peer, std::uint64_t tag, const void* data, std::size_t bytes, Request& request) override;
-  void recv(std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes, Request& request) override;
+  void recv(PeerId from, std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes,
+            Request& request) override;
+  bool recvIfThere(std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes, Request& request) override;
   void cancel(Request& request) override;
   bool progress() override;
   int eventFd() const override { return eventFd_; }
   bool arm() override;
+  void leave() override {}
   void signal() override;
   std::string describe(PeerId peer) const override { return "loopback"; }
 

@@ -31,7 +31,7 @@ Status ucxError(const std::string& what, ucs_status_t status) {
                           : status == UCS_ERR_CANCELED        ? StatusCode::kAborted
                           : status == UCS_ERR_ENDPOINT_TIMEOUT || status == UCS_ERR_CONNECTION_RESET ||
                                   status == UCS_ERR_NOT_CONNECTED || status == UCS_ERR_UNREACHABLE
-                              ? StatusCode::kPeerFailed
+                              ? StatusCode::kPeerLeft
                               : StatusCode::kInternal;
   return Status(code, what + ": " + ucs_status_string(status));
 }

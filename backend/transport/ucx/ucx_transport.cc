@@ -100,14 +100,33 @@ void UcxTransport::send(PeerId peer, std::uint64_t tag, const void* data, std::s
   request.onDone(request);
 }
 
-void UcxTransport::recv(std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes, Request& request) {
+void UcxTransport::recv(PeerId /*from*/, std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes,
+                        Request& request) {
   request.status = Status::ok();
   ucp_tag_recv_info_t info;
+  const ucp_request_param_t param = recvParam(request, info);
+  noteReceive(request, ucp_tag_recv_nbx(worker_, data, bytes, tag, mask, &param), info);
+}
+
+bool UcxTransport::recvIfThere(std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes, Request& request) {
+  ucp_tag_recv_info_t info;
+  const ucp_tag_message_h message = ucp_tag_probe_nb(worker_, tag, mask, 1, &info);
+  if (message == nullptr) return false;
+  request.status = Status::ok();
+  const ucp_request_param_t param = recvParam(request, info);
+  noteReceive(request, ucp_tag_msg_recv_nbx(worker_, data, bytes, message, &param), info);
+  return true;
+}
+
+ucp_request_param_t UcxTransport::recvParam(Request& request, ucp_tag_recv_info_t& info) {
   ucp_request_param_t param = requestParam(request);
   param.op_attr_mask |= UCP_OP_ATTR_FIELD_RECV_INFO;
   param.cb.recv = &UcxTransport::recvDone;
   param.recv_info.tag_info = &info;
-  const ucs_status_ptr_t handle = ucp_tag_recv_nbx(worker_, data, bytes, tag, mask, &param);
+  return param;
+}
+
+void UcxTransport::noteReceive(Request& request, ucs_status_ptr_t handle, const ucp_tag_recv_info_t& info) {
   if (UCS_PTR_IS_PTR(handle)) {
     request.handle = handle;
     return;
@@ -185,7 +204,7 @@ void UcxTransport::recvDone(void* handle, ucs_status_t status, const ucp_tag_rec
 void UcxTransport::endpointFailed(void* arg, ucp_ep_h handle, ucs_status_t status) {
   Endpoint& endpoint = *static_cast<Endpoint*>(arg);
   endpoint.failure =
-      Status(StatusCode::kPeerFailed, std::string("the connection broke (") + ucs_status_string(status) + ")");
+      Status(StatusCode::kPeerLeft, std::string("the connection broke (") + ucs_status_string(status) + ")");
   if (endpoint.transport->peerFailed_) endpoint.transport->peerFailed_(endpoint.peer, endpoint.failure);
 }
 

@@ -22,13 +22,17 @@ class UcxTransport final : public Transport {
   std::string_view name() const override { return "ucx"; }
   std::string address() const override { return address_; }
   Result<PeerId> connect(std::string_view address) override;
+  Status failure(PeerId peer) const override { return endpoints_[static_cast<std::uint32_t>(peer)].failure; }
   void onPeerFailed(PeerFailed handler) override { peerFailed_ = std::move(handler); }
   void send(PeerId peer, std::uint64_t tag, const void* data, std::size_t bytes, Request& request) override;
-  void recv(std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes, Request& request) override;
+  void recv(PeerId from, std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes,
+            Request& request) override;
+  bool recvIfThere(std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes, Request& request) override;
   void cancel(Request& request) override;
   bool progress() override { return ucp_worker_progress(worker_) != 0; }
   int eventFd() const override { return eventFd_; }
   bool arm() override { return ucp_worker_arm(worker_) == UCS_OK; }
+  void leave() override {}  // closing its endpoints tells them
   void signal() override { ucp_worker_signal(worker_); }
   std::string describe(PeerId peer) const override;
 
@@ -44,6 +48,8 @@ class UcxTransport final : public Transport {
   Status open();
   void closeEndpoint(Endpoint& endpoint);
 
+  static ucp_request_param_t recvParam(Request& request, ucp_tag_recv_info_t& info);
+  static void noteReceive(Request& request, ucs_status_ptr_t handle, const ucp_tag_recv_info_t& info);
   static void sendDone(void* request, ucs_status_t status, void* user);
   static void recvDone(void* request, ucs_status_t status, const ucp_tag_recv_info_t* info, void* user);
   static void endpointFailed(void* arg, ucp_ep_h handle, ucs_status_t status);

@@ -17,7 +17,7 @@ class Group {
     for (int rank = 0; rank < size; ++rank) {
       auto& loop = *loops_.emplace_back(std::make_unique<net::EventLoop>("rank-" + std::to_string(rank)));
       connections_.push_back(std::make_unique<transport::Connections>(fabric_->makeTransport(), loop));
-      members.push_back({std::to_string(rank), static_cast<std::uint32_t>(rank) + 1, "host", rank});
+      members.push_back({std::to_string(rank), static_cast<std::uint32_t>(rank) + 1, "host", rank, ""});
     }
     for (int rank = 0; rank < size; ++rank) {
       communicators_.push_back(std::make_shared<Communicator>(*connections_[rank], nullptr, rank, members));

@@ -11,6 +11,8 @@
 
 #include "backend/p2p/message_tag.h"
 #include "backend/transport/loopback/loopback_transport.h"
+#include "backend/transport/routing/routing_transport.h"
+#include "backend/transport/shm/shm_transport.h"
 #include "backend/transport/transport.h"
 #include "backend/transport/ucx/ucx_transport.h"
 
@@ -34,6 +36,22 @@ std::unique_ptr<Transport> makeUcx() {
   auto transport = UcxTransport::create();
   if (!transport) throw std::runtime_error(transport.status().toString());
   return std::move(transport).value();
+}
+
+std::function<std::unique_ptr<Transport>()> shmFactory(const ShmOptions& options) {
+  return [options] {
+    auto transport = ShmTransport::create(options);
+    if (!transport) throw std::runtime_error(transport.status().toString());
+    return std::move(transport).value();
+  };
+}
+
+// With both transports open.
+std::unique_ptr<Transport> makeRouted() {
+  auto routing = RoutingTransport::create(shmFactory({})(), &UcxTransport::create);
+  if (!routing) throw std::runtime_error(routing.status().toString());
+  if (auto network = (*routing)->networkAddress(); !network) throw std::runtime_error(network.status().toString());
+  return std::move(routing).value();
 }
 
 struct Tracked : Request {
@@ -83,7 +101,7 @@ TEST_P(TransportConformance, MovesMessagesOfEverySizeWhicheverSideIsFirst) {
       Tracked recv;
       const auto post = [&](bool isRecv) {
         if (isRecv) {
-          b_->recv(17, p2p::kExactMask, in.data(), bytes, recv);
+          b_->recv(a_of_b_, 17, p2p::kExactMask, in.data(), bytes, recv);
         } else {
           a_->send(b_of_a_, 17, out.data(), bytes, send);
         }
@@ -123,7 +141,7 @@ TEST_P(TransportConformance, MatchesByTagAndKeepsTheOrderOfEqualTags) {
     if (i % 7 == 0) b_->progress();
   }
   for (const int i : recvOrder) {
-    b_->recv(tags[i], p2p::kExactMask, in[i].data(), in[i].size() * sizeof(int), recvs[i]);
+    b_->recv(a_of_b_, tags[i], p2p::kExactMask, in[i].data(), in[i].size() * sizeof(int), recvs[i]);
   }
   ASSERT_TRUE(progressUntil([&] {
     return std::all_of(recvs.begin(), recvs.end(), [](const Tracked& r) { return r.done; }) &&
@@ -140,11 +158,31 @@ TEST_P(TransportConformance, ReceivesFromAnySourceByMask) {
   int in = 0;
   Tracked send;
   Tracked recv;
-  b_->recv(p2p::makeTag(3, p2p::MessageKind::kPointToPoint, 0, 9), p2p::kAnySourceMask, &in, sizeof in, recv);
+  b_->recv(kAnyPeer, p2p::makeTag(3, p2p::MessageKind::kPointToPoint, 0, 9), p2p::kAnySourceMask, &in, sizeof in, recv);
   a_->send(b_of_a_, p2p::makeTag(3, p2p::MessageKind::kPointToPoint, 5, 9), &value, sizeof value, send);
   ASSERT_TRUE(progressUntil([&] { return send.done && recv.done; }));
   EXPECT_EQ(in, 42);
   EXPECT_EQ(p2p::sourceOf(recv.tag), 5);
+}
+
+TEST_P(TransportConformance, ReceivesIfThereOnlyWhatIsThere) {
+  for (const std::size_t bytes : {8ul, 100'000ul}) {
+    std::vector<char> out(bytes, 'y');
+    std::vector<char> in(bytes);
+    Tracked send;
+    Tracked recv;
+    EXPECT_FALSE(b_->recvIfThere(8, p2p::kExactMask, in.data(), bytes, recv));
+    a_->send(b_of_a_, 8, out.data(), bytes, send);
+    EXPECT_FALSE(b_->recvIfThere(9, p2p::kExactMask, in.data(), bytes, recv));
+    bool posted = false;
+    ASSERT_TRUE(progressUntil([&] {
+      posted = posted || b_->recvIfThere(8, p2p::kExactMask, in.data(), bytes, recv);
+      return send.done && recv.done;
+    }));
+    EXPECT_TRUE(recv.status) << recv.status.toString();
+    EXPECT_EQ(recv.bytes, bytes);
+    EXPECT_EQ(in, out);
+  }
 }
 
 TEST_P(TransportConformance, AMessageThatDoesNotFitFailsTheReceiveAndNothingElse) {
@@ -153,13 +191,13 @@ TEST_P(TransportConformance, AMessageThatDoesNotFitFailsTheReceiveAndNothingElse
     char in[16] = {};
     Tracked send;
     Tracked recv;
-    b_->recv(1, p2p::kExactMask, in, sizeof in, recv);
+    b_->recv(a_of_b_, 1, p2p::kExactMask, in, sizeof in, recv);
     a_->send(b_of_a_, 1, out.data(), bytes, send);
     ASSERT_TRUE(progressUntil([&] { return send.done && recv.done; }));
     EXPECT_EQ(recv.status.code(), StatusCode::kTruncated) << recv.status.toString();
     Tracked send2;
     Tracked recv2;
-    b_->recv(2, p2p::kExactMask, in, sizeof in, recv2);
+    b_->recv(a_of_b_, 2, p2p::kExactMask, in, sizeof in, recv2);
     a_->send(b_of_a_, 2, out.data(), sizeof in, send2);
     ASSERT_TRUE(progressUntil([&] { return send2.done && recv2.done; }));
     EXPECT_TRUE(recv2.status) << recv2.status.toString();
@@ -171,14 +209,14 @@ TEST_P(TransportConformance, ACancelledReceiveCompletesAndItsMessageGoesToTheNex
   int in2 = 0;
   const int value = 7;
   Tracked recv;
-  b_->recv(4, p2p::kExactMask, &in, sizeof in, recv);
+  b_->recv(a_of_b_, 4, p2p::kExactMask, &in, sizeof in, recv);
   b_->cancel(recv);
   ASSERT_TRUE(progressUntil([&] { return recv.done; }));
   EXPECT_EQ(recv.status.code(), StatusCode::kAborted);
   Tracked send;
   Tracked recv2;
   a_->send(b_of_a_, 4, &value, sizeof value, send);
-  b_->recv(4, p2p::kExactMask, &in2, sizeof in2, recv2);
+  b_->recv(a_of_b_, 4, p2p::kExactMask, &in2, sizeof in2, recv2);
   ASSERT_TRUE(progressUntil([&] { return send.done && recv2.done; }));
   EXPECT_EQ(in, 0);
   EXPECT_EQ(in2, 7);
@@ -194,14 +232,14 @@ TEST_P(TransportConformance, AnArmedTransportWakesUpForAMessageAndForASignal) {
   const int value = 1;
   Tracked send;
   Tracked recv;
-  b_->recv(5, p2p::kExactMask, &in, sizeof in, recv);
+  b_->recv(a_of_b_, 5, p2p::kExactMask, &in, sizeof in, recv);
   a_->send(b_of_a_, 5, &value, sizeof value, send);
   ASSERT_TRUE(progressUntil([&] { return send.done && recv.done; }));
   progressUntil([] { return false; }, 20ms);
 
   Tracked send2;
   Tracked recv2;
-  b_->recv(6, p2p::kExactMask, &in, sizeof in, recv2);
+  b_->recv(a_of_b_, 6, p2p::kExactMask, &in, sizeof in, recv2);
   while (!b_->arm()) b_->progress();
   EXPECT_FALSE(readable(b_->eventFd(), 0));
   a_->send(b_of_a_, 6, &value, sizeof value, send2);
@@ -219,12 +257,16 @@ TEST_P(TransportConformance, RefusesAnAddressThatIsNone) {
   EXPECT_FALSE(a_->connect("nowhere"));
 }
 
-INSTANTIATE_TEST_SUITE_P(Every, TransportConformance,
-                         testing::Values(Kind{"LoopbackRendezvous", [] { return loopbackFactory(0); }},
-                                         Kind{"LoopbackEager", [] { return loopbackFactory(8192); }},
-                                         Kind{"Ucx",
-                                              []() -> std::function<std::unique_ptr<Transport>()> { return makeUcx; }}),
-                         [](const auto& info) { return info.param.name; });
+INSTANTIATE_TEST_SUITE_P(
+    Every, TransportConformance,
+    testing::Values(Kind{"LoopbackRendezvous", [] { return loopbackFactory(0); }},
+                    Kind{"LoopbackEager", [] { return loopbackFactory(8192); }},
+                    Kind{"Shm", [] { return shmFactory({}); }},
+                    Kind{"ShmSmallRing", [] { return shmFactory({.ringBytes = 64 << 10}); }},
+                    Kind{"ShmNoSingleCopy", [] { return shmFactory({.singleCopy = false}); }},
+                    Kind{"Routed", []() -> std::function<std::unique_ptr<Transport>()> { return makeRouted; }},
+                    Kind{"Ucx", []() -> std::function<std::unique_ptr<Transport>()> { return makeUcx; }}),
+    [](const auto& info) { return info.param.name; });
 
 }  // namespace
 }  // namespace farandole::transport

@@ -46,7 +46,7 @@ class ProgressEngineTest : public testing::Test {
   void recv(std::uint64_t tag, int& value, Flagged& request) {
     request.engine = &b_;
     ProgressEngine::Access access(b_);
-    access.transport().recv(tag, p2p::kExactMask, &value, sizeof value, request);
+    access.transport().recv(kAnyPeer, tag, p2p::kExactMask, &value, sizeof value, request);
     if (!request.done) b_.notePending();
   }
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import datetime
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -29,6 +30,7 @@ def run_ranks(
     backend: str | None,
     timeout: float = 60,
     env: dict[str, str] | None = None,
+    may_die: Collection[int] = (),
     **kwargs: Any,
 ) -> list[Any]:
     """Runs ``fn(rank, world_size, **kwargs)`` on every rank and returns the results by rank.
@@ -39,6 +41,7 @@ def run_ranks(
         backend: given to ``init_process_group`` (with a FileStore); None initializes no group.
         timeout: seconds for all of it; then every process is killed and RankFailed raised.
         env: environment variables set in every rank before the group is made.
+        may_die: ranks that are killed on purpose; their result is None.
     """
     with tempfile.TemporaryDirectory(prefix="farandole-test-") as folder:
         processes, pipes = [], []
@@ -51,7 +54,7 @@ def run_ranks(
             processes.append(process)
             pipes.append(ours)
         try:
-            return _collect(processes, pipes, time.monotonic() + timeout)
+            return _collect(processes, pipes, time.monotonic() + timeout, may_die)
         finally:
             for process in processes:
                 process.join(timeout=2)
@@ -60,7 +63,7 @@ def run_ranks(
                     process.join()
 
 
-def _collect(processes: list[Any], pipes: list[Any], deadline: float) -> list[Any]:
+def _collect(processes: list[Any], pipes: list[Any], deadline: float, may_die: Collection[int]) -> list[Any]:
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
     open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
@@ -76,7 +79,9 @@ def _collect(processes: list[Any], pipes: list[Any], deadline: float) -> list[An
                 succeeded, value = pipe.recv()
             except EOFError:
                 processes[rank].join(timeout=5)
-                succeeded, value = False, f"process ended with exit code {processes[rank].exitcode}"
+                code = processes[rank].exitcode
+                died = rank in may_die and code == -signal.SIGKILL
+                succeeded, value = died, None if died else f"process ended with exit code {code}"
             (results if succeeded else failures)[rank] = value
             if not succeeded:  # the others may hang on this one: give them a moment, no more
                 deadline = min(deadline, time.monotonic() + 10)

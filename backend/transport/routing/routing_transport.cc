@@ -1,0 +1,152 @@
+#include "backend/transport/routing/routing_transport.h"
+
+#include <sys/epoll.h>
+
+#include <algorithm>
+
+namespace farandole::transport {
+namespace {
+
+constexpr char kLocal = 'L';
+constexpr char kNetwork = 'N';
+
+}  // namespace
+
+Result<std::unique_ptr<RoutingTransport>> RoutingTransport::create(std::unique_ptr<Transport> local, Open openNetwork) {
+  std::unique_ptr<RoutingTransport> routing(new RoutingTransport(std::move(openNetwork)));
+  routing->epoll_ = Descriptor(epoll_create1(EPOLL_CLOEXEC));
+  if (!routing->epoll_) return systemError("epoll_create1");
+  if (local != nullptr) {
+    routing->local_ = std::move(local);
+    FARANDOLE_RETURN_IF_ERROR(routing->adopt(*routing->local_));
+  } else {
+    FARANDOLE_RETURN_IF_ERROR(routing->openNetwork());
+  }
+  return routing;
+}
+
+Status RoutingTransport::openNetwork() {
+  if (network_ != nullptr) return Status::ok();
+  Result<std::unique_ptr<Transport>> network = openNetwork_();
+  if (!network) return network.status();
+  network_ = std::move(network).value();
+  return adopt(*network_);
+}
+
+Status RoutingTransport::adopt(Transport& transport) {
+  transport.onPeerFailed([this, &transport](PeerId peer, const Status& status) {
+    if (peerFailed_) peerFailed_(peerFor(transport, peer), status);
+  });
+  epoll_event event = {};
+  event.events = EPOLLIN;
+  if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, transport.eventFd(), &event) != 0) return systemError("epoll_ctl");
+  return Status::ok();
+}
+
+PeerId RoutingTransport::peerFor(Transport& transport, PeerId peer) {
+  const auto known = std::find_if(routes_.begin(), routes_.end(),
+                                  [&](const Route& r) { return r.transport == &transport && r.peer == peer; });
+  const auto index = static_cast<std::uint32_t>(known - routes_.begin());
+  if (known == routes_.end()) routes_.push_back({&transport, peer});
+  return PeerId{index};
+}
+
+std::string RoutingTransport::address() const {
+  return local_ != nullptr ? kLocal + local_->address() : kNetwork + network_->address();
+}
+
+Result<std::string> RoutingTransport::networkAddress() {
+  FARANDOLE_RETURN_IF_ERROR(openNetwork());
+  return kNetwork + network_->address();
+}
+
+Result<PeerId> RoutingTransport::connect(std::string_view address) {
+  Transport* const transport = address.starts_with(kLocal)     ? local_.get()
+                               : address.starts_with(kNetwork) ? network_.get()
+                                                               : nullptr;
+  if (transport == nullptr) {
+    return Status::invalidArgument("an address of " + std::to_string(address.size()) +
+                                   " bytes is for no transport that is open here");
+  }
+  Result<PeerId> peer = transport->connect(address.substr(1));
+  if (!peer) return peer;
+  return peerFor(*transport, *peer);
+}
+
+void RoutingTransport::send(PeerId peer, std::uint64_t tag, const void* data, std::size_t bytes, Request& request) {
+  const Route route = routeTo(peer);
+  request.owner = route.transport;
+  route.transport->send(route.peer, tag, data, bytes, request);
+}
+
+void RoutingTransport::recv(PeerId from, std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes,
+                            Request& request) {
+  if (from != kAnyPeer) {
+    const Route route = routeTo(from);
+    request.owner = route.transport;
+    route.transport->recv(route.peer, tag, mask, data, bytes, request);
+  } else if (local_ == nullptr || network_ == nullptr) {
+    request.owner = (local_ != nullptr ? local_ : network_).get();
+    request.owner->recv(kAnyPeer, tag, mask, data, bytes, request);
+  } else if (!recvIfThere(tag, mask, data, bytes, request)) {
+    request.status = Status::ok();
+    request.data = static_cast<std::byte*>(data);
+    request.capacity = bytes;
+    request.wanted = tag;
+    request.mask = mask;
+    fromAny_.push_back(&request);
+  }
+}
+
+bool RoutingTransport::recvIfThere(std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes,
+                                   Request& request) {
+  for (Transport* const transport : {local_.get(), network_.get()}) {
+    if (transport == nullptr) continue;
+    request.owner = transport;
+    if (transport->recvIfThere(tag, mask, data, bytes, request)) return true;
+  }
+  return false;
+}
+
+void RoutingTransport::cancel(Request& request) {
+  if (std::erase(fromAny_, &request) > 0) return request.finish(Status::aborted("cancelled"));
+  if (request.owner != nullptr) request.owner->cancel(request);
+}
+
+bool RoutingTransport::receiveFromAny() {
+  bool any = false;
+  for (std::size_t i = 0; i < fromAny_.size();) {
+    Request* const request = fromAny_[i];
+    // Taken out first: its callback may post further ones.
+    fromAny_.erase(fromAny_.begin() + static_cast<std::ptrdiff_t>(i));
+    if (recvIfThere(request->wanted, request->mask, request->data, request->capacity, *request)) {
+      any = true;
+    } else {
+      fromAny_.insert(fromAny_.begin() + static_cast<std::ptrdiff_t>(i++), request);
+    }
+  }
+  return any;
+}
+
+bool RoutingTransport::progress() {
+  bool any = local_ != nullptr && local_->progress();
+  if (network_ != nullptr) any |= network_->progress();
+  if (!fromAny_.empty()) any |= receiveFromAny();
+  return any;
+}
+
+bool RoutingTransport::arm() {
+  return (local_ == nullptr || local_->arm()) && (network_ == nullptr || network_->arm());
+}
+
+void RoutingTransport::leave() {
+  if (local_ != nullptr) local_->leave();
+  if (network_ != nullptr) network_->leave();
+}
+
+std::string RoutingTransport::describe(PeerId peer) const {
+  const Route& route = routeTo(peer);
+  return route.transport->describe(route.peer);
+}
+
+}  // namespace farandole::transport

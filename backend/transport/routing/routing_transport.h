@@ -1,0 +1,70 @@
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "backend/transport/shm/memory.h"
+#include "backend/transport/transport.h"
+
+namespace farandole::transport {
+
+// Two transports as one: a local one for the peers of this host, and one for the
+// network, which is opened only when a peer is elsewhere.
+class RoutingTransport final : public Transport {
+ public:
+  using Open = std::function<Result<std::unique_ptr<Transport>>()>;
+
+  // Without `local` everybody is reached over the network, which is then opened at once.
+  static Result<std::unique_ptr<RoutingTransport>> create(std::unique_ptr<Transport> local, Open openNetwork);
+  ~RoutingTransport() override = default;
+
+  // Whether peers of the same host may use address(); else networkAddress() serves all.
+  bool hasLocal() const { return local_ != nullptr; }
+  // Opens the network's transport on first use.
+  Result<std::string> networkAddress();
+
+  std::string_view name() const override { return "routing"; }
+  std::string address() const override;
+  Result<PeerId> connect(std::string_view address) override;
+  Status failure(PeerId peer) const override { return routeTo(peer).transport->failure(routeTo(peer).peer); }
+  void onPeerFailed(PeerFailed handler) override { peerFailed_ = std::move(handler); }
+  void send(PeerId peer, std::uint64_t tag, const void* data, std::size_t bytes, Request& request) override;
+  // From any peer: the oldest message of the local transport goes before the network's.
+  void recv(PeerId from, std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes,
+            Request& request) override;
+  bool recvIfThere(std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes, Request& request) override;
+  void cancel(Request& request) override;
+  bool progress() override;
+  int eventFd() const override { return epoll_.get(); }
+  bool arm() override;
+  void leave() override;
+  void signal() override { (local_ != nullptr ? local_ : network_)->signal(); }
+  std::string describe(PeerId peer) const override;
+
+ private:
+  struct Route {
+    Transport* transport;
+    PeerId peer;
+  };
+
+  explicit RoutingTransport(Open openNetwork) : openNetwork_(std::move(openNetwork)) {}
+  Status adopt(Transport& transport);
+  Status openNetwork();
+  PeerId peerFor(Transport& transport, PeerId peer);
+  const Route& routeTo(PeerId peer) const { return routes_[static_cast<std::uint32_t>(peer)]; }
+  bool receiveFromAny();
+
+  const Open openNetwork_;
+  std::unique_ptr<Transport> local_;
+  std::unique_ptr<Transport> network_;
+  Descriptor epoll_;
+  PeerFailed peerFailed_;
+  std::vector<Route> routes_;  // by PeerId
+  // Receives from any peer, while there are two transports they can come from.
+  std::deque<Request*> fromAny_;
+};
+
+}  // namespace farandole::transport

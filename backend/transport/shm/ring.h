@@ -1,0 +1,139 @@
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace farandole::transport {
+
+// How large one direction between two processes is.
+struct RingShape {
+  std::uint32_t cells;         // a power of two
+  std::uint32_t payloadBytes;  // a power of two
+};
+
+enum class CellKind : std::uint8_t {
+  kEager,       // a message, whole
+  kRendezvous,  // a message that stays with the sender until the receiver asks
+  kClear,       // "send it in fragments"
+  kFragment,    // a part of a rendezvous message
+  kFinished,    // a rendezvous message has been received, or has failed
+  kRetract,     // "forget the rendezvous message, unless it is under way"
+};
+
+inline constexpr std::uint16_t kNoSlot = 0xffff;
+
+// What a cell says.
+struct CellFields {
+  CellKind kind;
+  std::uint64_t tag = 0;               // kFinished: a StatusCode; kFragment: the offset; kClear: the receiver's number
+  std::uint64_t bytes = 0;             // of the message or fragment
+  std::uint32_t id = 0;                // of a rendezvous message: the sender's number, for kFragment the receiver's
+  std::uint16_t slot = kNoSlot;        // kRendezvous: the sender's TransferSlot
+  const std::byte* address = nullptr;  // kRendezvous: in the sender's memory
+};
+
+// One line of the cache: a message of up to 32 bytes is one cache miss for its receiver.
+struct alignas(64) Cell {
+  static constexpr std::size_t kInlineBytes = 32;
+
+  std::atomic<std::uint32_t> turn;  // 1 + the number of times that the ring went round; written last
+  CellKind kind;
+  std::uint8_t inlineBytes;  // or kOutOfLine
+  std::uint16_t slot;
+  std::uint64_t tag;
+  std::uint64_t bytes;
+  std::uint32_t id;
+  std::uint32_t payload;  // its place in the payload ring, when out of line
+  union {
+    std::array<std::byte, kInlineBytes> data;
+    const std::byte* address;  // kRendezvous, in the sender's memory
+    std::uint64_t payloadEnd;  // when out of line
+  };
+
+  static constexpr std::uint8_t kOutOfLine = 0xff;
+};
+static_assert(sizeof(Cell) == 64);
+
+inline constexpr std::size_t kTransferSlots = 16;
+
+// A large message that both sides copy: each takes the next piece until none is left.
+struct alignas(64) TransferSlot {
+  std::atomic<std::byte*> destination;  // in the receiver's memory; null until it is known
+  std::atomic<std::uint64_t> taken;     // pieces
+  std::atomic<std::uint64_t> finished;  // pieces
+  std::atomic<bool> failed;
+};
+
+// What the reader tells the writer.
+struct RingHeader {
+  alignas(64) std::atomic<std::uint64_t> cellsRead;
+  std::atomic<std::uint64_t> payloadRead;
+  alignas(64) std::atomic<std::uint32_t> writerWaits;
+  std::array<TransferSlot, kTransferSlots> slots;
+};
+
+std::size_t ringBytes(RingShape shape);
+
+// The sending end of a one-way queue of cells in shared memory, with a second
+// ring for what does not fit a cell. One writer and one reader, in two processes.
+class RingWriter {
+ public:
+  RingWriter() = default;
+  // Over zeroed memory of ringBytes(shape).
+  RingWriter(std::byte* memory, RingShape shape);
+
+  // False when there is no room now. The reader will then say so when there is.
+  bool write(const CellFields& fields, std::span<const std::byte> data);
+  TransferSlot& slot(std::size_t index) const { return header_->slots[index]; }
+  std::uint32_t payloadBytes() const { return shape_.payloadBytes; }
+
+ private:
+  bool reservePayload(std::size_t bytes, std::uint64_t& begin);
+  bool hasRoom(std::size_t payload, std::uint64_t& begin);
+
+  RingHeader* header_ = nullptr;
+  Cell* cells_ = nullptr;
+  std::byte* payload_ = nullptr;
+  RingShape shape_{};
+  std::uint64_t cellsWritten_ = 0;
+  std::uint64_t payloadWritten_ = 0;
+  // What was last seen of the reader's.
+  std::uint64_t cellsRead_ = 0;
+  std::uint64_t payloadRead_ = 0;
+};
+
+// The receiving end.
+class RingReader {
+ public:
+  RingReader() = default;
+  RingReader(std::byte* memory, RingShape shape);
+
+  // The oldest cell that was not popped; null when there is none.
+  const Cell* front() const {
+    const Cell& cell = cells_[cellsRead_ & (shape_.cells - 1)];
+    return cell.turn.load(std::memory_order_acquire) == turn_ ? &cell : nullptr;
+  }
+  // What the cell carries.
+  std::span<const std::byte> payload(const Cell& cell, std::size_t bytes) const {
+    return {cell.inlineBytes == Cell::kOutOfLine ? payload_ + cell.payload : cell.data.data(), bytes};
+  }
+  // Gives its room back. True when the writer waits for room and has to be woken up.
+  bool pop();
+  TransferSlot& slot(std::size_t index) const { return header_->slots[index]; }
+
+ private:
+  RingHeader* header_ = nullptr;
+  Cell* cells_ = nullptr;
+  const std::byte* payload_ = nullptr;
+  RingShape shape_{};
+  std::uint32_t turn_ = 1;
+  std::uint64_t cellsRead_ = 0;
+  std::uint64_t payloadRead_ = 0;
+  std::uint64_t cellsTold_ = 0;
+  std::uint64_t payloadTold_ = 0;
+};
+
+}  // namespace farandole::transport

@@ -1,0 +1,267 @@
+// How processes find each other, wake each other up, and notice each other's end.
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstring>
+
+#include "backend/transport/shm/shm_transport.h"
+#include "backend/transport/shm/single_copy.h"
+
+namespace farandole::transport {
+namespace {
+
+constexpr char kGoodbye = 'b';
+constexpr char kKnock = 'k';
+constexpr std::string_view kAddressPrefix = "shm:";
+
+void drainEvents(int descriptor) {
+  std::uint64_t count;
+  [[maybe_unused]] const auto n = read(descriptor, &count, sizeof count);
+}
+
+void say(const Descriptor& socket, char word) {
+  if (socket) [[maybe_unused]]
+    const auto n = ::send(socket.get(), &word, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
+}
+
+}  // namespace
+
+Status ShmTransport::open() {
+  Result<MeetingPoint> point = MeetingPoint::open();
+  if (!point) return point.status();
+  meetingPoint_ = std::move(point).value();
+  Result<SharedMemory> memory = SharedMemory::create("farandole-door", sizeof(Door));
+  if (!memory) return memory.status();
+  doorMemory_ = std::move(memory).value();
+  door_ = reinterpret_cast<Door*>(doorMemory_.data());
+  bell_ = Descriptor(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
+  if (!bell_) return systemError("eventfd");
+  epoll_ = Descriptor(epoll_create1(EPOLL_CLOEXEC));
+  if (!epoll_) return systemError("epoll_create1");
+  if (getrandom(&probe_, sizeof probe_, 0) != sizeof probe_) return systemError("getrandom");
+  FARANDOLE_RETURN_IF_ERROR(watch(bell_.get(), Source::kBell, 0));
+  return watch(meetingPoint_.descriptor(), Source::kMeetingPoint, 0);
+}
+
+ShmTransport::~ShmTransport() { leave(); }
+
+void ShmTransport::leave() {
+  for (const Link& link : links_) {
+    say(link.outSocket, kGoodbye);
+    say(link.inSocket, kGoodbye);
+  }
+}
+
+std::string ShmTransport::address() const {
+  return std::string(kAddressPrefix) + std::string(meetingPoint_.token().data(), kTokenBytes);
+}
+
+Result<PeerId> ShmTransport::connect(std::string_view address) {
+  if (!address.starts_with(kAddressPrefix) || address.size() != kAddressPrefix.size() + kTokenBytes) {
+    return Status::invalidArgument("the address of " + std::to_string(address.size()) +
+                                   " bytes is none of shared memory");
+  }
+  ShmToken token;
+  std::memcpy(token.data(), address.data() + kAddressPrefix.size(), kTokenBytes);
+  acceptVisitors();  // it may have come, and gone, already
+  Link& link = linkTo(token);
+  const Status called = callOn(link);
+  if (called.code() == StatusCode::kPeerLeft || called.code() == StatusCode::kPeerFailed) {
+    // What it sent before can still be received.
+    link.failure = called;
+    noteGone(link);
+  } else if (!called) {
+    return called;
+  }
+  return PeerId{link.id};
+}
+
+ShmTransport::Link& ShmTransport::linkTo(const ShmToken& token) {
+  const auto [known, isNew] = byToken_.try_emplace(token, static_cast<std::uint32_t>(links_.size()));
+  if (!isNew) return links_[known->second];
+  Link& link = links_.emplace_back();
+  link.id = known->second;
+  link.token = token;
+  link.isSelf = token == meetingPoint_.token();
+  return link;
+}
+
+// Gives the peer a ring to read and says hello, once. It can be written to at once.
+Status ShmTransport::callOn(Link& link) {
+  if (link.outSocket || link.isSelf) return Status::ok();
+  FARANDOLE_RETURN_IF_ERROR(link.failure);
+  Result<SharedMemory> ring = SharedMemory::create("farandole-ring", ringBytes(shape_));
+  if (!ring) return ring.status();
+  const Hello hello{kShmMagic, kShmVersion, meetingPoint_.token(), shape_, probe_, &probe_};
+  pid_t pid = 0;
+  Result<Descriptor> socket =
+      introduce(link.token, hello, doorMemory_.descriptor(), bell_.get(), ring->descriptor(), pid);
+  if (!socket) return socket.status();
+  link.out = std::move(ring).value();
+  link.out.closeDescriptor();
+  link.writer = RingWriter(link.out.data(), shape_);
+  link.outSocket = std::move(socket).value();
+  link.pid = pid;
+  if (!link.process) {
+    link.process = watchProcess(pid);
+    if (link.process) FARANDOLE_RETURN_IF_ERROR(watch(link.process.get(), Source::kProcess, link.id));
+  }
+  return watch(link.outSocket.get(), Source::kOutSocket, link.id);
+}
+
+Status ShmTransport::watch(int descriptor, Source source, std::uint32_t index) {
+  epoll_event event = {};
+  event.events = EPOLLIN;
+  event.data.u64 = std::uint64_t{index} << 8 | static_cast<std::uint64_t>(source);
+  if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, descriptor, &event) != 0) return systemError("epoll_ctl");
+  return Status::ok();
+}
+
+bool ShmTransport::pollDescriptors() {
+  callsSinceLook_ = 0;
+  if (asleep_) {
+    asleep_ = false;
+    door_->armed.store(0, std::memory_order_relaxed);
+  }
+  std::array<epoll_event, 32> events;
+  const int count = epoll_wait(epoll_.get(), events.data(), events.size(), 0);
+  for (int i = 0; i < count; ++i) {
+    const auto source = static_cast<Source>(events[i].data.u64 & 0xff);
+    const auto index = static_cast<std::uint32_t>(events[i].data.u64 >> 8);
+    switch (source) {
+      case Source::kBell: drainEvents(bell_.get()); break;
+      case Source::kMeetingPoint: acceptVisitors(); break;
+      case Source::kVisitor: welcome(index); break;
+      case Source::kOutSocket: hear(links_[index], links_[index].outSocket); break;
+      case Source::kInSocket: hear(links_[index], links_[index].inSocket); break;
+      case Source::kProcess:
+        links_[index].process = Descriptor();  // it would stay readable
+        noteGone(links_[index]);
+        break;
+    }
+  }
+  return count > 0;
+}
+
+void ShmTransport::acceptVisitors() {
+  while (Descriptor socket = meetingPoint_.accept()) {
+    const auto index = static_cast<std::uint32_t>(visitors_.size());
+    visitors_.push_back(std::move(socket));
+    if (!watch(visitors_[index].get(), Source::kVisitor, index)) visitors_[index] = Descriptor();
+    welcome(index);
+  }
+}
+
+void ShmTransport::welcome(std::uint32_t index) {
+  if (!visitors_[index]) return;
+  Result<Visitor> visitor = receiveHello(visitors_[index].get());
+  if (!visitor && visitor.status().code() == StatusCode::kTimeout) return;
+  Descriptor socket = std::move(visitors_[index]);
+  if (!visitor) return;  // a stranger: closed
+  epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, socket.get(), nullptr);
+  settle(std::move(*visitor), std::move(socket));
+}
+
+void ShmTransport::settle(Visitor visitor, Descriptor socket) {
+  Link& link = linkTo(visitor.hello.token);
+  if (link.inSocket || link.isSelf || !link.failure) return;
+  const RingShape shape = visitor.hello.ring;
+  Result<SharedMemory> ring = SharedMemory::open(std::move(visitor.parts.ring), ringBytes(shape));
+  Result<SharedMemory> door = SharedMemory::open(std::move(visitor.parts.door), sizeof(Door));
+  link.inSocket = std::move(socket);
+  if (!ring || !door || !watch(link.inSocket.get(), Source::kInSocket, link.id)) return noteGone(link);
+  link.in = std::move(ring).value();
+  link.in.closeDescriptor();
+  link.reader = RingReader(link.in.data(), shape);
+  link.doorMemory = std::move(door).value();
+  link.doorMemory.closeDescriptor();
+  link.bell = std::move(visitor.parts.bell);
+  link.pid = visitor.pid;
+  std::uint64_t probe = 0;
+  link.canCopy = options_.singleCopy && visitor.pid > 0 &&
+                 copyFromProcess(visitor.pid, reinterpret_cast<std::byte*>(&probe),
+                                 reinterpret_cast<const std::byte*>(visitor.hello.probeAddress), sizeof probe)
+                     .isOk() &&
+                 probe == visitor.hello.probe;
+  incoming_.push_back(&link);
+  // Answers to its large messages go the other way.
+  if (!callOn(link)) return noteGone(link);
+  link.door = reinterpret_cast<Door*>(link.doorMemory.data());
+  wake(link);
+}
+
+// A knock, a goodbye, or the end of the peer.
+void ShmTransport::hear(Link& link, Descriptor& socket) {
+  while (socket) {
+    char word = 0;
+    const ssize_t got = ::recv(socket.get(), &word, 1, MSG_DONTWAIT);
+    if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
+    if (got > 0 && word == kKnock) continue;
+    link.saidGoodbye |= got > 0 && word == kGoodbye;
+    socket = Descriptor();
+    noteGone(link);
+  }
+}
+
+void ShmTransport::noteGone(Link& link) {
+  if (link.isGone) return;
+  link.isGone = true;
+  gone_.push_back(&link);
+}
+
+// What a peer sent before its end is received first.
+void ShmTransport::failGone() {
+  for (std::size_t i = 0; i < gone_.size();) {
+    Link& link = *gone_[i];
+    if (link.in.data() != nullptr && link.reader.front() != nullptr) {
+      ++i;
+      continue;
+    }
+    gone_.erase(gone_.begin() + static_cast<std::ptrdiff_t>(i));
+    fail(link);
+  }
+}
+
+void ShmTransport::fail(Link& link) {
+  link.failure = link.saidGoodbye
+                     ? Status(StatusCode::kPeerLeft, "its process has left: it destroyed its groups, or exited")
+                     : Status(StatusCode::kPeerFailed, "its process died");
+  std::erase(incoming_, &link);
+  link.door = nullptr;
+  matcher_.dropRemote(link.id);
+  std::vector<Request*> failed;
+  for (const Queued& queued : link.backlog) {
+    if (queued.request != nullptr) failed.push_back(queued.request);
+  }
+  numBacklogged_ -= link.backlog.size();
+  link.backlog.clear();
+  for (Outgoing& outgoing : outgoing_) {
+    if (outgoing.request != nullptr && outgoing.link == &link) failed.push_back(release(outgoing));
+  }
+  for (Pull& pull : pulls_) {
+    if (pull.request != nullptr && pull.link == &link) finish(pull, link.failure);
+  }
+  for (Request* request : failed) request->finish(link.failure);
+  if (peerFailed_) peerFailed_(PeerId{link.id}, link.failure);
+}
+
+void ShmTransport::wake(Link& link) {
+  if (link.door == nullptr) return say(link.outSocket, kKnock);  // until it has passed us its door
+  // What was written must be seen before the door is looked at.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (link.door->armed.load(std::memory_order_relaxed) == 0 || link.door->armed.exchange(0) == 0) return;
+  const std::uint64_t one = 1;
+  [[maybe_unused]] const auto n = ::write(link.bell.get(), &one, sizeof one);
+}
+
+void ShmTransport::signal() {
+  const std::uint64_t one = 1;
+  [[maybe_unused]] const auto n = ::write(bell_.get(), &one, sizeof one);
+}
+
+}  // namespace farandole::transport

@@ -1,0 +1,295 @@
+#include "backend/transport/shm/shm_transport.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "backend/common/settings.h"
+
+namespace farandole::transport {
+namespace {
+
+constexpr std::size_t kEagerBytes = 8 << 10;
+constexpr std::uint32_t kCells = 256;
+constexpr std::uint32_t kSmallestRing = 64 << 10;  // holds eight messages of kEagerBytes
+constexpr std::uint32_t kLargestRing = 64 << 20;
+// How many messages of one peer are taken before the others have their turn.
+constexpr int kCellsPerTurn = 8;
+// How often descriptors are looked at while nobody sleeps.
+constexpr int kCallsBetweenLooks = 256;
+
+const std::byte* bytesOf(const void* data) { return static_cast<const std::byte*>(data); }
+
+}  // namespace
+
+Result<ShmOptions> ShmOptions::fromEnvironment() {
+  ShmOptions options;
+  const auto ring = byteSetting("FARANDOLE_SHM_RING_BYTES", options.ringBytes, kSmallestRing, kLargestRing);
+  if (!ring) return ring.status();
+  options.ringBytes = std::bit_floor(static_cast<std::uint32_t>(*ring));
+  const auto singleCopy = choiceSetting("FARANDOLE_SHM_SINGLE_COPY", "auto", {"auto", "off"});
+  if (!singleCopy) return singleCopy.status();
+  options.singleCopy = *singleCopy == "auto";
+  return options;
+}
+
+Result<std::unique_ptr<Transport>> ShmTransport::create(const ShmOptions& options) {
+  std::unique_ptr<ShmTransport> transport(new ShmTransport(options));
+  if (Status status = transport->open(); !status) {
+    return Status::unavailable("shared memory cannot be used here (" + status.toString() + ")");
+  }
+  return std::unique_ptr<Transport>(std::move(transport));
+}
+
+ShmTransport::ShmTransport(const ShmOptions& options)
+    : options_(options), shape_{kCells, std::max(kSmallestRing, std::bit_floor(options.ringBytes))} {}
+
+void ShmTransport::send(PeerId peer, std::uint64_t tag, const void* data, std::size_t bytes, Request& request) {
+  Link& link = links_[static_cast<std::uint32_t>(peer)];
+  request.handle = nullptr;
+  if (!link.failure) return request.finish(link.failure);
+  if (link.isSelf) return sendToSelf(link, tag, bytesOf(data), bytes, request);
+  if (bytes > kEagerBytes) return offer(link, tag, bytesOf(data), bytes, request);
+  request.status = Status::ok();
+  post(link, {{.kind = CellKind::kEager, .tag = tag, .bytes = bytes}, bytesOf(data), &request});
+}
+
+void ShmTransport::recv(PeerId /*from*/, std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes,
+                        Request& request) {
+  request.status = Status::ok();
+  request.handle = nullptr;
+  request.data = static_cast<std::byte*>(data);
+  request.capacity = bytes;
+  request.wanted = tag;
+  request.mask = mask;
+  if (auto message = matcher_.takeMessage(tag, mask)) {
+    accept(request, std::move(message));
+  } else {
+    matcher_.addReceive(request);
+  }
+}
+
+bool ShmTransport::recvIfThere(std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes, Request& request) {
+  auto message = matcher_.takeMessage(tag, mask);
+  if (message == nullptr) return false;
+  request.status = Status::ok();
+  request.handle = nullptr;
+  request.data = static_cast<std::byte*>(data);
+  request.capacity = bytes;
+  accept(request, std::move(message));
+  return true;
+}
+
+void ShmTransport::cancel(Request& request) {
+  if (request.handle == &request) return;  // being received: the sender's memory is being read
+  Outgoing* const outgoing = static_cast<Outgoing*>(request.handle);
+  if (outgoing == nullptr && matcher_.removeReceive(request)) return request.finish(Status::aborted("cancelled"));
+  const auto isIt = [&](const Queued& queued) {
+    return outgoing == nullptr ? queued.request == &request
+                               : queued.fields.kind == CellKind::kRendezvous && queued.fields.id == outgoing->id;
+  };
+  for (Link& link : links_) {
+    if (outgoing != nullptr && outgoing->link != &link) continue;
+    const auto queued = std::find_if(link.backlog.begin(), link.backlog.end(), isIt);
+    if (queued == link.backlog.end()) continue;
+    link.backlog.erase(queued);
+    --numBacklogged_;
+    if (outgoing != nullptr) release(*outgoing);
+    return request.finish(Status::aborted("cancelled"));
+  }
+  // The peer knows of it: it answers that it forgot it, or goes on to receive it.
+  if (outgoing != nullptr && !outgoing->link->isSelf) tell(*outgoing->link, CellKind::kRetract, outgoing->id);
+  if (outgoing != nullptr && outgoing->link->isSelf && matcher_.dropRemote(outgoing->link->id, outgoing->id)) {
+    finishOutgoing(*outgoing->link, outgoing->id, StatusCode::kAborted);
+  }
+}
+
+bool ShmTransport::progress() {
+  bool any = false;
+  if (asleep_ || ++callsSinceLook_ >= kCallsBetweenLooks) any = pollDescriptors();
+  for (std::size_t i = 0; i < incoming_.size(); ++i) any |= drain(*incoming_[i]);
+  if (numBacklogged_ > 0) any |= flushBacklogs();
+  if (freePulls_.size() < pulls_.size()) any |= advancePulls();
+  if (!helped_.empty()) any |= helpSends();
+  if (!gone_.empty()) failGone();
+  return any;
+}
+
+bool ShmTransport::arm() {
+  asleep_ = true;
+  door_->armed.store(1);
+  // Whoever writes looks at the door after it has written: one of both sees the other.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  bool isReady =
+      isWorkLeft() || !gone_.empty() || (numBacklogged_ > 0 && flushBacklogs()) || (!helped_.empty() && helpSends());
+  for (std::size_t i = 0; i < incoming_.size() && !isReady; ++i) isReady = incoming_[i]->reader.front() != nullptr;
+  if (isReady) door_->armed.store(0, std::memory_order_relaxed);
+  return !isReady;
+}
+
+void ShmTransport::deliver(Request& request, std::uint64_t tag, const std::byte* data, std::size_t bytes) {
+  request.bytes = bytes;
+  request.tag = tag;
+  if (bytes > request.capacity) {
+    request.status =
+        Status(StatusCode::kTruncated, "a message of " + std::to_string(bytes) + " bytes does not fit a buffer of " +
+                                           std::to_string(request.capacity));
+  } else if (bytes > 0) {
+    std::memcpy(request.data, data, bytes);
+  }
+}
+
+void ShmTransport::accept(Request& request, std::unique_ptr<Unexpected> message) {
+  if (message->remote != nullptr) {
+    pull(links_[message->peer], request, *message);
+    matcher_.recycle(std::move(message));
+    return;
+  }
+  deliver(request, message->tag, message->payload.data(), message->bytes);
+  matcher_.recycle(std::move(message));
+  request.onDone(request);
+}
+
+void ShmTransport::arrive(Link& link, std::uint64_t tag, const std::byte* data, std::size_t bytes) {
+  auto message = matcher_.makeMessage();
+  message->tag = tag;
+  message->bytes = bytes;
+  message->peer = link.id;
+  message->payload.assign(data, data + bytes);
+  matcher_.addMessage(std::move(message));
+}
+
+void ShmTransport::sendToSelf(Link& link, std::uint64_t tag, const std::byte* data, std::size_t bytes,
+                              Request& request) {
+  request.status = Status::ok();
+  if (Request* receive = matcher_.takeReceive(tag)) {
+    deliver(*receive, tag, data, bytes);
+    receive->onDone(*receive);
+  } else if (bytes > kEagerBytes) {
+    return offer(link, tag, data, bytes, request);
+  } else {
+    arrive(link, tag, data, bytes);
+  }
+  request.onDone(request);
+}
+
+bool ShmTransport::write(Link& link, const Queued& item) {
+  return link.writer.write(item.fields, {item.data, item.data != nullptr ? item.fields.bytes : 0});
+}
+
+// Sends at once, or in turn behind what waits for room already.
+void ShmTransport::post(Link& link, const Queued& item) {
+  if (link.backlog.empty() && write(link, item)) [[likely]] {
+    wake(link);
+    if (item.fields.kind == CellKind::kEager) item.request->onDone(*item.request);
+    return;
+  }
+  link.backlog.push_back(item);
+  ++numBacklogged_;
+}
+
+void ShmTransport::tell(Link& link, CellKind kind, std::uint32_t id, std::uint64_t tag) {
+  if (link.failure) post(link, {{.kind = kind, .tag = tag, .id = id}});
+}
+
+bool ShmTransport::flush(Link& link) {
+  bool any = false;
+  while (!link.backlog.empty() && write(link, link.backlog.front())) {
+    const Queued item = link.backlog.front();
+    link.backlog.pop_front();
+    --numBacklogged_;
+    any = true;
+    wake(link);
+    if (item.fields.kind == CellKind::kEager) item.request->onDone(*item.request);
+  }
+  return any;
+}
+
+bool ShmTransport::flushBacklogs() {
+  bool any = false;
+  for (Link& link : links_) any |= !link.backlog.empty() && flush(link);
+  return any;
+}
+
+bool ShmTransport::drain(Link& link) {
+  int taken = 0;
+  for (; taken < kCellsPerTurn; ++taken) {
+    const Cell* const cell = link.reader.front();
+    if (cell == nullptr) break;
+    handle(link, *cell);
+  }
+  return taken > 0;
+}
+
+// The cell is popped before anybody is told: callbacks may progress the ring further.
+void ShmTransport::handle(Link& link, const Cell& cell) {
+  const auto pop = [&] {
+    if (link.reader.pop()) wake(link);
+  };
+  switch (cell.kind) {
+    case CellKind::kEager: {
+      const std::byte* const data = link.reader.payload(cell, cell.bytes).data();
+      Request* const receive = matcher_.takeReceive(cell.tag);
+      if (receive != nullptr) {
+        deliver(*receive, cell.tag, data, cell.bytes);
+      } else {
+        arrive(link, cell.tag, data, cell.bytes);
+      }
+      pop();
+      if (receive != nullptr) receive->onDone(*receive);
+      break;
+    }
+    case CellKind::kRendezvous: {
+      auto message = matcher_.makeMessage();
+      message->tag = cell.tag;
+      message->bytes = cell.bytes;
+      message->peer = link.id;
+      message->remoteId = cell.id;
+      message->slot = cell.slot;
+      message->remote = cell.address;
+      pop();
+      if (Request* receive = matcher_.takeReceive(message->tag)) {
+        accept(*receive, std::move(message));
+      } else {
+        matcher_.addMessage(std::move(message));
+      }
+      break;
+    }
+    case CellKind::kClear: {
+      const std::uint32_t id = cell.id;
+      const auto pull = static_cast<std::uint32_t>(cell.tag);
+      pop();
+      if (id < outgoing_.size() && outgoing_[id].request != nullptr && outgoing_[id].link == &link) {
+        outgoing_[id].isStreamed = true;
+        outgoing_[id].pull = pull;
+        if (outgoing_[id].slot == kNoSlot) helped_.push_back(id);
+      }
+      break;
+    }
+    case CellKind::kFragment: receiveFragment(link, cell); break;
+    case CellKind::kFinished: {
+      const std::uint32_t id = cell.id;
+      const auto code = static_cast<StatusCode>(cell.tag);
+      pop();
+      finishOutgoing(link, id, code);
+      break;
+    }
+    case CellKind::kRetract: {
+      const std::uint32_t id = cell.id;
+      pop();
+      if (matcher_.dropRemote(link.id, id)) {
+        tell(link, CellKind::kFinished, id, static_cast<std::uint64_t>(StatusCode::kAborted));
+      }
+      break;
+    }
+  }
+}
+
+std::string ShmTransport::describe(PeerId peer) const {
+  const Link& link = links_[static_cast<std::uint32_t>(peer)];
+  if (!link.failure) return "shm: " + link.failure.toString();
+  if (link.isSelf) return "self";
+  return link.canCopy ? "shm: single copy" : "shm";
+}
+
+}  // namespace farandole::transport

@@ -1,0 +1,193 @@
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "backend/transport/matcher.h"
+#include "backend/transport/shm/memory.h"
+#include "backend/transport/shm/ring.h"
+#include "backend/transport/shm/wiring.h"
+#include "backend/transport/transport.h"
+
+namespace farandole::transport {
+
+struct ShmOptions {
+  // Of each direction between two processes that talk, for messages that are on their way.
+  std::uint32_t ringBytes = 128 << 10;
+  // Whether large messages are copied once, from process to process, where the system allows it.
+  bool singleCopy = true;
+
+  // FARANDOLE_SHM_RING_BYTES, FARANDOLE_SHM_SINGLE_COPY.
+  static Result<ShmOptions> fromEnvironment();
+};
+
+// Messages between the processes of one host. Small ones go through a ring in
+// shared memory, one for each direction between two processes. Large ones stay
+// where they are until a receive wants them: then the receiver copies them out
+// of the sender's memory, helped by the sender when they are very large and it
+// is at hand; or they go through the ring piece by piece, where processes may
+// not read each other's memory.
+//
+// A peer's death is seen by its pidfd and its socket.
+class ShmTransport final : public Transport {
+ public:
+  // Fails with kUnavailable where the system lacks what is needed; the message says what.
+  static Result<std::unique_ptr<Transport>> create(const ShmOptions& options);
+  ~ShmTransport() override;
+
+  std::string_view name() const override { return "shm"; }
+  std::string address() const override;
+  Result<PeerId> connect(std::string_view address) override;
+  Status failure(PeerId peer) const override { return links_[static_cast<std::uint32_t>(peer)].failure; }
+  void onPeerFailed(PeerFailed handler) override { peerFailed_ = std::move(handler); }
+  void send(PeerId peer, std::uint64_t tag, const void* data, std::size_t bytes, Request& request) override;
+  void recv(PeerId from, std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes,
+            Request& request) override;
+  bool recvIfThere(std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes, Request& request) override;
+  void cancel(Request& request) override;
+  bool progress() override;
+  int eventFd() const override { return epoll_.get(); }
+  bool arm() override;
+  void leave() override;
+  void signal() override;
+  std::string describe(PeerId peer) const override;
+
+ private:
+  // What waits for room in a ring. Without a request it is a word to the peer.
+  struct Queued {
+    CellFields fields;
+    const std::byte* data = nullptr;
+    Request* request = nullptr;
+  };
+
+  struct Link {
+    std::uint32_t id = 0;
+    ShmToken token{};
+    bool isSelf = false;
+    pid_t pid = 0;
+    bool canCopy = false;  // this process may read and write the peer's memory
+    bool saidGoodbye = false;
+    bool isGone = false;
+    Status failure;
+
+    // To the peer.
+    SharedMemory out;
+    RingWriter writer;
+    Descriptor outSocket;
+    std::deque<Queued> backlog;
+    std::uint32_t freeSlots = (1u << kTransferSlots) - 1;
+
+    // From the peer.
+    SharedMemory in;
+    RingReader reader;
+    Descriptor inSocket;
+    SharedMemory doorMemory;
+    Door* door = nullptr;
+    Descriptor bell;
+    Descriptor process;
+  };
+
+  // A large message that this process sends, until the receiver has it.
+  struct Outgoing {
+    Request* request = nullptr;  // null: the entry is free
+    Link* link = nullptr;
+    const std::byte* data = nullptr;
+    std::size_t bytes = 0;
+    std::uint32_t id = 0;  // its place in outgoing_
+    std::uint16_t slot = kNoSlot;
+    bool isStreamed = false;
+    std::uint32_t pull = 0;  // the receiver's number for it, when streamed
+    std::size_t streamed = 0;
+  };
+
+  // A large message that this process receives.
+  struct Pull {
+    Request* request = nullptr;  // null: the entry is free
+    Link* link = nullptr;
+    const std::byte* from = nullptr;
+    std::size_t bytes = 0;
+    std::size_t copied = 0;
+    std::uint32_t id = 0;
+    std::uint16_t slot = kNoSlot;
+    bool isStreamed = false;
+  };
+
+  explicit ShmTransport(const ShmOptions& options);
+  Status open();
+
+  // Connecting, and what descriptors tell (shm_links.cc).
+  enum class Source : std::uint8_t { kBell, kMeetingPoint, kVisitor, kOutSocket, kInSocket, kProcess };
+  Link& linkTo(const ShmToken& token);
+  Status callOn(Link& link);
+  Status watch(int descriptor, Source source, std::uint32_t index);
+  bool pollDescriptors();
+  void acceptVisitors();
+  void welcome(std::uint32_t index);
+  void settle(Visitor visitor, Descriptor socket);
+  void hear(Link& link, Descriptor& socket);
+  void noteGone(Link& link);
+  void failGone();
+  void fail(Link& link);
+  void wake(Link& link);
+
+  // Messages.
+  void deliver(Request& request, std::uint64_t tag, const std::byte* data, std::size_t bytes);
+  void accept(Request& request, std::unique_ptr<Unexpected> message);
+  void arrive(Link& link, std::uint64_t tag, const std::byte* data, std::size_t bytes);
+  void sendToSelf(Link& link, std::uint64_t tag, const std::byte* data, std::size_t bytes, Request& request);
+  void post(Link& link, const Queued& item);
+  static bool write(Link& link, const Queued& item);
+  void tell(Link& link, CellKind kind, std::uint32_t id, std::uint64_t tag = 0);
+  bool drain(Link& link);
+  void handle(Link& link, const Cell& cell);
+  bool flush(Link& link);
+  bool flushBacklogs();
+
+  // Large messages (shm_rendezvous.cc).
+  void offer(Link& link, std::uint64_t tag, const std::byte* data, std::size_t bytes, Request& request);
+  void pull(Link& link, Request& request, const Unexpected& message);
+  bool advancePulls();
+  bool advance(Pull& pull);
+  void finish(Pull& pull, Status status);
+  void receiveFragment(Link& link, const Cell& cell);
+  bool helpSends();
+  bool help(Outgoing& outgoing);
+  bool stream(Outgoing& outgoing);
+  void finishOutgoing(Link& link, std::uint32_t id, StatusCode code);
+  Request* release(Outgoing& outgoing);
+  bool isWorkLeft() const;
+
+  const ShmOptions options_;
+  const RingShape shape_;
+  std::uint64_t probe_ = 0;
+  MeetingPoint meetingPoint_;
+  SharedMemory doorMemory_;
+  Door* door_ = nullptr;
+  Descriptor bell_;
+  Descriptor epoll_;
+  PeerFailed peerFailed_;
+  bool asleep_ = false;
+  int callsSinceLook_ = 0;
+
+  std::deque<Link> links_;  // by PeerId
+  std::map<ShmToken, std::uint32_t> byToken_;
+  std::vector<Link*> incoming_;  // with a ring to read
+  std::vector<Descriptor> visitors_;
+  std::vector<Link*> gone_;
+  std::size_t numBacklogged_ = 0;
+
+  Matcher matcher_;
+  std::deque<Outgoing> outgoing_;
+  std::vector<std::uint32_t> freeOutgoing_;
+  std::vector<std::uint32_t> helped_;  // outgoing that this side helps to copy, or streams
+  std::deque<Pull> pulls_;
+  std::vector<std::uint32_t> freePulls_;
+};
+
+}  // namespace farandole::transport

@@ -1,0 +1,158 @@
+#include "backend/transport/shm/wiring.h"
+
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+
+namespace farandole::transport {
+namespace {
+
+constexpr int kBacklog = 4096;
+constexpr std::size_t kNumParts = 3;
+
+// An abstract name: a null byte, then "farandole-" and the token in hexadecimal.
+socklen_t nameOf(const ShmToken& token, sockaddr_un& address) {
+  address = {};
+  address.sun_family = AF_UNIX;
+  std::string name("\0farandole-", 11);
+  for (const char c : token) {
+    constexpr const char* kDigits = "0123456789abcdef";
+    name += kDigits[static_cast<unsigned char>(c) >> 4];
+    name += kDigits[static_cast<unsigned char>(c) & 15];
+  }
+  std::memcpy(address.sun_path, name.data(), name.size());
+  return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + name.size());
+}
+
+Descriptor unixSocket() { return Descriptor(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)); }
+
+Result<ucred> credentialsOf(int socket) {
+  ucred credentials = {};
+  socklen_t length = sizeof credentials;
+  if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &credentials, &length) != 0) return systemError("SO_PEERCRED");
+  if (credentials.uid != geteuid() && credentials.uid != 0) {
+    return Status::unavailable("a process of user " + std::to_string(credentials.uid) +
+                               " is at the other end; expected user " + std::to_string(geteuid()));
+  }
+  return credentials;
+}
+
+std::string readLine(const char* path) {
+  std::ifstream file(path);
+  std::string line;
+  std::getline(file, line);
+  return line;
+}
+
+union Control {
+  std::array<char, CMSG_SPACE(kNumParts * sizeof(int))> bytes;
+  cmsghdr alignment;
+};
+
+}  // namespace
+
+Result<MeetingPoint> MeetingPoint::open() {
+  MeetingPoint point;
+  if (getrandom(point.token_.data(), point.token_.size(), 0) != static_cast<ssize_t>(kTokenBytes)) {
+    return systemError("getrandom");
+  }
+  point.socket_ = unixSocket();
+  if (!point.socket_) return systemError("socket(AF_UNIX)");
+  sockaddr_un address;
+  const socklen_t length = nameOf(point.token_, address);
+  if (bind(point.descriptor(), reinterpret_cast<const sockaddr*>(&address), length) != 0) {
+    return systemError("binding a Unix socket");
+  }
+  if (listen(point.descriptor(), kBacklog) != 0) return systemError("listening on a Unix socket");
+  return point;
+}
+
+Descriptor MeetingPoint::accept() {
+  return Descriptor(accept4(descriptor(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+}
+
+Result<Descriptor> introduce(const ShmToken& token, const Hello& hello, int door, int bell, int ring, pid_t& pid) {
+  Descriptor socket = unixSocket();
+  if (!socket) return systemError("socket(AF_UNIX)");
+  sockaddr_un address;
+  const socklen_t length = nameOf(token, address);
+  if (connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) {
+    if (errno == ECONNREFUSED)
+      return Status(StatusCode::kPeerLeft, "its process is gone: nothing listens at its address");
+    return systemError("connecting to a process of this host");
+  }
+  Result<ucred> credentials = credentialsOf(socket.get());
+  if (!credentials) return credentials.status();
+  pid = credentials->pid;
+
+  iovec data{const_cast<Hello*>(&hello), sizeof hello};
+  const std::array<int, kNumParts> parts{door, bell, ring};
+  Control control = {};
+  msghdr message = {};
+  message.msg_iov = &data;
+  message.msg_iovlen = 1;
+  message.msg_control = &control;
+  message.msg_controllen = sizeof control.bytes;
+  cmsghdr* const header = CMSG_FIRSTHDR(&message);
+  header->cmsg_level = SOL_SOCKET;
+  header->cmsg_type = SCM_RIGHTS;
+  header->cmsg_len = CMSG_LEN(sizeof parts);
+  std::memcpy(CMSG_DATA(header), parts.data(), sizeof parts);
+  if (sendmsg(socket.get(), &message, MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof hello)) {
+    return systemError("passing shared memory to a process of this host");
+  }
+  return socket;
+}
+
+Result<Visitor> receiveHello(int socket) {
+  Visitor visitor = {};
+  iovec data{&visitor.hello, sizeof visitor.hello};
+  Control control = {};
+  msghdr message = {};
+  message.msg_iov = &data;
+  message.msg_iovlen = 1;
+  message.msg_control = &control;
+  message.msg_controllen = sizeof control.bytes;
+  const ssize_t got = recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
+  if (got < 0 && errno == EAGAIN) return Status::timeout("nothing was said yet");
+  const cmsghdr* const header = CMSG_FIRSTHDR(&message);
+  std::array<int, kNumParts> parts{-1, -1, -1};
+  if (header != nullptr && header->cmsg_type == SCM_RIGHTS) {
+    std::memcpy(parts.data(), CMSG_DATA(header), std::min<std::size_t>(sizeof parts, header->cmsg_len - CMSG_LEN(0)));
+  }
+  visitor.parts = {Descriptor(parts[0]), Descriptor(parts[1]), Descriptor(parts[2])};
+  if (got != static_cast<ssize_t>(sizeof visitor.hello) || visitor.hello.magic != kShmMagic ||
+      visitor.hello.version != kShmVersion || parts[kNumParts - 1] < 0) {
+    return Status::unavailable("what connected is no farandole process of this version");
+  }
+  Result<ucred> credentials = credentialsOf(socket);
+  if (!credentials) return credentials.status();
+  visitor.pid = credentials->pid;
+  return visitor;
+}
+
+std::string hostIdentity() {
+  if (const char* given = std::getenv("FARANDOLE_HOST_ID")) return given;
+  struct stat network = {};
+  stat("/proc/self/ns/net", &network);
+  return readLine("/proc/sys/kernel/random/boot_id") + "/" + std::to_string(network.st_ino);
+}
+
+Descriptor watchProcess(pid_t pid) {
+#ifdef SYS_pidfd_open
+  return pid > 0 ? Descriptor(static_cast<int>(syscall(SYS_pidfd_open, pid, 0))) : Descriptor();
+#else
+  return Descriptor();
+#endif
+}
+
+}  // namespace farandole::transport
