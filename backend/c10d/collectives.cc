@@ -28,11 +28,38 @@ void checkSameSize(const char* operation, const char* argument, const Tensors& t
   }
 }
 
+// PREMUL_SUM: what a rank gives is multiplied before the sum, in the tensor itself or in a copy.
+void premultiply(const ::c10d::ReduceOp& op, const at::Tensor& tensor) {
+  const auto factor = premulFactor(op);
+  if (!factor) return;
+  const at::AutoDispatchBelowADInplaceOrView noAutograd;
+  tensor.mul_(*factor);
+}
+
+at::Tensor premultiplied(const ::c10d::ReduceOp& op, const at::Tensor& tensor) {
+  const auto factor = premulFactor(op);
+  if (!factor) return tensor;
+  const at::AutoDispatchBelowADInplaceOrView noAutograd;
+  return tensor.clone().mul_(*factor);
+}
+
+Tensors premultiplied(const ::c10d::ReduceOp& op, const Tensors& tensors) {
+  Tensors results;
+  results.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) results.push_back(premultiplied(op, tensor));
+  return results;
+}
+
 }  // namespace
+
+c10::intrusive_ptr<CollectiveWork> ProcessGroupFarandole::makeCollective(OpType type, const char* title,
+                                                                         std::chrono::milliseconds timeout) {
+  return c10::make_intrusive<CollectiveWork>(communicator_, workOptions(type, title, timeout));
+}
 
 WorkPtr ProcessGroupFarandole::runCollective(OpType type, const char* title, std::chrono::milliseconds timeout,
                                              Tensors results, Tensors kept, const BuildProgram& build) {
-  auto work = c10::make_intrusive<CollectiveWork>(communicator_, workOptions(type, title, timeout));
+  auto work = makeCollective(type, title, timeout);
   work->setTensors(std::move(results), std::move(kept));
   Program program;
   build(program);
@@ -43,7 +70,7 @@ WorkPtr ProcessGroupFarandole::runCollective(OpType type, const char* title, std
 }
 
 WorkPtr ProcessGroupFarandole::broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& opts) {
-  const at::Tensor& tensor = checkSingle("broadcast", "tensors", tensors);
+  const at::Tensor& tensor = checkSingleDense("broadcast", "tensors", tensors);
   checkRank("broadcast", "src", opts.rootRank, size_);
   checkRootTensor("broadcast", opts.rootTensor);
   return runCollective(OpType::BROADCAST, "farandole:broadcast", opts.timeout, tensors, {}, [&](Program& program) {
@@ -52,8 +79,10 @@ WorkPtr ProcessGroupFarandole::broadcast(Tensors& tensors, const ::c10d::Broadca
 }
 
 WorkPtr ProcessGroupFarandole::allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& opts) {
-  const at::Tensor& tensor = checkSingle("all_reduce", "tensors", tensors);
+  if (tensors.size() == 1 && tensors[0].defined() && tensors[0].is_sparse()) return allreduce_sparse(tensors, opts);
+  const at::Tensor& tensor = checkSingleDense("all_reduce", "tensors", tensors);
   const collective::Reduction reduction = reductionFor(opts.reduceOp, tensor.scalar_type());
+  premultiply(opts.reduceOp, tensor);
   return runCollective(OpType::ALLREDUCE, "farandole:all_reduce", opts.timeout, tensors, {}, [&](Program& program) {
     collective::allReduce(program, topology(), reduction, sliceOf(tensor));
   });
@@ -62,9 +91,10 @@ WorkPtr ProcessGroupFarandole::allreduce(Tensors& tensors, const ::c10d::Allredu
 WorkPtr ProcessGroupFarandole::allreduce_coalesced(Tensors& tensors, const ::c10d::AllreduceCoalescedOptions& opts) {
   TORCH_CHECK_VALUE(!tensors.empty(), "all_reduce_coalesced: tensors is empty; expected one or more");
   for (const at::Tensor& tensor : tensors) {
-    checkTensor("all_reduce_coalesced", "tensors", tensor);
+    checkDense("all_reduce_coalesced", "tensors", tensor);
     (void)reductionFor(opts.reduceOp, tensor.scalar_type());
   }
+  for (const at::Tensor& tensor : tensors) premultiply(opts.reduceOp, tensor);
   return runCollective(OpType::ALLREDUCE_COALESCED, "farandole:all_reduce_coalesced", opts.timeout, tensors, {},
                        [&](Program& program) {
                          for (const at::Tensor& tensor : tensors) {
@@ -75,18 +105,24 @@ WorkPtr ProcessGroupFarandole::allreduce_coalesced(Tensors& tensors, const ::c10
 }
 
 WorkPtr ProcessGroupFarandole::reduce(Tensors& tensors, const ::c10d::ReduceOptions& opts) {
-  const at::Tensor& tensor = checkSingle("reduce", "tensors", tensors);
+  const at::Tensor& tensor = checkSingleDense("reduce", "tensors", tensors);
   checkRank("reduce", "dst", opts.rootRank, size_);
   checkRootTensor("reduce", opts.rootTensor);
   const collective::Reduction reduction = reductionFor(opts.reduceOp, tensor.scalar_type());
-  return runCollective(OpType::REDUCE, "farandole:reduce", opts.timeout, tensors, {}, [&](Program& program) {
-    collective::reduce(program, topology(), reduction, static_cast<int>(opts.rootRank), sliceOf(tensor));
+  at::Tensor data = tensor;
+  if (rank_ == opts.rootRank) {
+    premultiply(opts.reduceOp, data);
+  } else {
+    data = premultiplied(opts.reduceOp, data);
+  }
+  return runCollective(OpType::REDUCE, "farandole:reduce", opts.timeout, tensors, {data}, [&](Program& program) {
+    collective::reduce(program, topology(), reduction, static_cast<int>(opts.rootRank), sliceOf(data));
   });
 }
 
 WorkPtr ProcessGroupFarandole::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                          const ::c10d::AllgatherOptions& opts) {
-  const at::Tensor& input = checkSingle("all_gather", "tensor", inputs);
+  const at::Tensor& input = checkSingleDense("all_gather", "tensor", inputs);
   const Tensors& list = checkSingleList("all_gather", "tensor_list", outputs);
   checkList("all_gather", "tensor_list", list, size_, input);
   checkFlat("all_gather", "tensor_list of this rank", list[rank_], input, 1);
@@ -114,13 +150,7 @@ WorkPtr ProcessGroupFarandole::allgather_coalesced(std::vector<Tensors>& outputs
                     size_, ", one for each rank");
   Tensors all;
   for (const Tensors& list : outputs) {
-    TORCH_CHECK_VALUE(list.size() == inputs.size(), "all_gather_coalesced: an output list has ", list.size(),
-                      " tensors; expected ", inputs.size(), ", one for each input");
-    for (std::size_t j = 0; j < list.size(); ++j) {
-      checkTensor("all_gather_coalesced", "output", list[j]);
-      checkTensor("all_gather_coalesced", "input", inputs[j]);
-      checkFlat("all_gather_coalesced", "output", list[j], inputs[j], 1);
-    }
+    checkFlats("all_gather_coalesced", "output", list, "input", inputs, 1);
     all.insert(all.end(), list.begin(), list.end());
   }
   return runCollective(OpType::ALLGATHER_COALESCED, "farandole:all_gather_coalesced", opts.timeout, all, inputs,
@@ -135,13 +165,7 @@ WorkPtr ProcessGroupFarandole::allgather_coalesced(std::vector<Tensors>& outputs
 
 WorkPtr ProcessGroupFarandole::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                const ::c10d::AllgatherOptions& opts) {
-  TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "all_gather_into_tensor_coalesced: ", outputs.size(),
-                    " outputs for ", inputs.size(), " inputs; expected as many");
-  for (std::size_t i = 0; i < inputs.size(); ++i) {
-    checkTensor("all_gather_into_tensor_coalesced", "input", inputs[i]);
-    checkTensor("all_gather_into_tensor_coalesced", "output", outputs[i]);
-    checkFlat("all_gather_into_tensor_coalesced", "output", outputs[i], inputs[i], size_);
-  }
+  checkFlats("all_gather_into_tensor_coalesced", "outputs", outputs, "inputs", inputs, size_);
   return runCollective(OpType::_ALLGATHER_BASE, "farandole:all_gather_into_tensor_coalesced", opts.timeout, outputs,
                        inputs, [&](Program& program) {
                          for (std::size_t i = 0; i < inputs.size(); ++i) {
@@ -153,7 +177,7 @@ WorkPtr ProcessGroupFarandole::allgather_into_tensor_coalesced(Tensors& outputs,
 
 WorkPtr ProcessGroupFarandole::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                                       const ::c10d::GatherOptions& opts) {
-  const at::Tensor& input = checkSingle("gather", "tensor", inputs);
+  const at::Tensor& input = checkSingleDense("gather", "tensor", inputs);
   checkRank("gather", "dst", opts.rootRank, size_);
   Tensors list;
   if (rank_ == opts.rootRank) {
@@ -169,9 +193,25 @@ WorkPtr ProcessGroupFarandole::gather(std::vector<Tensors>& outputs, Tensors& in
   });
 }
 
+WorkPtr ProcessGroupFarandole::gather_into_tensor(at::Tensor& output, at::Tensor& input,
+                                                  const ::c10d::GatherOptions& opts) {
+  checkTensor("gather_into_tensor", "tensor", input);
+  checkRank("gather_into_tensor", "dst", opts.rootRank, size_);
+  const bool isRoot = rank_ == opts.rootRank;
+  if (isRoot) {
+    checkTensor("gather_into_tensor", "gather_tensor", output);
+    checkFlat("gather_into_tensor", "gather_tensor", output, input, size_);
+  }
+  return runCollective(OpType::GATHER, "farandole:gather_into_tensor", opts.timeout,
+                       isRoot ? Tensors{output} : Tensors{}, {input}, [&](Program& program) {
+                         collective::gather(program, topology(), static_cast<int>(opts.rootRank), sliceOf(input),
+                                            isRoot ? equalSlices(output, size_) : std::vector<Slice>{});
+                       });
+}
+
 WorkPtr ProcessGroupFarandole::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                        const ::c10d::ScatterOptions& opts) {
-  const at::Tensor& output = checkSingle("scatter", "tensor", outputs);
+  const at::Tensor& output = checkSingleDense("scatter", "tensor", outputs);
   checkRank("scatter", "src", opts.rootRank, size_);
   Tensors list;
   if (rank_ == opts.rootRank) {
@@ -189,15 +229,16 @@ WorkPtr ProcessGroupFarandole::scatter(Tensors& outputs, std::vector<Tensors>& i
 
 WorkPtr ProcessGroupFarandole::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                               const ::c10d::ReduceScatterOptions& opts) {
-  const at::Tensor& output = checkSingle("reduce_scatter", "output", outputs);
+  const at::Tensor& output = checkSingleDense("reduce_scatter", "output", outputs);
   const Tensors& list = checkSingleList("reduce_scatter", "input_list", inputs);
   checkList("reduce_scatter", "input_list", list, size_, output);
   TORCH_CHECK_VALUE(list[rank_].numel() == output.numel(), "reduce_scatter: input_list[", rank_, "] has ",
                     list[rank_].numel(), " elements; expected ", output.numel(), " as output");
   const collective::Reduction reduction = reductionFor(opts.reduceOp, output.scalar_type());
-  return runCollective(OpType::REDUCE_SCATTER, "farandole:reduce_scatter", opts.timeout, outputs, list,
+  const Tensors data = premultiplied(opts.reduceOp, list);
+  return runCollective(OpType::REDUCE_SCATTER, "farandole:reduce_scatter", opts.timeout, outputs, data,
                        [&](Program& program) {
-                         collective::reduceScatter(program, topology(), reduction, sliceOf(output), slicesOf(list));
+                         collective::reduceScatter(program, topology(), reduction, sliceOf(output), slicesOf(data));
                        });
 }
 
@@ -207,29 +248,25 @@ WorkPtr ProcessGroupFarandole::_reduce_scatter_base(at::Tensor& output, at::Tens
   checkTensor("reduce_scatter_tensor", "input", input);
   checkFlat("reduce_scatter_tensor", "input", input, output, size_);
   const collective::Reduction reduction = reductionFor(opts.reduceOp, output.scalar_type());
-  return runCollective(OpType::_REDUCE_SCATTER_BASE, "farandole:_reduce_scatter_base", opts.timeout, {output}, {input},
+  const at::Tensor data = premultiplied(opts.reduceOp, input);
+  return runCollective(OpType::_REDUCE_SCATTER_BASE, "farandole:_reduce_scatter_base", opts.timeout, {output}, {data},
                        [&](Program& program) {
                          collective::reduceScatter(program, topology(), reduction, sliceOf(output),
-                                                   equalSlices(input, size_));
+                                                   equalSlices(data, size_));
                        });
 }
 
 WorkPtr ProcessGroupFarandole::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                const ::c10d::ReduceScatterOptions& opts) {
-  TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "reduce_scatter_tensor_coalesced: ", outputs.size(),
-                    " outputs for ", inputs.size(), " inputs; expected as many");
+  checkFlats("reduce_scatter_tensor_coalesced", "inputs", inputs, "outputs", outputs, size_);
   std::vector<collective::Reduction> reductions;
-  for (std::size_t i = 0; i < inputs.size(); ++i) {
-    checkTensor("reduce_scatter_tensor_coalesced", "output", outputs[i]);
-    checkTensor("reduce_scatter_tensor_coalesced", "input", inputs[i]);
-    checkFlat("reduce_scatter_tensor_coalesced", "input", inputs[i], outputs[i], size_);
-    reductions.push_back(reductionFor(opts.reduceOp, outputs[i].scalar_type()));
-  }
+  for (const at::Tensor& output : outputs) reductions.push_back(reductionFor(opts.reduceOp, output.scalar_type()));
+  const Tensors data = premultiplied(opts.reduceOp, inputs);
   return runCollective(OpType::_REDUCE_SCATTER_BASE, "farandole:reduce_scatter_tensor_coalesced", opts.timeout, outputs,
-                       inputs, [&](Program& program) {
-                         for (std::size_t i = 0; i < inputs.size(); ++i) {
+                       data, [&](Program& program) {
+                         for (std::size_t i = 0; i < data.size(); ++i) {
                            collective::reduceScatter(program, topology(), reductions[i], sliceOf(outputs[i]),
-                                                     equalSlices(inputs[i], size_));
+                                                     equalSlices(data[i], size_));
                          }
                        });
 }

@@ -96,7 +96,7 @@ WorkPtr ProcessGroupFarandole::endCoalescing() {
     batchOpen_ = false;
   }
   std::vector<WorkPtr> works = std::move(batch->collectives);
-  for (auto& [peer, work] : batchP2p(std::move(batch->entries), "")) works.push_back(std::move(work));
+  for (auto& [peer, work] : postBatch(std::move(batch->entries), "")) works.push_back(std::move(work));
   WorkPtr whole;
   if (works.size() == 1) {
     whole = works[0];
@@ -108,14 +108,19 @@ WorkPtr ProcessGroupFarandole::endCoalescing() {
 }
 
 std::map<int, WorkPtr> ProcessGroupFarandole::batchP2p(std::vector<BatchEntry> entries, const std::string& label) {
+  for (const BatchEntry& entry : entries) {
+    checkTensor("batch_p2p", "tensor", entry.tensor);
+    checkRank("batch_p2p", entry.direction == Direction::kSend ? "dst" : "src", entry.peer, size_);
+    checkTag("batch_p2p", entry.tag);
+  }
+  return postBatch(std::move(entries), label);
+}
+
+std::map<int, WorkPtr> ProcessGroupFarandole::postBatch(std::vector<BatchEntry> entries, const std::string& label) {
   RECORD_FUNCTION(label.empty() ? "farandole:batch_p2p" : "farandole:batch_p2p " + label, {});
   std::vector<p2p::BatchOp> ops;
   ops.reserve(entries.size());
   for (const BatchEntry& entry : entries) {
-    const bool isSend = entry.direction == Direction::kSend;
-    checkTensor("batch_p2p", "tensor", entry.tensor);
-    checkRank("batch_p2p", isSend ? "dst" : "src", entry.peer, size_);
-    checkTag("batch_p2p", entry.tag);
     ops.push_back({entry.direction, entry.peer, static_cast<std::uint32_t>(entry.tag)});
   }
   std::map<int, WorkPtr> works;

@@ -39,18 +39,6 @@ Result<std::unique_ptr<transport::RoutingTransport>> openTransports() {
   return transport::RoutingTransport::create(std::move(local), &transport::UcxTransport::create);
 }
 
-// A process may exit without destroying its groups: its peers shall not take that for its death.
-void leaveAtExit() {
-  std::shared_ptr<ProcessContext> context;
-  {
-    std::lock_guard lock(currentMutex);
-    context = current().lock();
-  }
-  if (context == nullptr || !context->isOurs()) return;
-  transport::ProgressEngine::Access access(context->connections().engine());
-  access.transport().leave();
-}
-
 // The last group may be let go of by an operation that completes on the loop,
 // which cannot end itself.
 void destroy(ProcessContext* context, bool inLoop) {
@@ -66,7 +54,7 @@ void destroy(ProcessContext* context, bool inLoop) {
 Result<std::shared_ptr<ProcessContext>> ProcessContext::acquire() {
   std::lock_guard lock(currentMutex);
   if (auto context = current().lock(); context != nullptr && context->isOurs()) return context;
-  [[maybe_unused]] static const int registered = std::atexit(&leaveAtExit);
+  [[maybe_unused]] static const int registered = std::atexit(&ProcessContext::leaveAtExit);
   auto transport = openTransports();
   if (!transport) return transport.status();
   std::shared_ptr<ProcessContext> context(new ProcessContext, [](ProcessContext* gone) {
@@ -77,6 +65,22 @@ Result<std::shared_ptr<ProcessContext>> ProcessContext::acquire() {
   context->connections_ = std::make_unique<transport::Connections>(std::move(transport).value(), context->loop_);
   current() = context;
   return context;
+}
+
+// A process may exit without destroying its groups: its peers shall not take that for its death.
+void ProcessContext::leaveAtExit() {
+  std::shared_ptr<ProcessContext> context;
+  {
+    std::lock_guard lock(currentMutex);
+    context = current().lock();
+  }
+  if (context == nullptr || !context->isOurs()) return;
+  {
+    transport::ProgressEngine::Access access(context->connections().engine());
+    access.transport().leave();
+  }
+  // What the others' leaving would end must not call back into a process that is being torn down.
+  context->loop_.stop();
 }
 
 ProcessContext::ProcessContext() : pid_(getpid()), loop_("farandole") {}

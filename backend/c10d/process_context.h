@@ -33,6 +33,9 @@ class ProcessContext {
   Result<std::uint32_t> takeGroupNumber();
   void returnGroupNumber(std::uint32_t number);
 
+  // For the end of the process: says goodbye to its peers and stops the loop.
+  static void leaveAtExit();
+
   // False in a forked child: the thread and the transport stayed with the parent.
   bool isOurs() const;
 

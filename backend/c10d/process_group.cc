@@ -1,7 +1,5 @@
 #include "backend/c10d/process_group.h"
 
-#include <algorithm>
-
 #include "backend/c10d/errors.h"
 #include "backend/c10d/rendezvous.h"
 
@@ -18,7 +16,11 @@ T valueOrThrow(Result<T> result) {
 
 ProcessGroupFarandole::ProcessGroupFarandole(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int size,
                                              c10::intrusive_ptr<Options> options)
-    : Backend(rank, size), options_(std::move(options)) {
+    : Backend(rank, size),
+      options_(std::move(options)),
+      timeout_(options_->timeout),
+      store_(store),
+      lastChildStore_(c10::intrusive_ptr<::c10d::Store>()) {
   TORCH_CHECK_VALUE(size >= 1 && size <= p2p::kMaxRanks, "farandole: size is ", size, "; expected 1 to ",
                     p2p::kMaxRanks);
   TORCH_CHECK_VALUE(rank >= 0 && rank < size, "farandole: rank is ", rank, "; expected 0 to ", size - 1);
@@ -30,7 +32,7 @@ ProcessGroupFarandole::ProcessGroupFarandole(const c10::intrusive_ptr<::c10d::St
 
   auto members = valueOrThrow(meetMembers(*store, *context_, rank, size, group, options_->timeout));
   communicator_ = std::make_shared<Communicator>(context_->connections(), std::move(lease), rank, std::move(members));
-  communicator_->connectHost();
+  throwIfError(communicator_->connectHost(transport::Clock::now() + options_->timeout));
 }
 
 ProcessGroupFarandole::~ProcessGroupFarandole() {
@@ -53,35 +55,49 @@ std::uint64_t ProcessGroupFarandole::getSequenceNumberForGroup() { return collec
 }
 
 void ProcessGroupFarandole::abort() {
-  if (context_->isOurs()) communicator_->abort(Status::aborted("the process group was aborted"));
+  if (!context_->isOurs()) return;
+  hooks_->runAbortHooks();
+  communicator_->abort(Status::aborted("the process group was aborted"));
 }
 
 void ProcessGroupFarandole::shutdown() {
   if (context_->isOurs()) communicator_->abort(Status::aborted("the process group was shut down"));
 }
 
-c10::intrusive_ptr<::c10d::Backend> ProcessGroupFarandole::split(
-    const c10::intrusive_ptr<::c10d::Store>& store, const std::vector<int>& ranks,
-    const c10::intrusive_ptr<::c10d::Backend::Options>& options) {
-  const auto self = std::find(ranks.begin(), ranks.end(), rank_);
-  if (self == ranks.end()) return nullptr;
-  auto childOptions = c10::make_intrusive<Options>(options != nullptr ? options->timeout : options_->timeout);
-  if (options != nullptr) {
-    childOptions->group_name = options->group_name;
-    childOptions->global_ranks_in_group = options->global_ranks_in_group;
-  }
-  return c10::make_intrusive<ProcessGroupFarandole>(store, static_cast<int>(self - ranks.begin()),
-                                                    static_cast<int>(ranks.size()), std::move(childOptions));
+c10::intrusive_ptr<ProcessGroupFarandole::Options> ProcessGroupFarandole::copyOptions() const {
+  auto copy = c10::make_intrusive<Options>(*options_);
+  copy->timeout = timeout_;
+  return copy;
+}
+
+void ProcessGroupFarandole::registerOnCompletionHook(WorkHooks::InfoHook&& hook) {
+  TORCH_CHECK(onCompletionHook_ == nullptr, "farandole: this group has an onCompletion hook already; expected one");
+  auto shared = std::make_shared<const WorkHooks::InfoHook>(std::move(hook));
+  onCompletionHook_ = [shared](std::shared_ptr<::c10d::WorkInfo> info) { (*shared)(std::move(info)); };
+  hooks_->setInfoHook(std::move(shared));
+}
+
+void ProcessGroupFarandole::registerCompletionHook(std::int64_t id, CompletionHook hook) {
+  hooks_->addCompletionHook(id, std::move(hook));
+}
+
+void ProcessGroupFarandole::registerAbortHook(std::int64_t id, std::function<void()> hook) {
+  hooks_->addAbortHook(id, std::move(hook));
 }
 
 WorkOptions ProcessGroupFarandole::workOptions(::c10d::OpType type, const char* title,
                                                std::chrono::milliseconds timeout) {
   // A batch involves some ranks only: counting it as a collective would set them apart.
   const bool isPointToPoint = ::c10d::isP2POp(type) || type == ::c10d::OpType::COALESCED;
-  return {rank_, type, title,
-          isPointToPoint ? pointToPointSequence_.fetch_add(1, std::memory_order_relaxed)
-                         : collectiveSequence_.fetch_add(1, std::memory_order_relaxed),
-          timeout == ::c10d::kUnsetTimeout || timeout == kNoTimeout ? options_->timeout : timeout};
+  return {
+      rank_,
+      type,
+      title,
+      isPointToPoint ? pointToPointSequence_.fetch_add(1, std::memory_order_relaxed)
+                     : collectiveSequence_.fetch_add(1, std::memory_order_relaxed),
+      (timeout == ::c10d::kUnsetTimeout || timeout == kNoTimeout ? timeout_.load(std::memory_order_relaxed) : timeout) +
+          hooks_->extraTimeout(),
+      hooks_->follow()};
 }
 
 std::string ProcessGroupFarandole::transportOf(int rank) {

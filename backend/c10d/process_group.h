@@ -14,6 +14,7 @@
 #include "backend/c10d/batch_member_work.h"
 #include "backend/c10d/process_context.h"
 #include "backend/c10d/work.h"
+#include "backend/c10d/work_hooks.h"
 #include "backend/collective/algorithms.h"
 #include "backend/p2p/batch_plan.h"
 
@@ -40,6 +41,9 @@ class ProcessGroupFarandole final : public ::c10d::Backend {
   struct Options final : ::c10d::Backend::Options {
     explicit Options(std::chrono::milliseconds timeout = kBackendDefaultTimeout)
         : ::c10d::Backend::Options("farandole", timeout) {}
+    // Overrides where torch has it (2.15), as all that says `virtual` below.
+    // NOLINTNEXTLINE(modernize-use-override)
+    virtual c10::intrusive_ptr<::c10d::Backend::Options> clone() const { return c10::make_intrusive<Options>(*this); }
   };
 
   // Meets the other ranks through the store; throws when one is missing after the timeout.
@@ -48,8 +52,11 @@ class ProcessGroupFarandole final : public ::c10d::Backend {
   ~ProcessGroupFarandole() override;
 
   const std::string getBackendName() const override { return "farandole"; }
-  c10::intrusive_ptr<::c10d::Backend::Options> getBackendOptions() override { return options_; }
-  void setTimeout(std::chrono::milliseconds timeout) override { options_->timeout = timeout; }
+  // A copy: what torch writes into the options of a group that it splits stays out of this one.
+  c10::intrusive_ptr<::c10d::Backend::Options> getBackendOptions() override { return copyOptions(); }
+  c10::intrusive_ptr<Options> copyOptions() const;
+  void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout; }
+  virtual void addEphemeralTimeout(const std::chrono::milliseconds& timeout) { hooks_->extendTimeout(timeout); }
   std::uint64_t getSequenceNumberForGroup() override;
   void setSequenceNumberForGroup() override {}  // they start at 0 everywhere
   ::c10d::ErrorType getError() override;
@@ -57,10 +64,30 @@ class ProcessGroupFarandole final : public ::c10d::Backend {
   void abort() override;
   void shutdown() override;
 
+  // Groups out of this one (group_splits.cc).
   bool supportsSplitting() const override { return true; }
   c10::intrusive_ptr<::c10d::Backend> split(const c10::intrusive_ptr<::c10d::Store>& store,
                                             const std::vector<int>& ranks,
                                             const c10::intrusive_ptr<::c10d::Backend::Options>& options) override;
+  // This rank as `rank` of a group of `size` that also has ranks from outside this one.
+  c10::intrusive_ptr<::c10d::Backend> merge(const c10::intrusive_ptr<::c10d::Store>& store,
+                                            const c10::intrusive_ptr<::c10d::Backend::Options>& options,
+                                            const int& rank, const int& size) override;
+  bool supportsShrinking() const override { return true; }
+  // A group without some ranks, which need not call; works after one of them died, too.
+  c10::intrusive_ptr<::c10d::Backend> shrink(const std::vector<std::int64_t>& excluded, int flags,
+                                             const c10::intrusive_ptr<::c10d::Backend::Options>& options) override;
+
+  // Hooks: called when a work has ended (with success, the keyed ones) or failed (the abort hooks).
+  void registerOnCompletionHook(WorkHooks::InfoHook&& hook) override;
+  void waitForPendingWorks() override { hooks_->waitForFollowed(); }
+  void enableCollectivesTiming() override { hooks_->enableTiming(); }
+  virtual bool supportsCompletionHooks() const { return true; }
+  virtual void registerCompletionHook(std::int64_t id, CompletionHook hook);
+  virtual void unregisterCompletionHook(std::int64_t id) { hooks_->removeCompletionHook(id); }
+  virtual bool supportsAbortHooks() const { return true; }
+  virtual void registerAbortHook(std::int64_t id, std::function<void()> hook);
+  virtual void unregisterAbortHook(std::int64_t id) { hooks_->removeAbortHook(id); }
 
   // Point to point (point_to_point.cc).
   WorkPtr send(Tensors& tensors, int dstRank, int tag) override;
@@ -76,6 +103,8 @@ class ProcessGroupFarandole final : public ::c10d::Backend {
   WorkPtr broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& opts) override;
   WorkPtr allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& opts) override;
   WorkPtr allreduce_coalesced(Tensors& tensors, const ::c10d::AllreduceCoalescedOptions& opts) override;
+  // Of a sparse tensor (COO): the sum, in place. The other kinds call it for sparse tensors.
+  WorkPtr allreduce_sparse(Tensors& tensors, const ::c10d::AllreduceOptions& opts) override;
   WorkPtr reduce(Tensors& tensors, const ::c10d::ReduceOptions& opts) override;
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const ::c10d::AllgatherOptions& opts) override;
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const ::c10d::AllgatherOptions& opts) override;
@@ -84,6 +113,7 @@ class ProcessGroupFarandole final : public ::c10d::Backend {
   WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const ::c10d::AllgatherOptions& opts) override;
   WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const ::c10d::GatherOptions& opts) override;
+  virtual WorkPtr gather_into_tensor(at::Tensor& output, at::Tensor& input, const ::c10d::GatherOptions& opts);
   WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs, const ::c10d::ScatterOptions& opts) override;
   WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                          const ::c10d::ReduceScatterOptions& opts) override;
@@ -95,6 +125,8 @@ class ProcessGroupFarandole final : public ::c10d::Backend {
                         std::vector<std::int64_t>& inputSplits, const ::c10d::AllToAllOptions& opts) override;
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const ::c10d::AllToAllOptions& opts) override;
   WorkPtr barrier(const ::c10d::BarrierOptions& opts) override;
+  // Blocks. An error on every rank that did come says which rank did not, or which ranks.
+  void monitoredBarrier(const ::c10d::BarrierOptions& opts, bool waitAllRanks) override;
 
   // What carries messages to a rank, for people.
   std::string transportOf(int rank);
@@ -110,20 +142,41 @@ class ProcessGroupFarandole final : public ::c10d::Backend {
 
   using BuildProgram = std::function<void(collective::Program&)>;
 
+  // What batchP2p does once the entries are checked.
+  std::map<int, WorkPtr> postBatch(std::vector<BatchEntry> entries, const std::string& label);
   WorkPtr pointToPoint(p2p::Direction direction, Tensors& tensors, int peer, int tag);
   Batch* openBatchOfThisThread();
   void dropBatch();
   // What the program reads or writes beyond `results` is in `kept`.
   WorkPtr runCollective(::c10d::OpType type, const char* title, std::chrono::milliseconds timeout, Tensors results,
                         Tensors kept, const BuildProgram& build);
+  c10::intrusive_ptr<CollectiveWork> makeCollective(::c10d::OpType type, const char* title,
+                                                    std::chrono::milliseconds timeout);
+  // A monitored barrier, on rank 0 and elsewhere: what failed, or nothing. Its parts share one number.
+  std::string awaitAll(const WorkOptions& options, bool waitAllRanks);
+  std::string reportToRankZero(WorkOptions options);
+  c10::intrusive_ptr<CollectiveWork> startBarrierPart(const WorkOptions& options, Tensors kept,
+                                                      const BuildProgram& build);
   WorkOptions workOptions(::c10d::OpType type, const char* title, std::chrono::milliseconds timeout);
-  collective::Topology topology() const { return {rank_, size_}; }
+  collective::Topology topology() const { return {rank_, size_, communicator_->host()}; }
 
-  const c10::intrusive_ptr<Options> options_;
+  // torch splits and merges once for each device that this one backend serves, over one store.
+  c10::intrusive_ptr<::c10d::Store> storeForChild(const c10::intrusive_ptr<::c10d::Store>& store);
+  c10::intrusive_ptr<::c10d::Backend> makeChild(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int size,
+                                                const c10::intrusive_ptr<::c10d::Backend::Options>& options) const;
+
+  const c10::intrusive_ptr<Options> options_;  // but for the timeout: read only
+  std::atomic<std::chrono::milliseconds> timeout_;
+  const c10::intrusive_ptr<::c10d::Store> store_;
+  const std::shared_ptr<WorkHooks> hooks_ = std::make_shared<WorkHooks>();
   std::shared_ptr<ProcessContext> context_;
   std::shared_ptr<collective::Communicator> communicator_;
   std::atomic<std::uint32_t> collectiveSequence_{0};
   std::atomic<std::uint64_t> pointToPointSequence_{0};
+  std::mutex childMutex_;
+  c10::weak_intrusive_ptr<::c10d::Store> lastChildStore_;
+  int lastChildStoreUses_ = 0;
+  int numShrinks_ = 0;
   std::mutex batchMutex_;
   std::optional<Batch> batch_;
   std::atomic<bool> batchOpen_{false};

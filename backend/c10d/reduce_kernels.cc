@@ -1,6 +1,10 @@
 #include "backend/c10d/reduce_kernels.h"
 
 #include <c10/util/BFloat16.h>
+#include <c10/util/Float8_e4m3fn.h>
+#include <c10/util/Float8_e4m3fnuz.h>
+#include <c10/util/Float8_e5m2.h>
+#include <c10/util/Float8_e5m2fnuz.h>
 #include <c10/util/Half.h>
 #include <c10/util/complex.h>
 
@@ -18,11 +22,17 @@ using collective::ReduceFunction;
 constexpr std::size_t kBlock = 1024;
 
 template <typename T>
-constexpr bool kIsComplex = std::is_same_v<T, c10::complex<float>> || std::is_same_v<T, c10::complex<double>>;
+constexpr bool kIsComplex = std::is_same_v<T, c10::complex<float>> || std::is_same_v<T, c10::complex<double>> ||
+                            std::is_same_v<T, c10::complex<c10::Half>>;
 template <typename T>
-constexpr bool kIsReduced = std::is_same_v<T, c10::Half> || std::is_same_v<T, c10::BFloat16>;
+constexpr bool kIsByteFloat = std::is_same_v<T, c10::Float8_e4m3fn> || std::is_same_v<T, c10::Float8_e4m3fnuz> ||
+                              std::is_same_v<T, c10::Float8_e5m2> || std::is_same_v<T, c10::Float8_e5m2fnuz>;
 template <typename T>
-using Accumulator = std::conditional_t<kIsReduced<T>, float, T>;
+constexpr bool kIsReduced = std::is_same_v<T, c10::Half> || std::is_same_v<T, c10::BFloat16> || kIsByteFloat<T>;
+template <typename T>
+using Accumulator =
+    std::conditional_t<kIsReduced<T>, float,
+                       std::conditional_t<std::is_same_v<T, c10::complex<c10::Half>>, c10::complex<float>, T>>;
 
 struct Sum {
   template <typename T>
@@ -114,6 +124,9 @@ ReduceFunction functionFor(ReduceOp::RedOpType op) {
   constexpr bool kBitwise = std::is_integral_v<T>;
   switch (op) {
     case ReduceOp::SUM: return &reduceBlocks<T, Sum, false>;
+    case ReduceOp::PREMUL_SUM:
+      if constexpr (!kBitwise && !kIsByteFloat<T>) return &reduceBlocks<T, Sum, false>;
+      return nullptr;
     case ReduceOp::PRODUCT: return &reduceBlocks<T, Product, false>;
     case ReduceOp::AVG:
       if constexpr (!std::is_same_v<T, bool>) return &reduceBlocks<T, Sum, true>;
@@ -144,6 +157,9 @@ ReduceFunction lookUp(ReduceOp::RedOpType op, at::ScalarType dtype) {
     case at::kShort: return functionFor<std::int16_t>(op);
     case at::kInt: return functionFor<std::int32_t>(op);
     case at::kLong: return functionFor<std::int64_t>(op);
+    case at::kUInt16: return functionFor<std::uint16_t>(op);
+    case at::kUInt32: return functionFor<std::uint32_t>(op);
+    case at::kUInt64: return functionFor<std::uint64_t>(op);
     case at::kBool: return functionFor<bool>(op);
     case at::kHalf: return functionFor<c10::Half>(op);
     case at::kBFloat16: return functionFor<c10::BFloat16>(op);
@@ -151,6 +167,11 @@ ReduceFunction lookUp(ReduceOp::RedOpType op, at::ScalarType dtype) {
     case at::kDouble: return functionFor<double>(op);
     case at::kComplexFloat: return functionFor<c10::complex<float>>(op);
     case at::kComplexDouble: return functionFor<c10::complex<double>>(op);
+    case at::kComplexHalf: return functionFor<c10::complex<c10::Half>>(op);
+    case at::kFloat8_e4m3fn: return functionFor<c10::Float8_e4m3fn>(op);
+    case at::kFloat8_e4m3fnuz: return functionFor<c10::Float8_e4m3fnuz>(op);
+    case at::kFloat8_e5m2: return functionFor<c10::Float8_e5m2>(op);
+    case at::kFloat8_e5m2fnuz: return functionFor<c10::Float8_e5m2fnuz>(op);
     default: return nullptr;
   }
 }
@@ -164,6 +185,14 @@ collective::Reduction reductionFor(const ReduceOp& op, at::ScalarType dtype) {
   TORCH_CHECK_TYPE(function != nullptr, "farandole: ReduceOp.", op.op_ < std::size(kNames) ? kNames[op.op_] : "UNUSED",
                    " is not defined for dtype ", dtype);
   return {function, c10::elementSize(dtype)};
+}
+
+std::optional<at::Scalar> premulFactor(const ReduceOp& op) {
+  if (op.op_ != ReduceOp::PREMUL_SUM) return std::nullopt;
+  const auto* supplement = dynamic_cast<const ::c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
+  TORCH_CHECK_VALUE(supplement != nullptr,
+                    "farandole: ReduceOp.PREMUL_SUM has no factor; expected what _make_nccl_premul_sum gives");
+  return supplement->tensor_factor.defined() ? supplement->tensor_factor.item() : at::Scalar(supplement->double_factor);
 }
 
 }  // namespace farandole::backend

@@ -1,7 +1,8 @@
 #pragma once
 
-#include <c10/core/ScalarType.h>
+#include <ATen/ATen.h>
 
+#include <optional>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include "backend/collective/algorithms.h"
@@ -9,7 +10,11 @@
 namespace farandole::backend {
 
 // The reduction for a dtype; throws an error that names both where there is
-// none. half and bfloat16 are accumulated in float and rounded once.
+// none. half, bfloat16 and the 8-bit kinds are accumulated in float (complex
+// half in complex float) and rounded once. For PREMUL_SUM it is the sum.
 collective::Reduction reductionFor(const ::c10d::ReduceOp& op, at::ScalarType dtype);
+
+// What PREMUL_SUM multiplies this rank's input by; none for other operations.
+std::optional<at::Scalar> premulFactor(const ::c10d::ReduceOp& op);
 
 }  // namespace farandole::backend

@@ -6,19 +6,46 @@ namespace farandole::backend {
 
 using collective::Slice;
 
-void checkTensor(const char* operation, const char* argument, const at::Tensor& tensor) {
+namespace {
+
+void checkStrided(const char* operation, const char* argument, const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(tensor.defined(), operation, ": ", argument, " is undefined; expected a tensor");
   TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, operation, ": ", argument, " has layout ", tensor.layout(),
                     "; expected a dense (strided) tensor");
   TORCH_CHECK_VALUE(tensor.device().is_cpu(), operation, ": ", argument, " is on device ", tensor.device(),
                     "; farandole moves tensors on cpu only so far");
+  TORCH_CHECK_VALUE(!tensor.is_conj() && !tensor.is_neg(), operation, ": ", argument, " is a lazily ",
+                    tensor.is_conj() ? "conjugated" : "negated", " view; expected its values, pass ",
+                    tensor.is_conj() ? ".resolve_conj()" : ".resolve_neg()");
+}
+
+at::Tensor& single(const char* operation, const char* argument, std::vector<at::Tensor>& tensors) {
+  TORCH_CHECK_VALUE(tensors.size() == 1, operation, ": ", argument, " has ", tensors.size(), " tensors; expected one");
+  return tensors[0];
+}
+
+}  // namespace
+
+void checkTensor(const char* operation, const char* argument, const at::Tensor& tensor) {
+  checkStrided(operation, argument, tensor);
   TORCH_CHECK_VALUE(tensor.is_contiguous(), operation, ": ", argument, " of shape ", tensor.sizes(), " has strides ",
                     tensor.strides(), "; expected a contiguous tensor, pass .contiguous()");
 }
 
+void checkDense(const char* operation, const char* argument, const at::Tensor& tensor) {
+  checkStrided(operation, argument, tensor);
+  TORCH_CHECK_VALUE(tensor.is_non_overlapping_and_dense(), operation, ": ", argument, " of shape ", tensor.sizes(),
+                    " has strides ", tensor.strides(),
+                    "; expected a tensor with neither gaps nor overlaps in memory, pass .contiguous()");
+}
+
 at::Tensor& checkSingle(const char* operation, const char* argument, std::vector<at::Tensor>& tensors) {
-  TORCH_CHECK_VALUE(tensors.size() == 1, operation, ": ", argument, " has ", tensors.size(), " tensors; expected one");
-  checkTensor(operation, argument, tensors[0]);
+  checkTensor(operation, argument, single(operation, argument, tensors));
+  return tensors[0];
+}
+
+at::Tensor& checkSingleDense(const char* operation, const char* argument, std::vector<at::Tensor>& tensors) {
+  checkDense(operation, argument, single(operation, argument, tensors));
   return tensors[0];
 }
 
@@ -27,9 +54,12 @@ void checkList(const char* operation, const char* argument, const std::vector<at
   TORCH_CHECK_VALUE(tensors.size() == count, operation, ": ", argument, " has ", tensors.size(), " tensors; expected ",
                     count, ", one for each rank");
   for (const at::Tensor& tensor : tensors) {
-    checkTensor(operation, argument, tensor);
+    checkDense(operation, argument, tensor);
     TORCH_CHECK_TYPE(tensor.scalar_type() == like.scalar_type(), operation, ": ", argument, " has a tensor of dtype ",
                      tensor.scalar_type(), "; expected ", like.scalar_type(), " as the other argument");
+    TORCH_CHECK_VALUE((tensor.is_contiguous() && like.is_contiguous()) || tensor.strides() == like.strides(), operation,
+                      ": ", argument, " has a tensor of strides ", tensor.strides(), "; expected ", like.strides(),
+                      " as the other argument, or contiguous tensors");
   }
 }
 
@@ -43,6 +73,17 @@ void checkFlat(const char* operation, const char* argument, const at::Tensor& fl
                    flat.scalar_type(), "; expected ", part.scalar_type(), " as the other argument");
   TORCH_CHECK_VALUE(flat.numel() == part.numel() * size, operation, ": ", argument, " has ", flat.numel(),
                     " elements; expected ", size, " ranks x ", part.numel());
+}
+
+void checkFlats(const char* operation, const char* argument, const std::vector<at::Tensor>& flats,
+                const char* partArgument, const std::vector<at::Tensor>& parts, int size) {
+  TORCH_CHECK_VALUE(flats.size() == parts.size(), operation, ": ", argument, " has ", flats.size(),
+                    " tensors; expected ", parts.size(), " as ", partArgument);
+  for (std::size_t i = 0; i < flats.size(); ++i) {
+    checkTensor(operation, partArgument, parts[i]);
+    checkTensor(operation, argument, flats[i]);
+    checkFlat(operation, argument, flats[i], parts[i], size);
+  }
 }
 
 Slice sliceOf(const at::Tensor& tensor) { return {static_cast<std::byte*>(tensor.data_ptr()), tensor.nbytes()}; }

@@ -13,14 +13,22 @@ namespace farandole::backend {
 
 // A dense, contiguous CPU tensor.
 void checkTensor(const char* operation, const char* argument, const at::Tensor& tensor);
-// A list of exactly one such tensor; returns it.
+// As above, or with its dimensions in another order, as channels-last: what a
+// collective handles in the order of its memory, on all ranks alike.
+void checkDense(const char* operation, const char* argument, const at::Tensor& tensor);
+// A list of exactly one contiguous tensor; returns it.
 at::Tensor& checkSingle(const char* operation, const char* argument, std::vector<at::Tensor>& tensors);
-// Tensors of the dtype of `like`, `count` of them.
+// A list of exactly one tensor as checkDense wants it; returns it.
+at::Tensor& checkSingleDense(const char* operation, const char* argument, std::vector<at::Tensor>& tensors);
+// Tensors of the dtype of `like`, `count` of them: all contiguous, or all with the strides of `like`.
 void checkList(const char* operation, const char* argument, const std::vector<at::Tensor>& tensors, std::size_t count,
                const at::Tensor& like);
 void checkRank(const char* operation, const char* argument, std::int64_t rank, int size);
 // One flat tensor that holds `size` times what `part` holds.
 void checkFlat(const char* operation, const char* argument, const at::Tensor& flat, const at::Tensor& part, int size);
+// As many flat tensors as parts, each contiguous and as checkFlat wants it.
+void checkFlats(const char* operation, const char* argument, const std::vector<at::Tensor>& flats,
+                const char* partArgument, const std::vector<at::Tensor>& parts, int size);
 
 collective::Slice sliceOf(const at::Tensor& tensor);
 std::vector<collective::Slice> slicesOf(const std::vector<at::Tensor>& tensors);

@@ -3,8 +3,10 @@
 #include <ATen/ThreadLocalState.h>
 
 #include <algorithm>
+#include <thread>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
+#include "backend/c10d/callback_threads.h"
 #include "backend/c10d/errors.h"
 
 namespace farandole::backend {
@@ -19,6 +21,15 @@ std::exception_ptr exceptionOf(const Status& status) {
   return nullptr;
 }
 
+::c10d::WorkResult resultOf(const Status& status) {
+  switch (status.code()) {
+    case StatusCode::kOk: return ::c10d::WorkResult::SUCCESS;
+    case StatusCode::kTimeout: return ::c10d::WorkResult::TIMEOUT;
+    case StatusCode::kPeerFailed: return ::c10d::WorkResult::COMM_ERROR;
+    default: return ::c10d::WorkResult::UNKNOWN;
+  }
+}
+
 }  // namespace
 
 template <typename Base>
@@ -27,13 +38,16 @@ WorkOf<Base>::WorkOf(std::shared_ptr<Communicator> communicator, WorkOptions opt
       Base(std::move(communicator)),
       title_(options.title),
       sequence_(options.sequence),
-      timeout_(options.timeout) {
+      timeout_(options.timeout),
+      onDone_(std::move(options.onDone)) {
   Base::setTimeout(timeout_);
 }
 
 template <typename Base>
 void WorkOf<Base>::launch() {
   if (at::hasCallbacks()) record();
+  std::chrono::steady_clock::time_point started;
+  if (onDone_) started = std::chrono::steady_clock::now();
   {
     transport::ProgressEngine::Access access(Base::communicator_->engine());
     Base::start();
@@ -41,6 +55,28 @@ void WorkOf<Base>::launch() {
   if (recordFunctionEndCallback_) {
     Base::whenDone([work = self()] { work->recordFunctionEndCallback_(); });
   }
+  if (!onDone_) return;
+  if (Base::isDone()) {
+    report(started);
+  } else {
+    Base::whenDone([work = self(), started] { work->report(started); });
+  }
+}
+
+template <typename Base>
+void WorkOf<Base>::report(std::chrono::steady_clock::time_point started) {
+  WorkReport report{retrieveOpType(), sequence_, 0, isSuccess(), started, std::chrono::steady_clock::now()};
+  if constexpr (requires(const WorkOf& work) { work.getCompletionKey(); }) report.key = this->getCompletionKey();
+  duration_ = report.duration().count();
+  onDone_(report);
+}
+
+template <typename Base>
+float WorkOf<Base>::getDuration() const {
+  const float duration = duration_;
+  TORCH_CHECK(duration >= 0, "farandole: ", ::c10d::opTypeToString(opType_),
+              " has no duration: it is not done, or was started before enableCollectivesTiming");
+  return duration;
 }
 
 // c10d::Work's own recording allocates for every operation; this only while somebody listens.
@@ -67,6 +103,10 @@ bool WorkOf<Base>::wait(milliseconds timeout) {
     const auto deadline = isOwn ? Base::deadline() : std::min(Base::deadline(), transport::Clock::now() + timeout);
     if (!Base::wait(deadline)) Base::communicator_->timeOut(*this, isOwn ? timeout_ : timeout);
   }
+  if (hasFuture_) {  // who has waited for the work finds its future complete
+    completeFuture();
+    while (!future_->completed()) std::this_thread::yield();
+  }
   throwIfError(Base::status());
   return true;
 }
@@ -82,15 +122,43 @@ c10::intrusive_ptr<c10::ivalue::Future> WorkOf<Base>::getFuture() {
   std::lock_guard lock(futureMutex_);
   if (future_ == nullptr) {
     future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
-    Base::whenDone([work = self(), future = future_] {
-      if (std::exception_ptr error = work->exception()) {
-        future->setError(error);
-      } else {
-        future->markCompleted(c10::IValue(work->result()));
-      }
-    });
+    hasFuture_ = true;
+    if (Base::isDone()) {
+      completeFuture();  // nothing is chained to it yet
+    } else {
+      Base::whenDone([work = self()] { runOnCallbackThread([work] { work->completeFuture(); }); });
+    }
   }
   return future_;
+}
+
+template <typename Base>
+void WorkOf<Base>::completeFuture() {
+  if (isFutureComplete_.exchange(true)) return;
+  if (std::exception_ptr error = exception()) {
+    future_->setError(error);
+  } else {
+    future_->markCompleted(c10::IValue(result()));
+  }
+}
+
+template <typename Base>
+c10::intrusive_ptr<c10::ivalue::Future> WorkOf<Base>::getFutureResult() {
+  std::lock_guard lock(futureMutex_);
+  if (futureResult_ == nullptr) {
+    futureResult_ = c10::make_intrusive<c10::ivalue::Future>(c10::IntType::get());
+    const auto complete = [](WorkOf& work, c10::ivalue::Future& future) {
+      future.markCompleted(static_cast<std::int64_t>(resultOf(work.Base::status())));
+    };
+    if (Base::isDone()) {
+      complete(*this, *futureResult_);
+    } else {
+      Base::whenDone([work = self(), future = futureResult_, complete] {
+        runOnCallbackThread([work, future, complete] { complete(*work, *future); });
+      });
+    }
+  }
+  return futureResult_;
 }
 
 template class WorkOf<MessagesOperation>;

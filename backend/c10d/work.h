@@ -2,11 +2,13 @@
 
 #include <ATen/record_function.h>
 
+#include <atomic>
 #include <chrono>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 #include <vector>
 
+#include "backend/c10d/work_hooks.h"
 #include "backend/collective/communicator.h"
 #include "backend/collective/program.h"
 
@@ -22,6 +24,7 @@ struct WorkOptions {
   const char* title;  // shown by the profiler
   std::uint64_t sequence;
   milliseconds timeout;
+  WorkHooks::OnDone onDone;  // or empty
 };
 
 // An operation as c10d sees it. The operation is the state; c10d::Work's own
@@ -42,6 +45,10 @@ class WorkOf : public ::c10d::Work, public Base {
   bool wait(milliseconds timeout = kNoTimeout) override;
   void abort() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  // A future of a WorkResult: it never holds an error.
+  c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override;
+  // Milliseconds; only of a finished work that was launched with timing or hooks on.
+  float getDuration() const override;
   std::uint64_t getSequencenumber() const override { return sequence_; }
   // Overrides from torch 2.12 on.
   // NOLINTNEXTLINE(modernize-use-override)
@@ -54,13 +61,21 @@ class WorkOf : public ::c10d::Work, public Base {
  private:
   // For the profiler: begins now, ends with the operation.
   void record();
+  void report(std::chrono::steady_clock::time_point started);
+  // Once, by whoever comes first: what is chained to it runs there.
+  void completeFuture();
   c10::intrusive_ptr<WorkOf> self() { return c10::intrusive_ptr<WorkOf>::reclaim_copy(this); }
 
   const char* const title_;
   const std::uint64_t sequence_;
   const milliseconds timeout_;
+  const WorkHooks::OnDone onDone_;
+  std::atomic<float> duration_{-1};  // milliseconds, or negative
   std::mutex futureMutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
+  std::atomic<bool> hasFuture_{false};
+  std::atomic<bool> isFutureComplete_{false};
+  c10::intrusive_ptr<c10::ivalue::Future> futureResult_;
 };
 
 // One send or receive; or, in a batch, all with one peer.

@@ -8,10 +8,11 @@
 
 namespace farandole::collective {
 
-// Where a program is built for.
+// Where a program is built for. With `host` all ranks share memory.
 struct Topology {
   int rank;
   int size;
+  HostSegment* host = nullptr;
 };
 
 // A piece of memory, in bytes.
@@ -23,10 +24,15 @@ struct Slice {
 struct Reduction {
   ReduceFunction function;
   std::size_t elementSize;  // bytes
+  std::uint16_t code = 0;   // dtype and operation, for ranks to compare
 };
 
 // Each adds to `program` what one rank does. Every rank must build the same kind
 // with the same sizes. Memory is read and written until the program has ended.
+
+// On one host the ranks first tell each other what they are about to do, and
+// stop with an error where that differs. Data that reduces, and small data, goes
+// through the memory that they share; large data from process to process.
 
 // Binomial tree from the root.
 void broadcast(Program& program, Topology topology, int root, Slice data);

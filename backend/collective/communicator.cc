@@ -1,6 +1,10 @@
 #include "backend/collective/communicator.h"
 
+#include <algorithm>
 #include <cassert>
+#include <thread>
+
+#include "backend/collective/program.h"
 
 namespace farandole::collective {
 
@@ -29,16 +33,114 @@ void Communicator::abort(const Status& status) {
 void Communicator::failAll(const Status& status) {
   if (!aborted_) return;
   aborted_ = status;
+  if (host_ != nullptr) {
+    host_->abandon();
+    if (!turns_.empty()) engine().removePoller(*this);
+    turns_.clear();
+    for (int rank = 0; rank < size(); ++rank) {
+      if (rank != rank_) engine().transport().nudge(peers_[rank].id);
+    }
+  }
   failPending([&](Operation&) { return status; });
 }
 
-void Communicator::connectHost() {
-  ProgressEngine::Access access(engine());
-  for (int rank = 0; rank < size(); ++rank) {
-    const std::string& host = members_[rank].hostIdentity;
-    // One that cannot be reached says so when it is used.
-    if (rank != rank_ && !host.empty() && host == members_[rank_].hostIdentity) (void)peerOf(rank);
+Status Communicator::connectHost(transport::Clock::time_point deadline) {
+  const auto isHere = [&](const Member& member) {
+    return !member.hostIdentity.empty() && member.hostIdentity == members_[rank_].hostIdentity;
+  };
+  {
+    ProgressEngine::Access access(engine());
+    for (int rank = 0; rank < size(); ++rank) {
+      // One that cannot be reached says so when it is used.
+      if (rank != rank_ && isHere(members_[rank])) (void)peerOf(rank);
+    }
   }
+  if (size() == 1 || !std::all_of(members_.begin(), members_.end(), isHere)) return Status::ok();
+  Result<transport::SharedMemory> memory = meetHost(deadline);
+  if (!memory)
+    return memory.status().wrap("sharing memory among the " + std::to_string(size()) + " ranks of the group");
+  memory->closeDescriptor();
+  host_ = std::make_unique<HostSegment>(std::move(memory).value(), rank_, size());
+  return Status::ok();
+}
+
+// Rank 0 makes the memory and passes it to the others, who know it by their number for the group.
+Result<transport::SharedMemory> Communicator::meetHost(transport::Clock::time_point deadline) {
+  const std::size_t bytes = HostSegment::bytes(size());
+  if (rank_ == 0) {
+    Result<transport::SharedMemory> memory = transport::SharedMemory::create("farandole-group", bytes);
+    for (int rank = 1; memory && rank < size(); ++rank) {
+      ProgressEngine::Access access(engine());
+      const Result<transport::PeerId> peer = peerOf(rank);
+      if (!peer) return peer.status();
+      FARANDOLE_RETURN_IF_ERROR(access.transport()
+                                    .shareMemory(*peer, members_[rank].group, memory->descriptor())
+                                    .wrapUnlessOk(describe(rank)));
+    }
+    return memory;
+  }
+  while (transport::Clock::now() < deadline) {
+    {
+      ProgressEngine::Access access(engine());
+      const Result<transport::PeerId> peer = peerOf(0);
+      if (!peer) return peer.status();
+      transport::Descriptor descriptor = access.transport().takeSharedMemory(*peer, members_[rank_].group);
+      if (descriptor) return transport::SharedMemory::open(std::move(descriptor), bytes);
+      FARANDOLE_RETURN_IF_ERROR(access.transport().failure(*peer).wrapUnlessOk(describe(0)));
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  return Status::timeout(describe(0) + " passed none in time");
+}
+
+bool Communicator::begin(ProgramOperation& operation) {
+  if (turns_.empty()) engine().addPoller(*this);
+  if (turns_.empty() || turns_.front() != &operation) turns_.push_back(&operation);
+  operation.waitsForTurn_ = turns_.front() != &operation;
+  return !operation.waitsForTurn_;
+}
+
+void Communicator::end(ProgramOperation& operation) {
+  assert(turns_.front() == &operation);
+  (void)operation;
+  turns_.pop_front();
+  if (turns_.empty()) engine().removePoller(*this);
+}
+
+void Communicator::signal(std::uint64_t value) {
+  host_->signal(value);
+  for (int rank = 0; rank < size(); ++rank) {
+    if (rank != rank_) engine().transport().nudge(peers_[rank].id);
+  }
+}
+
+Status Communicator::canCome(int rank) const {
+  if (!peers_[rank].failure) return peers_[rank].failure.wrap(describe(rank) + " is gone");
+  if (host_->isAbandoned(rank))
+    return Status::aborted(describe(rank) + " has left the group, or has given it up after an error");
+  return Status::ok();
+}
+
+bool Communicator::poll() {
+  bool any = false;
+  while (!turns_.empty()) {
+    ProgramOperation* const first = turns_.front();
+    if (first->waitsForTurn_) {
+      first->waitsForTurn_ = false;
+    } else if (!first->blocked_ || !first->isReady()) {
+      break;
+    }
+    first->run();
+    any = true;
+    if (!turns_.empty() && turns_.front() == first) break;
+  }
+  return any;
+}
+
+bool Communicator::isReady() const {
+  if (turns_.empty()) return false;
+  const ProgramOperation& first = *turns_.front();
+  return first.waitsForTurn_ || (first.blocked_ && first.isReady());
 }
 
 void Communicator::timeOut(Operation& operation, std::chrono::milliseconds timeout) {

@@ -1,11 +1,13 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "backend/collective/host_segment.h"
 #include "backend/collective/operation.h"
 #include "backend/transport/connections.h"
 
@@ -25,7 +27,9 @@ struct Member {
 // in flight among them.
 //
 // Thread: as Transport (with it held), except where said.
-class Communicator final : public transport::ProgressEngine::Listener {
+class ProgramOperation;
+
+class Communicator final : public transport::ProgressEngine::Listener, private transport::ProgressEngine::Poller {
  public:
   // `keepAlive` is held for as long as the communicator: the owner of `connections`.
   Communicator(transport::Connections& connections, std::shared_ptr<void> keepAlive, int rank,
@@ -40,8 +44,12 @@ class Communicator final : public transport::ProgressEngine::Listener {
   const Status& usable() const { return aborted_; }
   // Ends all that is in flight and all that comes with this error. Any thread, nothing held.
   void abort(const Status& status);
-  // Connects to the ranks of this host, so that the death of any of them is seen. Any thread, nothing held.
-  void connectHost();
+  // Connects to the ranks of this host, so that the death of any of them is seen,
+  // and shares memory with them when they are all of the group. Before the first
+  // operation, on every rank; waits for the others until `deadline`. Nothing held.
+  Status connectHost(transport::Clock::time_point deadline);
+  // Null when the group spans hosts or does not share memory.
+  HostSegment* host() const { return host_.get(); }
   // Ends this operation with a timeout, unless it is done. Any thread, nothing held.
   void timeOut(Operation& operation, std::chrono::milliseconds timeout);
 
@@ -52,6 +60,7 @@ class Communicator final : public transport::ProgressEngine::Listener {
 
  private:
   friend class Operation;
+  friend class ProgramOperation;
 
   void send(int peer, p2p::MessageKind kind, std::uint32_t tag, const void* data, std::size_t bytes, Message& message);
   void recv(int peer, p2p::MessageKind kind, std::uint32_t tag, void* data, std::size_t bytes, Message& message);
@@ -66,6 +75,18 @@ class Communicator final : public transport::ProgressEngine::Listener {
   void peerFailed(transport::PeerId peer, const Status& status) override;
   void checkDeadlines(transport::Clock::time_point now) override;
 
+  // Of programs that use the host's memory: whether it is this one's turn; that it has ended.
+  bool begin(ProgramOperation& operation);
+  void end(ProgramOperation& operation);
+  // Ends the group: a rank has left its part in a collective undone.
+  void abandon(const Status& status) { failAll(status); }
+  void signal(std::uint64_t value);
+  // Ok, or why a rank will never get as far as it is waited for.
+  Status canCome(int rank) const;
+  bool poll() override;
+  bool isReady() const override;
+  Result<transport::SharedMemory> meetHost(transport::Clock::time_point deadline);
+
   struct Peer {
     bool connected = false;
     transport::PeerId id{};
@@ -78,7 +99,9 @@ class Communicator final : public transport::ProgressEngine::Listener {
   const std::vector<Member> members_;
   std::vector<Peer> peers_;
   Status aborted_;
-  Operation* pending_ = nullptr;  // the head of the list, oldest last
+  std::unique_ptr<HostSegment> host_;
+  std::deque<ProgramOperation*> turns_;  // the first one runs
+  Operation* pending_ = nullptr;         // the head of the list, oldest last
 };
 
 }  // namespace farandole::collective

@@ -1,10 +1,17 @@
 // The collectives that only move data.
-#include "backend/collective/algorithms.h"
+#include <algorithm>
+
+#include "backend/collective/host_algorithms.h"
 
 namespace farandole::collective {
 
 void broadcast(Program& program, Topology topology, int root, Slice data) {
-  const auto [rank, size] = topology;
+  if (topology.host != nullptr && data.bytes <= HostSegment::kSlotBytes) {
+    return broadcastOnHost(program, topology, root, data);
+  }
+  announce(program, topology, {CollectiveKind::kBroadcast, 0, static_cast<std::uint32_t>(root), data.bytes});
+  const int rank = topology.rank;
+  const int size = topology.size;
   const int relative = (rank - root + size) % size;
   int mask = 1;
   for (; mask < size; mask <<= 1) {
@@ -19,7 +26,12 @@ void broadcast(Program& program, Topology topology, int root, Slice data) {
 }
 
 void allGather(Program& program, Topology topology, Slice input, std::span<const Slice> outputs) {
-  const auto [rank, size] = topology;
+  if (topology.host != nullptr && std::ranges::max(outputs, {}, &Slice::bytes).bytes <= HostSegment::kSlotBytes) {
+    return allGatherOnHost(program, topology, input, outputs);
+  }
+  announce(program, topology, {CollectiveKind::kAllGather, 0, 0, totalBytes(outputs)});
+  const int rank = topology.rank;
+  const int size = topology.size;
   for (int i = 1; i < size; ++i) {
     const int source = (rank - i + size) % size;
     program.recv(source, outputs[source].data, outputs[source].bytes);
@@ -29,6 +41,7 @@ void allGather(Program& program, Topology topology, Slice input, std::span<const
 }
 
 void gather(Program& program, Topology topology, int root, Slice input, std::span<const Slice> outputs) {
+  announce(program, topology, {CollectiveKind::kGather, 0, static_cast<std::uint32_t>(root), 0});
   if (topology.rank != root) {
     program.send(root, input.data, input.bytes);
     return;
@@ -41,6 +54,7 @@ void gather(Program& program, Topology topology, int root, Slice input, std::spa
 }
 
 void scatter(Program& program, Topology topology, int root, Slice output, std::span<const Slice> inputs) {
+  announce(program, topology, {CollectiveKind::kScatter, 0, static_cast<std::uint32_t>(root), 0});
   if (topology.rank != root) {
     program.recv(root, output.data, output.bytes);
     return;
@@ -53,7 +67,9 @@ void scatter(Program& program, Topology topology, int root, Slice output, std::s
 }
 
 void allToAll(Program& program, Topology topology, std::span<const Slice> outputs, std::span<const Slice> inputs) {
-  const auto [rank, size] = topology;
+  announce(program, topology, {CollectiveKind::kAllToAll, 0, 0, 0});
+  const int rank = topology.rank;
+  const int size = topology.size;
   for (int i = 1; i < size; ++i) {
     const int source = (rank - i + size) % size;
     program.recv(source, outputs[source].data, outputs[source].bytes);
@@ -66,7 +82,9 @@ void allToAll(Program& program, Topology topology, std::span<const Slice> output
 }
 
 void barrier(Program& program, Topology topology) {
-  const auto [rank, size] = topology;
+  if (topology.host != nullptr) return announce(program, topology, {CollectiveKind::kBarrier, 0, 0, 0});
+  const int rank = topology.rank;
+  const int size = topology.size;
   for (int distance = 1; distance < size; distance <<= 1) {
     program.recv((rank - distance + size) % size, nullptr, 0);
     program.send((rank + distance) % size, nullptr, 0);

@@ -10,7 +10,7 @@ void Operation::start() {
     return;
   }
   run();
-  if (outstanding_ > 0) {
+  if (outstanding_ > 0 || (isBlocked() && !isDone())) {
     registered_ = true;
     // What is done at once, as most sends are, never looks at the clock.
     if (timeout_ != std::chrono::milliseconds::max()) deadline_ = transport::Clock::now() + timeout_;
@@ -32,8 +32,8 @@ void Operation::run() {
       if (outstanding_ == 0 && !isDone()) complete(Status::ok());
       break;
     }
-  } while (outstanding_ == 0);
-  if (outstanding_ == 0 && registered_) {
+  } while (outstanding_ == 0 && !isBlocked());
+  if (outstanding_ == 0 && registered_ && (isDone() || !isBlocked())) {
     registered_ = false;
     communicator_->remove(*this);
     // Letting go may free tensors and, with the last operation, the communicator: not with the transport held.
@@ -53,6 +53,7 @@ void Operation::complete(Status status) {
 void Operation::fail(const Status& status) {
   if (isDone()) return;
   complete(status.wrap(describe()));
+  abandoned(status);
   // Cancelling may complete messages at once: the last of them must not end this object here.
   ++outstanding_;
   for (Message& message : messages()) {

@@ -65,6 +65,10 @@ class Operation {
   // Posts what comes next; returns false when nothing is left to do. Called when
   // all that was posted has completed.
   virtual bool postNext() = 0;
+  // Whether it waits, after postNext() returned true, for something other than messages.
+  virtual bool isBlocked() const { return false; }
+  // It was ended early by an error.
+  virtual void abandoned(const Status&) {}
   virtual std::span<Message> messages() = 0;
   // Keep this object alive, and let go of it.
   virtual void retain() = 0;

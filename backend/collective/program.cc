@@ -2,7 +2,15 @@
 
 #include <cstring>
 
+#include "backend/collective/communicator.h"
+
 namespace farandole::collective {
+namespace {
+
+// After so much local work others get a chance to use the transport.
+constexpr std::size_t kWorkBytes = 128 << 10;
+
+}  // namespace
 
 void Program::send(int peer, const void* data, std::size_t bytes) {
   steps_.push_back({Kind::kSend, peer, data, nullptr, bytes, 0, nullptr});
@@ -37,7 +45,84 @@ void ProgramOperation::setProgram(Program program, std::uint32_t sequence) {
   messages_ = std::make_unique<Message[]>(program_.numMessages());
 }
 
+HostTurn Program::takeTurn(HostSegment& host, std::uint64_t steps) {
+  host_ = &host;
+  return host.nextTurn(steps);
+}
+
+void Program::signal(std::uint64_t value) { steps_.push_back({Kind::kSignal, 0, nullptr, nullptr, value, 0, nullptr}); }
+
+void Program::await(std::uint64_t value) { awaitRank(kAllRanks, value); }
+
+void Program::awaitRank(int rank, std::uint64_t value) {
+  steps_.push_back({Kind::kAwait, rank, nullptr, nullptr, value, 0, nullptr});
+}
+
+void Program::setContract(HostTurn turn, const Contract& contract) {
+  contracts_.emplace_back(turn, contract);
+  steps_.push_back({Kind::kTell, 0, nullptr, nullptr, 0, contracts_.size() - 1, nullptr});
+}
+
+void Program::meet(HostTurn turn, int rank) {
+  steps_.push_back({Kind::kMeet, rank, nullptr, nullptr, turn.base + 1, contracts_.size() - 1, nullptr});
+}
+
+int ProgramOperation::missing(const Program::Step& step) const {
+  const HostSegment& host = *program_.host_;
+  const bool isOne = step.peer != Program::kAllRanks;
+  for (int rank = isOne ? step.peer : 0; rank < (isOne ? step.peer + 1 : host.size()); ++rank) {
+    if (!host.hasCome(rank, step.size)) return rank;
+  }
+  return -1;
+}
+
+bool ProgramOperation::isReady() const {
+  const int rank = missing(program_.steps_[next_]);
+  return rank < 0 || !communicator_->canCome(rank);
+}
+
+Status ProgramOperation::compareContracts(const Program::Step& step) const {
+  const auto& [turn, own] = program_.contracts_[step.firstSource];
+  for (int rank = 0; rank < program_.host_->size(); ++rank) {
+    if (step.peer != Program::kAllRanks && step.peer != rank) continue;
+    const Contract& other = program_.host_->contract(rank, turn);
+    if (other == own) continue;
+    return Status::invalidArgument("rank " + std::to_string(communicator_->rank()) + " called " + describe(own) + ", " +
+                                   communicator_->describe(rank) + " called " + describe(other) +
+                                   "; expected the same on all ranks");
+  }
+  return Status::ok();
+}
+
+std::string ProgramOperation::describeReduction(std::uint16_t code) const {
+  return "reduction " + std::to_string(code);
+}
+
+std::string ProgramOperation::describe(const Contract& contract) const {
+  constexpr const char* kNames[] = {"broadcast", "all_reduce",     "reduce",     "all_gather", "gather",
+                                    "scatter",   "reduce_scatter", "all_to_all", "barrier"};
+  std::string text = kNames[static_cast<std::size_t>(contract.kind)];
+  const bool hasRoot = contract.kind == CollectiveKind::kBroadcast || contract.kind == CollectiveKind::kReduce ||
+                       contract.kind == CollectiveKind::kGather || contract.kind == CollectiveKind::kScatter;
+  const bool reduces = contract.kind == CollectiveKind::kAllReduce || contract.kind == CollectiveKind::kReduce ||
+                       contract.kind == CollectiveKind::kReduceScatter;
+  if (contract.bytes > 0) text += " of " + std::to_string(contract.bytes) + " bytes";
+  if (hasRoot) text += " with root " + std::to_string(contract.root);
+  if (reduces) text += " (" + describeReduction(contract.reduction) + ")";
+  return text;
+}
+
+void ProgramOperation::abandoned(const Status& status) {
+  if (usesHost()) communicator_->abandon(status);
+}
+
 bool ProgramOperation::postNext() {
+  blocked_ = false;
+  if (usesHost() && next_ == 0 && !hasTurn_) {
+    hasTurn_ = communicator_->begin(*this);
+    if (!hasTurn_) return true;
+  }
+  std::size_t worked = 0;
   for (; next_ < program_.steps_.size(); ++next_) {
     const Program::Step& step = program_.steps_[next_];
     switch (step.kind) {
@@ -48,13 +133,48 @@ bool ProgramOperation::postNext() {
         postRecv(messages_[posted_++], step.peer, p2p::MessageKind::kCollective, sequence_, step.destination,
                  step.size);
         break;
-      case Program::Kind::kCopy: std::memmove(step.destination, step.source, step.size); break;
+      case Program::Kind::kCopy:
+        std::memmove(step.destination, step.source, step.size);
+        worked += step.size;
+        break;
       case Program::Kind::kReduce:
         step.function(step.destination, &program_.sources_[step.firstSource], step.peer, step.size);
+        worked += step.size;
         break;
       case Program::Kind::kWait: ++next_; return true;
+      case Program::Kind::kTell: {
+        const auto& [turn, contract] = program_.contracts_[step.firstSource];
+        program_.host_->setContract(turn, contract);
+        break;
+      }
+      case Program::Kind::kSignal: communicator_->signal(step.size); break;
+      case Program::Kind::kAwait:
+      case Program::Kind::kMeet:
+        if (const int rank = missing(step); rank >= 0) {
+          if (Status status = communicator_->canCome(rank); !status) {
+            fail(status);
+            return false;
+          }
+          blocked_ = true;
+          return true;
+        }
+        if (step.kind == Program::Kind::kMeet) {
+          if (Status status = compareContracts(step); !status) {
+            fail(status);
+            return false;
+          }
+        }
+        if (worked >= kWorkBytes) {  // it is ready, and goes on with the next poll
+          blocked_ = true;
+          return true;
+        }
+        break;
     }
     if (isDone()) return false;  // a message failed at once
+  }
+  if (hasTurn_) {
+    hasTurn_ = false;
+    communicator_->end(*this);
   }
   return false;
 }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "backend/collective/buffer_pool.h"
+#include "backend/collective/host_segment.h"
 #include "backend/collective/operation.h"
 
 namespace farandole::collective {
@@ -26,20 +27,37 @@ class Program {
   void copy(void* dst, const void* src, std::size_t bytes);
   void reduce(ReduceFunction function, void* dst, std::span<const void* const> sources, std::size_t count);
 
+  // Over the memory that the ranks of a host share. A program that uses it runs
+  // when those before it have ended, and takes its turn when it is built.
+  HostTurn takeTurn(HostSegment& host, std::uint64_t steps);
+  // Says that this rank has come to `value`.
+  void signal(std::uint64_t value);
+  // What comes after it starts when all ranks, or one, have come to `value`.
+  void await(std::uint64_t value);
+  void awaitRank(int rank, std::uint64_t value);
+  // What this rank does in the turn, which the others' is compared with: told
+  // with the first signal, compared by the next await.
+  void setContract(HostTurn turn, const Contract& contract);
+  // Awaits the first step of all ranks, or of one, and compares their contracts with the own one.
+  void meet(HostTurn turn, int rank = kAllRanks);
+
+  static constexpr int kAllRanks = -1;
+
   // Memory that lives as long as the program.
   std::byte* scratch(std::size_t bytes);
 
   int numMessages() const { return numMessages_; }
+  bool usesHost() const { return host_ != nullptr; }
 
  private:
   friend class ProgramOperation;
-  enum class Kind : std::uint8_t { kSend, kRecv, kWait, kCopy, kReduce };
+  enum class Kind : std::uint8_t { kSend, kRecv, kWait, kCopy, kReduce, kTell, kSignal, kAwait, kMeet };
   struct Step {
     Kind kind;
-    int peer;            // or the number of sources
+    int peer;            // or the number of sources, or kAllRanks
     const void* source;  // or null
     void* destination;
-    std::size_t size;  // bytes, or elements of a reduction
+    std::size_t size;  // bytes, or elements of a reduction, or a counter's value
     std::size_t firstSource;
     ReduceFunction function;
   };
@@ -48,6 +66,8 @@ class Program {
   std::vector<const void*> sources_;
   std::vector<BufferPool::Buffer> scratch_;
   int numMessages_ = 0;
+  HostSegment* host_ = nullptr;
+  std::vector<std::pair<HostTurn, Contract>> contracts_;
 };
 
 // A collective in flight.
@@ -55,13 +75,31 @@ class ProgramOperation : public Operation {
  public:
   // `sequence` tells the collectives of a communicator apart: equal on all ranks.
   void setProgram(Program program, std::uint32_t sequence);
+  bool usesHost() const { return program_.usesHost(); }
 
  protected:
+  using Operation::describe;
   using Operation::Operation;
+  // Of Reduction::code: "SUM of float".
+  virtual std::string describeReduction(std::uint16_t code) const;
   bool postNext() final;
+  bool isBlocked() const final { return blocked_ || waitsForTurn_; }
+  void abandoned(const Status& status) final;
   std::span<Message> messages() final { return {messages_.get(), static_cast<std::size_t>(posted_)}; }
 
  private:
+  friend class Communicator;
+
+  // While it is blocked: whether the ranks that it waits for have come, or one of them never will.
+  bool isReady() const;
+  // The first of the ranks that a step waits for that has not come; -1 when all have.
+  int missing(const Program::Step& step) const;
+  std::string describe(const Contract& contract) const;
+  Status compareContracts(const Program::Step& step) const;
+
+  bool blocked_ = false;
+  bool waitsForTurn_ = false;
+  bool hasTurn_ = false;
   Program program_;
   std::uint32_t sequence_ = 0;
   std::size_t next_ = 0;

@@ -2,7 +2,7 @@
 // result depends neither on who computes it nor on the size.
 #include <algorithm>
 
-#include "backend/collective/algorithms.h"
+#include "backend/collective/host_algorithms.h"
 
 namespace farandole::collective {
 namespace {
@@ -98,6 +98,7 @@ void reduceDirect(Program& program, Topology topology, const Reduction& reductio
 }  // namespace
 
 void allReduce(Program& program, Topology topology, const Reduction& reduction, Slice data) {
+  if (topology.host != nullptr) return reduceOnHost(program, topology, reduction, -1, data);
   if (topology.size == 1 || data.bytes == 0) {
     const void* const own = data.data;
     program.reduce(reduction.function, data.data, {&own, 1}, data.bytes / reduction.elementSize);
@@ -109,6 +110,7 @@ void allReduce(Program& program, Topology topology, const Reduction& reduction, 
 }
 
 void reduce(Program& program, Topology topology, const Reduction& reduction, int root, Slice data) {
+  if (topology.host != nullptr) return reduceOnHost(program, topology, reduction, root, data);
   if (topology.size == 1 || data.bytes == 0) {
     allReduce(program, topology, reduction, data);
     return;
@@ -133,7 +135,9 @@ void reduce(Program& program, Topology topology, const Reduction& reduction, int
 
 void reduceScatter(Program& program, Topology topology, const Reduction& reduction, Slice output,
                    std::span<const Slice> inputs) {
-  const auto [rank, size] = topology;
+  if (topology.host != nullptr) return reduceScatterOnHost(program, topology, reduction, output, inputs);
+  const int rank = topology.rank;
+  const int size = topology.size;
   std::vector<const void*> parts = recvParts(program, topology, {inputs[rank].data, output.bytes});
   for (int i = 1; i < size; ++i) {
     const int target = (rank + i) % size;

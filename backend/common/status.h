@@ -46,6 +46,8 @@ class [[nodiscard]] Status {
   // The same failure seen from one level up: `context` comes first, this status becomes its cause.
   Status wrap(std::string context) const;
 
+  Status wrapUnlessOk(std::string context) const { return isOk() ? *this : wrap(std::move(context)); }
+
   // "context: cause: cause", or "ok".
   std::string toString() const;
 

@@ -104,6 +104,19 @@ void ProgressEngine::announceCompletions() {
   sleepCondition_.notify_all();
 }
 
+bool ProgressEngine::progress() {
+  sleeperArmed_ = false;  // progress disarms, also when another thread armed in between
+  bool any = transport_->progress();
+  for (std::size_t i = 0; i < pollers_.size(); ++i) any |= pollers_[i]->poll();
+  return any;
+}
+
+// A poller looks after the transport is armed: what is written later wakes it up.
+bool ProgressEngine::arm() {
+  return transport_->arm() &&
+         std::none_of(pollers_.begin(), pollers_.end(), [](const Poller* poller) { return poller->isReady(); });
+}
+
 void ProgressEngine::runDeferred() {
   announceCompletions();
   if (deferred_.empty()) return;
@@ -142,7 +155,7 @@ bool ProgressEngine::progressAsOwner(const std::atomic<bool>& done, Clock::time_
   int idle = 0;
   Clock::time_point sleepAt;
   while (!done.load(std::memory_order_acquire)) {
-    if (transport_->progress()) {
+    if (progress()) {
       idle = 0;
       runDeferred();
     } else {
@@ -157,7 +170,7 @@ bool ProgressEngine::progressAsOwner(const std::atomic<bool>& done, Clock::time_
       continue;
     }
     if (deadline != kNoDeadline && now >= deadline) return false;
-    if (!transport_->arm()) continue;
+    if (!arm()) continue;
     sleeperArmed_ = ownerPolling_ = true;
     mutex_.unlock();
     pollfd descriptor{transport_->eventFd(), POLLIN, 0};
@@ -192,11 +205,11 @@ void ProgressEngine::leaveOwnership(bool slept) {
 // The loop sleeps on the event, and what the owner did has disarmed it.
 void ProgressEngine::armForLoop() {
   for (int i = 0; i < 4; ++i) {
-    if (transport_->arm()) {
+    if (arm()) {
       sleeperArmed_ = true;
       return;
     }
-    transport_->progress();
+    progress();
   }
   transport_->signal();
 }
@@ -213,10 +226,10 @@ void ProgressEngine::sleepFromLoop() {
   acquire();
   loopTicking_ = false;
   while (!owner_.load() && !sleeperArmed_) {
-    if (transport_->arm()) {
+    if (arm()) {
       sleeperArmed_ = true;
     } else {
-      transport_->progress();
+      progress();
       runDeferred();
       yieldToContenders();
     }
@@ -240,7 +253,7 @@ void ProgressEngine::onEventFromLoop() {
   }
   sleeperArmed_ = false;
   for (int idle = 0; idle < kSpins && !owner_.load();) {
-    idle = transport_->progress() ? 0 : idle + 1;
+    idle = progress() ? 0 : idle + 1;
     runDeferred();
     yieldToContenders();
   }
@@ -267,7 +280,7 @@ void ProgressEngine::onTickFromLoop() {
   const bool waited = waits_ != waitsSeen_;
   waitsSeen_ = waits_;
   if (!owner_.load()) {
-    transport_->progress();
+    progress();
     runDeferred();
   }
   release();

@@ -33,6 +33,16 @@ class ProgressEngine {
     virtual void checkDeadlines(Clock::time_point now) = 0;
   };
 
+  // Something that goes on when others write to shared memory: looked at with
+  // every progress. With the transport held.
+  class Poller {
+   public:
+    virtual ~Poller() = default;
+    // Goes on as far as it can; true when it did.
+    virtual bool poll() = 0;
+    virtual bool isReady() const = 0;
+  };
+
   // Exclusive use of the transport, for posting and cancelling. Short: the
   // thread that waits for a message is held up meanwhile.
   class Access {
@@ -63,6 +73,8 @@ class ProgressEngine {
   void notePending() { pendingPosted_ = true; }
   // An operation was completed: whoever waits must look.
   void noteCompletion() { completed_ = true; }
+  void addPoller(Poller& poller) { pollers_.push_back(&poller); }
+  void removePoller(Poller& poller) { std::erase(pollers_, &poller); }
   // Runs `task` once the transport is let go of.
   void defer(std::function<void()> task) { deferred_.push_back(std::move(task)); }
 
@@ -79,6 +91,10 @@ class ProgressEngine {
   bool progressAsOwner(const std::atomic<bool>& done, Clock::time_point deadline, bool& slept);
   void leaveOwnership(bool slept);
   void armForLoop();
+  // Advances the transport and the pollers; true when something happened. Only by
+  // whoever is responsible for arming afterwards.
+  bool progress();
+  bool arm();
 
   void sleepFromLoop();
   void onEventFromLoop();
@@ -102,6 +118,7 @@ class ProgressEngine {
   Clock::time_point lastLeave_;  // of an owner, while the loop sleeps
   std::vector<std::function<void()>> deferred_;
   std::vector<Listener*> listeners_;
+  std::vector<Poller*> pollers_;
 
   // The thread that progresses while it waits. Others sleep until it completes
   // something of theirs, or leaves.

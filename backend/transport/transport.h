@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "backend/common/status.h"
+#include "backend/transport/descriptor.h"
 #include "backend/transport/request.h"
 
 namespace farandole::transport {
@@ -56,6 +57,15 @@ class Transport {
   // event; when it returns false there is work: call progress() first.
   virtual int eventFd() const = 0;
   virtual bool arm() = 0;
+  // Whether shareMemory() reaches this peer.
+  virtual bool canShareMemory(PeerId) const { return false; }
+  // Passes a descriptor of memory to a peer, who finds it under `key`.
+  virtual Status shareMemory(PeerId peer, std::uint64_t key, int descriptor);
+  // What a peer has passed; a closed descriptor while it has not.
+  virtual Descriptor takeSharedMemory(PeerId peer, std::uint64_t key);
+  // Wakes the peer up if it sleeps: shared memory was written, and a full fence passed.
+  virtual void nudge(PeerId) {}
+
   // Tells the peers that this process leaves in order: its end is no failure of
   // theirs. Destroying the transport does it too.
   virtual void leave() = 0;

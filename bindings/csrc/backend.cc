@@ -57,8 +57,19 @@ void bindBackend(py::module_& module) {
   py::module_::import("torch._C._distributed_c10d");
   const py::object base = py::module_::import("torch._C._distributed_c10d").attr("Backend");
 
-  py::class_<ProcessGroupFarandole, Handle>(module, "ProcessGroupFarandole", base,
-                                            "The c10d backend; made by init_process_group(\"farandole\").")
+  using Options = ProcessGroupFarandole::Options;
+  py::class_<ProcessGroupFarandole, Handle> group(module, "ProcessGroupFarandole", base,
+                                                  "The c10d backend; made by init_process_group(\"farandole\").");
+  py::class_<Options, c10::intrusive_ptr<Options>>(group, "Options", base.attr("Options"))
+      .def(py::init<std::chrono::milliseconds>(), py::arg("timeout") = kBackendDefaultTimeout)
+      // torch 2.11's split_group copies the parent's.
+      .def("__copy__", [](const Options& self) { return c10::make_intrusive<Options>(self); })
+      .def(
+          "__deepcopy__", [](const Options& self, const py::dict&) { return c10::make_intrusive<Options>(self); },
+          py::arg("memo"));
+  group
+      // torch 2.11 binds none for a backend; a copy, as getBackendOptions is.
+      .def_property_readonly("options", &ProcessGroupFarandole::copyOptions)
       .def("batch_p2p", &batchP2p, py::arg("ops"), py::arg("label"))
       // torch 2.11 binds no way to set it.
       .def("set_timeout", &ProcessGroupFarandole::setTimeout, py::arg("timeout"))
@@ -66,6 +77,8 @@ void bindBackend(py::module_& module) {
            py::call_guard<py::gil_scoped_release>());
 
   module.def("nccl_status", &ncclStatus, "The version of the NCCL that torch has loaded, or why it cannot be used.");
+  module.def("leave", &backend::ProcessContext::leaveAtExit, py::call_guard<py::gil_scoped_release>(),
+             "Says goodbye to the peers and ends the background work; for the end of the process.");
   module.def("create_backend", &create, py::arg("options"), py::call_guard<py::gil_scoped_release>());
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,16 +11,20 @@ import torch.distributed as dist
 
 from farandole import _C
 
+# Before the interpreter is torn down: callbacks of what then fails must not enter it any more.
+atexit.register(_C.leave)
+
 
 def create_backend(options: Any, backend_options: Any = None) -> Any:
     """Makes the backend of one group; what ``init_process_group("farandole")`` calls.
 
     Args:
         options: torch's ``_DistributedBackendOptions`` (store, rank, size, timeout).
-        backend_options: must be None; the backend has no options of its own yet.
+        backend_options: None, or ``ProcessGroupFarandole.Options``; as with torch's own
+            backends the ``timeout`` of the call wins over theirs.
     """
-    if backend_options is not None:
-        raise ValueError(f"pg_options is {backend_options!r}; expected None, farandole has no options of its own")
+    if backend_options is not None and not isinstance(backend_options, _C.ProcessGroupFarandole.Options):
+        raise ValueError(f"pg_options is {backend_options!r}; expected None or ProcessGroupFarandole.Options")
     return _C.create_backend(options)
 
 
@@ -67,6 +72,7 @@ def _backend_of(group: Any, device: torch.device) -> Any:
     if group is None:
         raise ValueError("there is no default process group; call init_process_group first, or pass a group")
     backend = group._get_backend(device)
+    backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
     if not isinstance(backend, _C.ProcessGroupFarandole):
         raise ValueError(f"the group's backend for {device.type} is {backend.name()}; expected farandole")
     return backend

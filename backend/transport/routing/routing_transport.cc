@@ -15,7 +15,7 @@ constexpr char kNetwork = 'N';
 Result<std::unique_ptr<RoutingTransport>> RoutingTransport::create(std::unique_ptr<Transport> local, Open openNetwork) {
   std::unique_ptr<RoutingTransport> routing(new RoutingTransport(std::move(openNetwork)));
   routing->epoll_ = Descriptor(epoll_create1(EPOLL_CLOEXEC));
-  if (!routing->epoll_) return systemError("epoll_create1");
+  if (!routing->epoll_) return Status::unavailable("epoll_create1: no descriptor is left");
   if (local != nullptr) {
     routing->local_ = std::move(local);
     FARANDOLE_RETURN_IF_ERROR(routing->adopt(*routing->local_));
@@ -39,7 +39,8 @@ Status RoutingTransport::adopt(Transport& transport) {
   });
   epoll_event event = {};
   event.events = EPOLLIN;
-  if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, transport.eventFd(), &event) != 0) return systemError("epoll_ctl");
+  if (epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, transport.eventFd(), &event) != 0)
+    return Status::unavailable("epoll_ctl failed");
   return Status::ok();
 }
 

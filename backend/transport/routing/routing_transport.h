@@ -6,7 +6,6 @@
 #include <string>
 #include <vector>
 
-#include "backend/transport/shm/memory.h"
 #include "backend/transport/transport.h"
 
 namespace farandole::transport {
@@ -40,6 +39,16 @@ class RoutingTransport final : public Transport {
   bool progress() override;
   int eventFd() const override { return epoll_.get(); }
   bool arm() override;
+  bool canShareMemory(PeerId peer) const override {
+    return routeTo(peer).transport->canShareMemory(routeTo(peer).peer);
+  }
+  Status shareMemory(PeerId peer, std::uint64_t key, int descriptor) override {
+    return routeTo(peer).transport->shareMemory(routeTo(peer).peer, key, descriptor);
+  }
+  Descriptor takeSharedMemory(PeerId peer, std::uint64_t key) override {
+    return routeTo(peer).transport->takeSharedMemory(routeTo(peer).peer, key);
+  }
+  void nudge(PeerId peer) override { routeTo(peer).transport->nudge(routeTo(peer).peer); }
   void leave() override;
   void signal() override { (local_ != nullptr ? local_ : network_)->signal(); }
   std::string describe(PeerId peer) const override;

@@ -15,10 +15,6 @@ Status systemError(const char* what) {
   return Status::unavailable(std::string(what) + ": " + std::generic_category().message(errno));
 }
 
-Descriptor::~Descriptor() {
-  if (fd_ >= 0) close(fd_);
-}
-
 SharedMemory::~SharedMemory() {
   if (data_ != nullptr) munmap(data_, bytes_);
 }

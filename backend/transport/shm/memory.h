@@ -4,27 +4,9 @@
 #include <utility>
 
 #include "backend/common/status.h"
+#include "backend/transport/descriptor.h"
 
 namespace farandole::transport {
-
-// An open descriptor, closed with its owner.
-class Descriptor {
- public:
-  Descriptor() = default;
-  explicit Descriptor(int fd) : fd_(fd) {}
-  Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  Descriptor& operator=(Descriptor&& other) noexcept {
-    std::swap(fd_, other.fd_);
-    return *this;
-  }
-  ~Descriptor();
-
-  int get() const { return fd_; }
-  explicit operator bool() const { return fd_ >= 0; }
-
- private:
-  int fd_ = -1;
-};
 
 // Memory that is shared with whom the descriptor is passed to. It has no name,
 // so nothing is left behind however its processes end, and a container's small

@@ -17,6 +17,7 @@ namespace {
 
 constexpr char kGoodbye = 'b';
 constexpr char kKnock = 'k';
+constexpr char kMemory = 'm';
 constexpr std::string_view kAddressPrefix = "shm:";
 
 void drainEvents(int descriptor) {
@@ -24,9 +25,9 @@ void drainEvents(int descriptor) {
   [[maybe_unused]] const auto n = read(descriptor, &count, sizeof count);
 }
 
-void say(const Descriptor& socket, char word) {
-  if (socket) [[maybe_unused]]
-    const auto n = ::send(socket.get(), &word, 1, MSG_NOSIGNAL | MSG_DONTWAIT);
+// Whether it can be heard is the peer's affair.
+void say(const Descriptor& socket, char what) {
+  if (socket) (void)sayWord(socket.get(), {what});
 }
 
 }  // namespace
@@ -198,11 +199,13 @@ void ShmTransport::settle(Visitor visitor, Descriptor socket) {
 // A knock, a goodbye, or the end of the peer.
 void ShmTransport::hear(Link& link, Descriptor& socket) {
   while (socket) {
-    char word = 0;
-    const ssize_t got = ::recv(socket.get(), &word, 1, MSG_DONTWAIT);
+    Word word;
+    Descriptor passed;
+    const ssize_t got = hearWord(socket.get(), word, passed);
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
-    if (got > 0 && word == kKnock) continue;
-    link.saidGoodbye |= got > 0 && word == kGoodbye;
+    if (got > 0 && word.what == kMemory) passed_.insert_or_assign({link.id, word.key}, std::move(passed));
+    if (got > 0 && word.what != kGoodbye) continue;
+    link.saidGoodbye |= got > 0;
     socket = Descriptor();
     noteGone(link);
   }
@@ -254,9 +257,28 @@ void ShmTransport::wake(Link& link) {
   if (link.door == nullptr) return say(link.outSocket, kKnock);  // until it has passed us its door
   // What was written must be seen before the door is looked at.
   std::atomic_thread_fence(std::memory_order_seq_cst);
+  ring(link);
+}
+
+void ShmTransport::ring(Link& link) {
+  if (link.door == nullptr) return say(link.outSocket, kKnock);
   if (link.door->armed.load(std::memory_order_relaxed) == 0 || link.door->armed.exchange(0) == 0) return;
   const std::uint64_t one = 1;
   [[maybe_unused]] const auto n = ::write(link.bell.get(), &one, sizeof one);
+}
+
+Status ShmTransport::shareMemory(PeerId peer, std::uint64_t key, int descriptor) {
+  Link& link = links_[static_cast<std::uint32_t>(peer)];
+  FARANDOLE_RETURN_IF_ERROR(link.failure);
+  return sayWord(link.outSocket.get(), {kMemory, key}, descriptor);
+}
+
+Descriptor ShmTransport::takeSharedMemory(PeerId peer, std::uint64_t key) {
+  const auto found = passed_.find({static_cast<std::uint32_t>(peer), key});
+  if (found == passed_.end()) return {};
+  Descriptor descriptor = std::move(found->second);
+  passed_.erase(found);
+  return descriptor;
 }
 
 void ShmTransport::signal() {

@@ -1,5 +1,7 @@
 #include "backend/transport/shm/shm_transport.h"
 
+#include <poll.h>
+
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -123,6 +125,9 @@ bool ShmTransport::arm() {
   bool isReady =
       isWorkLeft() || !gone_.empty() || (numBacklogged_ > 0 && flushBacklogs()) || (!helped_.empty() && helpSends());
   for (std::size_t i = 0; i < incoming_.size() && !isReady; ++i) isReady = incoming_[i]->reader.front() != nullptr;
+  // A descriptor that became readable earlier makes no new event: a visitor would stay outside.
+  pollfd descriptors{epoll_.get(), POLLIN, 0};
+  isReady = isReady || poll(&descriptors, 1, 0) > 0;
   if (isReady) door_->armed.store(0, std::memory_order_relaxed);
   return !isReady;
 }

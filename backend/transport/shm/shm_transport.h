@@ -54,6 +54,10 @@ class ShmTransport final : public Transport {
   bool progress() override;
   int eventFd() const override { return epoll_.get(); }
   bool arm() override;
+  bool canShareMemory(PeerId) const override { return true; }
+  Status shareMemory(PeerId peer, std::uint64_t key, int descriptor) override;
+  Descriptor takeSharedMemory(PeerId peer, std::uint64_t key) override;
+  void nudge(PeerId peer) override { ring(links_[static_cast<std::uint32_t>(peer)]); }
   void leave() override;
   void signal() override;
   std::string describe(PeerId peer) const override;
@@ -135,6 +139,7 @@ class ShmTransport final : public Transport {
   void failGone();
   void fail(Link& link);
   void wake(Link& link);
+  static void ring(Link& link);
 
   // Messages.
   void deliver(Request& request, std::uint64_t tag, const std::byte* data, std::size_t bytes);
@@ -180,6 +185,7 @@ class ShmTransport final : public Transport {
   std::vector<Link*> incoming_;  // with a ring to read
   std::vector<Descriptor> visitors_;
   std::vector<Link*> gone_;
+  std::map<std::pair<std::uint32_t, std::uint64_t>, Descriptor> passed_;  // by link and key
   std::size_t numBacklogged_ = 0;
 
   Matcher matcher_;

@@ -58,6 +58,42 @@ union Control {
   cmsghdr alignment;
 };
 
+template <std::size_t kCount>
+bool sendParts(int socket, const void* data, std::size_t bytes, const std::array<int, kCount>& descriptors) {
+  iovec piece{const_cast<void*>(data), bytes};
+  Control control = {};
+  msghdr message = {};
+  message.msg_iov = &piece;
+  message.msg_iovlen = 1;
+  message.msg_control = &control;
+  message.msg_controllen = CMSG_SPACE(sizeof descriptors);
+  cmsghdr* const header = CMSG_FIRSTHDR(&message);
+  header->cmsg_level = SOL_SOCKET;
+  header->cmsg_type = SCM_RIGHTS;
+  header->cmsg_len = CMSG_LEN(sizeof descriptors);
+  std::memcpy(CMSG_DATA(header), descriptors.data(), sizeof descriptors);
+  return sendmsg(socket, &message, MSG_NOSIGNAL) == static_cast<ssize_t>(bytes);
+}
+
+// Descriptors that did not come stay as they are.
+template <std::size_t kCount>
+ssize_t recvParts(int socket, void* data, std::size_t bytes, std::array<int, kCount>& descriptors) {
+  iovec piece{data, bytes};
+  Control control = {};
+  msghdr message = {};
+  message.msg_iov = &piece;
+  message.msg_iovlen = 1;
+  message.msg_control = &control;
+  message.msg_controllen = CMSG_SPACE(sizeof descriptors);
+  const ssize_t got = recvmsg(socket, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+  const cmsghdr* const header = got > 0 ? CMSG_FIRSTHDR(&message) : nullptr;
+  if (header != nullptr && header->cmsg_type == SCM_RIGHTS) {
+    std::memcpy(descriptors.data(), CMSG_DATA(header),
+                std::min<std::size_t>(sizeof descriptors, header->cmsg_len - CMSG_LEN(0)));
+  }
+  return got;
+}
+
 }  // namespace
 
 Result<MeetingPoint> MeetingPoint::open() {
@@ -94,20 +130,7 @@ Result<Descriptor> introduce(const ShmToken& token, const Hello& hello, int door
   if (!credentials) return credentials.status();
   pid = credentials->pid;
 
-  iovec data{const_cast<Hello*>(&hello), sizeof hello};
-  const std::array<int, kNumParts> parts{door, bell, ring};
-  Control control = {};
-  msghdr message = {};
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
-  message.msg_control = &control;
-  message.msg_controllen = sizeof control.bytes;
-  cmsghdr* const header = CMSG_FIRSTHDR(&message);
-  header->cmsg_level = SOL_SOCKET;
-  header->cmsg_type = SCM_RIGHTS;
-  header->cmsg_len = CMSG_LEN(sizeof parts);
-  std::memcpy(CMSG_DATA(header), parts.data(), sizeof parts);
-  if (sendmsg(socket.get(), &message, MSG_NOSIGNAL) != static_cast<ssize_t>(sizeof hello)) {
+  if (!sendParts(socket.get(), &hello, sizeof hello, std::array{door, bell, ring})) {
     return systemError("passing shared memory to a process of this host");
   }
   return socket;
@@ -115,20 +138,9 @@ Result<Descriptor> introduce(const ShmToken& token, const Hello& hello, int door
 
 Result<Visitor> receiveHello(int socket) {
   Visitor visitor = {};
-  iovec data{&visitor.hello, sizeof visitor.hello};
-  Control control = {};
-  msghdr message = {};
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
-  message.msg_control = &control;
-  message.msg_controllen = sizeof control.bytes;
-  const ssize_t got = recvmsg(socket, &message, MSG_CMSG_CLOEXEC);
-  if (got < 0 && errno == EAGAIN) return Status::timeout("nothing was said yet");
-  const cmsghdr* const header = CMSG_FIRSTHDR(&message);
   std::array<int, kNumParts> parts{-1, -1, -1};
-  if (header != nullptr && header->cmsg_type == SCM_RIGHTS) {
-    std::memcpy(parts.data(), CMSG_DATA(header), std::min<std::size_t>(sizeof parts, header->cmsg_len - CMSG_LEN(0)));
-  }
+  const ssize_t got = recvParts(socket, &visitor.hello, sizeof visitor.hello, parts);
+  if (got < 0 && errno == EAGAIN) return Status::timeout("nothing was said yet");
   visitor.parts = {Descriptor(parts[0]), Descriptor(parts[1]), Descriptor(parts[2])};
   if (got != static_cast<ssize_t>(sizeof visitor.hello) || visitor.hello.magic != kShmMagic ||
       visitor.hello.version != kShmVersion || parts[kNumParts - 1] < 0) {
@@ -138,6 +150,19 @@ Result<Visitor> receiveHello(int socket) {
   if (!credentials) return credentials.status();
   visitor.pid = credentials->pid;
   return visitor;
+}
+
+Status sayWord(int socket, const Word& word, int descriptor) {
+  const bool said = descriptor >= 0 ? sendParts(socket, &word, sizeof word, std::array{descriptor})
+                                    : ::send(socket, &word, sizeof word, MSG_NOSIGNAL | MSG_DONTWAIT) == sizeof word;
+  return said ? Status::ok() : systemError("writing to a process of this host");
+}
+
+ssize_t hearWord(int socket, Word& word, Descriptor& descriptor) {
+  std::array<int, 1> passed{-1};
+  const ssize_t got = recvParts(socket, &word, sizeof word, passed);
+  descriptor = Descriptor(passed[0]);
+  return got;
 }
 
 std::string hostIdentity() {

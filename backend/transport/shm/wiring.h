@@ -70,6 +70,15 @@ Result<Descriptor> introduce(const ShmToken& token, const Hello& hello, int door
 // Reads a hello; kTimeout when it has not come yet. Refuses other users and other versions.
 Result<Visitor> receiveHello(int socket);
 
+// A short message on a connection, and a descriptor that may come with it.
+struct Word {
+  char what = 0;
+  std::uint64_t key = 0;
+};
+Status sayWord(int socket, const Word& word, int descriptor = -1);
+// Bytes that were read, as recvmsg.
+ssize_t hearWord(int socket, Word& word, Descriptor& descriptor);
+
 // The same for all processes that can reach each other's meeting points, and for
 // no other: the machine and its network namespace. FARANDOLE_HOST_ID overrides it.
 std::string hostIdentity();

@@ -58,7 +58,7 @@ class AlgorithmsTest : public ::testing::TestWithParam<std::size_t> {
     std::vector<std::shared_ptr<TestOperation>> operations;
     for (int rank = 0; rank < size; ++rank) {
       Program program;
-      build(program, {rank, size});
+      build(program, {rank, size, group[rank]->host()});
       operations.push_back(TestOperation::launch(group[rank], std::move(program), 1));
     }
     for (auto& operation : operations) {
@@ -173,8 +173,78 @@ TEST_P(AlgorithmsTest, NoRankLeavesABarrierBeforeTheLastHasEntered) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Loopback, AlgorithmsTest, ::testing::Values(0, 4096), [](const auto& info) {
-  return info.param == 0 ? std::string("Rendezvous") : std::string("Eager");
+// Many collectives in flight at once, of kinds and sizes that use the same memory in different ways.
+TEST_P(AlgorithmsTest, CollectivesThatAreInFlightTogetherDoNotDisturbEachOther) {
+  forRandomGroups([&](std::mt19937_64& random, int size) {
+    constexpr int kOperations = 40;
+    Group group(size, GetParam());
+    std::vector<std::vector<Data>> data(kOperations);  // [operation][rank]
+    std::vector<Data> expected(kOperations);
+    std::vector<int> kinds(kOperations);
+    std::vector<std::shared_ptr<TestOperation>> operations;
+    for (int i = 0; i < kOperations; ++i) {
+      kinds[i] = static_cast<int>(random() % 3);
+      const std::size_t count = randomSize(random);
+      for (int rank = 0; rank < size; ++rank) data[i].push_back(randomData(random, count));
+      const int root = static_cast<int>(random() % static_cast<std::size_t>(size));
+      expected[i] = data[i][root];
+      if (kinds[i] == 1) {
+        expected[i].assign(count, 0);
+        for (const Data& part : data[i]) {
+          for (std::size_t j = 0; j < count; ++j) expected[i][j] += part[j];
+        }
+      }
+      for (int rank = 0; rank < size; ++rank) {
+        Program program;
+        const Topology topology{rank, size, group[rank]->host()};
+        if (kinds[i] == 0) broadcast(program, topology, root, sliceOf(data[i][rank]));
+        if (kinds[i] == 1) allReduce(program, topology, kSum, sliceOf(data[i][rank]));
+        if (kinds[i] == 2) barrier(program, topology);
+        operations.push_back(TestOperation::launch(group[rank], std::move(program), static_cast<std::uint32_t>(i)));
+      }
+    }
+    for (auto& operation : operations) {
+      ASSERT_TRUE(operation->wait(transport::Clock::now() + std::chrono::seconds(60)));
+      ASSERT_TRUE(operation->status()) << operation->status().toString();
+    }
+    for (int i = 0; i < kOperations; ++i) {
+      for (int rank = 0; rank < size && kinds[i] < 2; ++rank) ASSERT_EQ(data[i][rank], expected[i]);
+    }
+  });
+}
+
+TEST(HostAlgorithms, RanksThatCallDifferentCollectivesAreToldWhoCalledWhat) {
+  Group group(3, Group::kSharedMemory);
+  std::vector<std::shared_ptr<TestOperation>> operations;
+  std::vector<Data> data(3, Data(4, 1));
+  for (int rank = 0; rank < 3; ++rank) {
+    Program program;
+    if (rank == 1) data[rank].resize(5);
+    allReduce(program, {rank, 3, group[rank]->host()}, kSum, sliceOf(data[rank]));
+    operations.push_back(TestOperation::launch(group[rank], std::move(program), 1));
+  }
+  for (int rank = 0; rank < 3; ++rank) {
+    ASSERT_TRUE(operations[rank]->wait(transport::Clock::now() + std::chrono::seconds(10)));
+    const std::string text = operations[rank]->status().toString();
+    EXPECT_NE(text.find("all_reduce of 40 bytes"), std::string::npos) << text;
+    EXPECT_NE(text.find("all_reduce of 32 bytes"), std::string::npos) << text;
+  }
+}
+
+TEST(HostAlgorithms, ARankThatGivesUpEndsTheWaitOfTheOthers) {
+  Group group(2, Group::kSharedMemory);
+  Data data[2] = {Data(100'000, 1), Data(100'000, 1)};
+  Program program;
+  allReduce(program, {0, 2, group[0]->host()}, kSum, sliceOf(data[0]));
+  auto operation = TestOperation::launch(group[0], std::move(program), 1);
+  EXPECT_FALSE(operation->wait(transport::Clock::now() + std::chrono::milliseconds(50)));
+  group[1]->abort(Status::aborted("enough"));
+  ASSERT_TRUE(operation->wait(transport::Clock::now() + std::chrono::seconds(10)));
+  EXPECT_NE(operation->status().toString().find("rank 1"), std::string::npos) << operation->status().toString();
+}
+
+INSTANTIATE_TEST_SUITE_P(Every, AlgorithmsTest, ::testing::Values(0, 4096, Group::kSharedMemory), [](const auto& info) {
+  return std::string(info.param == 0 ? "LoopbackRendezvous" : info.param == 4096 ? "LoopbackEager" : "SharedMemory");
 });
 
 }  // namespace

@@ -1,28 +1,40 @@
 #pragma once
 
 #include <memory>
+#include <stdexcept>
 #include <vector>
 
 #include "backend/collective/communicator.h"
 #include "backend/collective/program.h"
 #include "backend/transport/loopback/loopback_transport.h"
+#include "backend/transport/shm/shm_transport.h"
 
 namespace farandole::collective::testing {
 
 // A group whose ranks live in this process, each with a transport and a loop of its own.
 class Group {
  public:
+  // Over loopback, which takes messages up to `eagerBytes` at once; kSharedMemory: over shared memory.
   Group(int size, std::size_t eagerBytes) : fabric_(transport::LoopbackFabric::create(eagerBytes)) {
+    const bool isShared = eagerBytes == kSharedMemory;
     std::vector<Member> members;
     for (int rank = 0; rank < size; ++rank) {
       auto& loop = *loops_.emplace_back(std::make_unique<net::EventLoop>("rank-" + std::to_string(rank)));
-      connections_.push_back(std::make_unique<transport::Connections>(fabric_->makeTransport(), loop));
-      members.push_back({std::to_string(rank), static_cast<std::uint32_t>(rank) + 1, "host", rank, ""});
+      auto transport = isShared ? makeShm() : fabric_->makeTransport();
+      members.push_back(
+          {transport->address(), static_cast<std::uint32_t>(rank) + 1, "host", rank, isShared ? "host" : ""});
+      connections_.push_back(std::make_unique<transport::Connections>(std::move(transport), loop));
     }
     for (int rank = 0; rank < size; ++rank) {
       communicators_.push_back(std::make_shared<Communicator>(*connections_[rank], nullptr, rank, members));
     }
+    for (auto& communicator : communicators_) {
+      const Status status = communicator->connectHost(transport::Clock::now() + std::chrono::seconds(10));
+      if (!status) throw std::runtime_error(status.toString());
+    }
   }
+  static constexpr std::size_t kSharedMemory = ~std::size_t{0};
+
   ~Group() {
     for (auto& loop : loops_) loop->stop();
     communicators_.clear();
@@ -32,6 +44,12 @@ class Group {
   int size() const { return static_cast<int>(communicators_.size()); }
 
  private:
+  static std::unique_ptr<transport::Transport> makeShm() {
+    auto transport = transport::ShmTransport::create({});
+    if (!transport) throw std::runtime_error(transport.status().toString());
+    return std::move(transport).value();
+  }
+
   std::shared_ptr<transport::LoopbackFabric> fabric_;
   std::vector<std::unique_ptr<net::EventLoop>> loops_;
   std::vector<std::unique_ptr<transport::Connections>> connections_;

@@ -21,8 +21,24 @@ def _still_works(rank, world_size):
 def _misuse(rank, world_size):
     x = torch.zeros(4)
     cases = [
-        (ValueError, r"all_reduce: tensors has layout Sparse; expected a dense", lambda: pg.allreduce([x.to_sparse()])),
-        (ValueError, r"strides \[1, 4\]; expected a contiguous tensor", lambda: dist.all_reduce(torch.zeros(4, 4).t())),
+        (ValueError, r"broadcast: tensors has layout Sparse; expected a dense",
+         lambda: backend.broadcast([x.to_sparse()], dist.BroadcastOptions())),
+        (ValueError, r"strides \[1, 4\]; expected a contiguous tensor",
+         lambda: dist.send(torch.zeros(4, 4).t(), 1 - rank)),
+        (ValueError, r"all_reduce: .* strides \[2\]; expected a tensor with neither gaps nor overlaps",
+         lambda: dist.all_reduce(torch.zeros(8)[::2])),
+        (ValueError, r"all_reduce: .* strides \[0, 1\]; expected a tensor with neither gaps nor overlaps",
+         lambda: dist.all_reduce(torch.zeros(4).expand(3, 4))),
+        (ValueError, r"send: tensors is a lazily conjugated view; .* pass .resolve_conj\(\)",
+         lambda: backend.send([torch.zeros(4, dtype=torch.complex64).conj()], 1 - rank, 0)),
+        (ValueError, r"all_gather: tensor_list has a tensor of strides \[3, 1\]; expected \[1, 2\] as the other",
+         lambda: dist.all_gather([torch.zeros(2, 3) for _ in range(2)], torch.zeros(3, 2).t())),
+        (TypeError, r"ReduceOp.PREMUL_SUM is not defined for dtype Int",
+         lambda: dist.all_reduce(x.int(), dist._make_nccl_premul_sum(2.0))),
+        (ValueError, r"operation on a sparse tensor is not SUM; expected SUM",
+         lambda: dist.all_reduce(x.to_sparse(), dist.ReduceOp.MAX)),
+        (ValueError, r"all_gather_into_tensor_coalesced: outputs has 1 tensors; expected 2 as inputs",
+         lambda: pg.allgather_into_tensor_coalesced([torch.zeros(8)], [x, x])),
         (ValueError, r"send: dst is 7; expected a rank from 0 to 1", lambda: pg.send([x], 7, 0)),
         (ValueError, r"recv: src is -3; expected a rank from 0 to 1", lambda: pg.recv([x], -3, 0)),
         (ValueError, r"send: tag is -1; expected 0 or more", lambda: pg.send([x], 1 - rank, -1)),
@@ -36,6 +52,7 @@ def _misuse(rank, world_size):
          lambda: dist.all_to_all_single(torch.zeros(5), torch.zeros(5))),
     ]  # fmt: skip
     pg = dist.group.WORLD
+    backend = pg._get_backend(torch.device("cpu"))
     for error, pattern, call in cases:
         with pytest.raises(error, match=pattern):
             call()

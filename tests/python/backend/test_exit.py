@@ -20,27 +20,28 @@ def _run_both(folder, pending="", end=""):
     script = textwrap.dedent(SCRIPT).format(pending=pending, end=end)
     command = [sys.executable, "-c", "import farandole\n" + script]
     ranks = [
-        subprocess.Popen([*command, str(r), str(folder / "store")], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        subprocess.Popen([*command, str(r), str(folder / "store")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for r in range(2)
     ]  # fmt: skip
     try:
-        return [(rank.communicate(timeout=60)[0], rank.returncode) for rank in ranks]
+        return [(*rank.communicate(timeout=60), rank.returncode) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
 
 
 def test_a_process_may_end_without_destroying_its_group(tmp_path):
-    for output, code in _run_both(tmp_path):
-        assert (output.strip(), code) == ("done 2.0", 0)
+    for output, errors, code in _run_both(tmp_path):
+        assert (output, errors, code) == ("done 2.0\n", "", 0)
 
 
 def test_a_process_may_end_with_operations_pending(tmp_path):
     pending = "works = [dist.irecv(torch.zeros(1), 1 - rank, tag=i) for i in range(5)]"
-    for output, code in _run_both(tmp_path, pending):
-        assert (output.strip(), code) == ("done 2.0", 0)
+    for output, errors, code in _run_both(tmp_path, pending):
+        assert (output, code) == ("done 2.0\n", 0)
+        assert "Traceback" not in errors and "FATAL" not in errors, errors  # torch may tell that the other left
 
 
 def test_an_exception_ends_the_process_with_its_traceback(tmp_path):
-    for output, code in _run_both(tmp_path, end="raise RuntimeError('own reasons')"):
-        assert output.startswith("done 2.0") and "own reasons" in output and code == 1
+    for output, errors, code in _run_both(tmp_path, end="raise RuntimeError('own reasons')"):
+        assert output == "done 2.0\n" and "own reasons" in errors and code == 1

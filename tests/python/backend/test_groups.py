@@ -1,5 +1,7 @@
 """Several groups, several lives of a group, and the process around it."""
 
+import copy
+import datetime
 import os
 import signal
 import threading
@@ -98,18 +100,86 @@ def test_a_group_can_be_made_again_after_it_was_destroyed(tmp_path):
 def _split(rank, world_size):
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     assert backend.supports_splitting
-    half = dist.split_group(split_ranks=[[0, 1], [2, 3]])
-    x = torch.full((1,), float(rank))
-    dist.all_reduce(x, group=half)
-    return x.item()
+    if torch.__version__.startswith("2.11."):
+        # split_group demands a device there, which init_process_group accepts no CPU for.
+        dist.group.WORLD.bound_device_id = torch.device("cpu", 0)
+    results = []
+    for parts in ([[0, 1], [2, 3]], [[3, 0], [1, 2]], [[0, 1], [2, 3]]):
+        half = dist.split_group(split_ranks=parts, timeout=datetime.timedelta(seconds=31))
+        x = torch.full((1,), float(rank))
+        dist.all_reduce(x, group=half)
+        results.append(x.item())
+        child = half._get_backend(torch.device("cpu"))
+        assert child.options._timeout == datetime.timedelta(seconds=31)
+    # What torch writes into the options of a child stays out of the parent's.
+    assert backend.options._timeout == datetime.timedelta(seconds=60)
+    return results
 
 
-@pytest.mark.skipif(
-    torch.__version__.startswith("2.11."),
-    reason="torch 2.11's split_group asks a device and an options object of the backend, which farandole has not yet",
-)
 def test_split_gives_each_part_a_group():
-    assert run_ranks(_split, 4, "farandole") == [1.0, 1.0, 5.0, 5.0]
+    assert run_ranks(_split, 4, "farandole") == [[1, 3, 1], [1, 3, 1], [5, 3, 5], [5, 3, 5]]
+
+
+def _merge(rank, world_size, folder):
+    # Two groups that know nothing of each other, then one of all.
+    half = rank // 2
+    store = dist.FileStore(os.path.join(folder, f"half{half}"), 2)
+    dist.init_process_group("farandole", store=store, rank=rank % 2, world_size=2)
+    together = dist.FileStore(os.path.join(folder, "together"), 4)
+    merged = dist.group.WORLD.merge_remote_group(together, 4, datetime.timedelta(seconds=30), "merged")
+    x = torch.full((1,), float(rank))
+    merged.allreduce([x]).wait()
+    y = torch.full((1,), float(rank))
+    dist.all_reduce(y)
+    ranks = merged.rank(), merged.size()
+    merged.shutdown()
+    dist.destroy_process_group()
+    return x.item(), y.item(), ranks
+
+
+def test_merge_makes_one_group_of_two(tmp_path):
+    results = run_ranks(_merge, 4, None, folder=str(tmp_path))
+    assert [r[:2] for r in results] == [(6.0, 1.0), (6.0, 1.0), (6.0, 5.0), (6.0, 5.0)]
+    assert sorted(r[2] for r in results) == [(i, 4) for i in range(4)]
+
+
+def _shrink(rank, world_size):
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    assert backend.supports_shrinking
+    if rank == 1:
+        return None
+    with pytest.raises(ValueError, match=r"ranks_to_exclude is 9; expected a rank from 0 to 3"):
+        backend.shrink([9])
+    smaller = backend.shrink([1])
+    x = torch.full((1,), float(rank))
+    smaller.allreduce([x]).wait()
+    result = smaller.rank(), smaller.size(), x.item()
+    smaller.shutdown()
+    return result
+
+
+def test_shrink_makes_a_group_without_the_excluded_ranks():
+    assert run_ranks(_shrink, 4, "farandole") == [(0, 3, 5.0), None, (1, 3, 5.0), (2, 3, 5.0)]
+
+
+def _options(rank, world_size):
+    import farandole
+
+    options = farandole._C.ProcessGroupFarandole.Options(timeout=datetime.timedelta(seconds=5))
+    assert copy.deepcopy(options)._timeout == copy.copy(options)._timeout == datetime.timedelta(seconds=5)
+    group = dist.new_group(pg_options=options, timeout=datetime.timedelta(seconds=41))
+    backend = group._get_backend(torch.device("cpu"))
+    assert backend.options._timeout == datetime.timedelta(seconds=41)  # as with NCCL the call's wins
+    backend.set_timeout(datetime.timedelta(seconds=42))
+    assert backend.options._timeout == datetime.timedelta(seconds=42)
+    assert backend.options.backend == "farandole"
+    with pytest.raises(ValueError, match=r"pg_options is 'fast'; expected None or ProcessGroupFarandole.Options"):
+        dist.new_group(pg_options="fast")
+    return True
+
+
+def test_options_are_taken_copied_and_show_the_timeout_in_force():
+    assert all(run_ranks(_options, 2, "farandole"))
 
 
 def _caught_signals(rank, world_size):

@@ -1,0 +1,98 @@
+// A barrier that says who did not come. Rank 0 hears from everybody, and then
+// tells everybody how it went.
+#include <c10/util/StringUtil.h>
+
+#include "backend/c10d/process_group.h"
+#include "backend/c10d/tensor_checks.h"
+
+namespace farandole::backend {
+
+using ::c10d::OpType;
+using collective::Program;
+
+namespace {
+
+constexpr std::int32_t kAllCame = -1;
+
+std::string failureText(const std::vector<int>& missing, std::chrono::milliseconds timeout) {
+  return c10::str(missing.size() > 1 ? "ranks " : "rank ", c10::Join(", ", missing),
+                  " failed to pass monitoredBarrier in ", timeout.count(), " ms");
+}
+
+}  // namespace
+
+c10::intrusive_ptr<CollectiveWork> ProcessGroupFarandole::startBarrierPart(const WorkOptions& options, Tensors kept,
+                                                                           const BuildProgram& build) {
+  auto work = c10::make_intrusive<CollectiveWork>(communicator_, options);
+  work->setTensors({}, std::move(kept));
+  collective::Program program;
+  build(program);
+  work->setProgram(std::move(program), static_cast<std::uint32_t>(options.sequence));
+  work->launch();
+  return work;
+}
+
+void ProcessGroupFarandole::monitoredBarrier(const ::c10d::BarrierOptions& opts, bool waitAllRanks) {
+  WorkOptions options = workOptions(OpType::BARRIER, "farandole:monitored_barrier", opts.timeout);
+  const WorkHooks::OnDone onDone = std::exchange(options.onDone, nullptr);
+  const auto started = std::chrono::steady_clock::now();
+  const std::string failure = rank_ == 0 ? awaitAll(options, waitAllRanks) : reportToRankZero(options);
+  if (onDone) {
+    onDone({OpType::BARRIER, options.sequence, 0, failure.empty(), started, std::chrono::steady_clock::now()});
+  }
+  TORCH_CHECK_WITH(DistBackendError, failure.empty(), "farandole: rank ", rank_, ": ", failure);
+}
+
+std::string ProcessGroupFarandole::reportToRankZero(WorkOptions options) {
+  const auto timeout = options.timeout;
+  options.timeout += timeout / 4 + std::chrono::seconds(1);  // rank 0 gives its verdict when its timeout has come
+  const at::Tensor verdict = at::full({1}, kAllCame, at::kInt);
+  try {
+    startBarrierPart(options, {verdict}, [&](Program& program) {
+      const collective::Slice answer = sliceOf(verdict);
+      program.send(0, nullptr, 0);
+      program.recv(0, answer.data, answer.bytes);
+    })->wait();
+  } catch (const std::exception& error) {
+    return std::string("rank 0 gave no verdict in monitoredBarrier: ") + error.what();
+  }
+  const auto missing = verdict.item<std::int32_t>();
+  return missing == kAllCame ? "" : failureText({missing}, timeout) + ", says rank 0";
+}
+
+std::string ProcessGroupFarandole::awaitAll(const WorkOptions& options, bool waitAllRanks) {
+  std::vector<c10::intrusive_ptr<CollectiveWork>> arrivals;
+  for (int rank = 1; rank < size_; ++rank) {
+    arrivals.push_back(startBarrierPart(options, {}, [&](Program& program) { program.recv(rank, nullptr, 0); }));
+  }
+  std::vector<int> missing;
+  std::string cause;
+  for (int rank = 1; rank < size_ && (waitAllRanks || missing.empty()); ++rank) {
+    try {
+      arrivals[rank - 1]->wait();
+    } catch (const std::exception& error) {
+      if (getError() != ::c10d::ErrorType::SUCCESS) return error.what();  // a death, or an abort: no rank is late
+      if (missing.empty()) cause = error.what();
+      missing.push_back(rank);
+    }
+  }
+  // Those that come late, or were not looked at, are told too: but nobody waits for them to hear it.
+  const at::Tensor verdict = at::full({1}, missing.empty() ? kAllCame : missing[0], at::kInt);
+  const collective::Slice answer = sliceOf(verdict);
+  std::vector<c10::intrusive_ptr<CollectiveWork>> answers;
+  for (int rank = 1; rank < size_; ++rank) {
+    answers.push_back(
+        startBarrierPart(options, {verdict}, [&](Program& program) { program.send(rank, answer.data, answer.bytes); }));
+  }
+  if (!missing.empty()) return failureText(missing, options.timeout) + ": " + cause;
+  for (int rank = 1; rank < size_; ++rank) {
+    try {
+      answers[rank - 1]->wait();
+    } catch (const std::exception& error) {
+      return failureText({rank}, options.timeout) + ": " + error.what();
+    }
+  }
+  return "";
+}
+
+}  // namespace farandole::backend

@@ -1,0 +1,172 @@
+#include "backend/c10d/work_hooks.h"
+
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+namespace farandole::backend {
+namespace {
+
+template <typename Call>
+void runGuarded(const char* kind, const Call& call) {
+  try {
+    call();
+  } catch (const std::exception& error) {
+    TORCH_WARN("farandole: ", kind, " hook raised: ", error.what());
+  } catch (...) {
+    TORCH_WARN("farandole: ", kind, " hook raised something that is no std::exception");
+  }
+}
+
+// A template, so that torch without these hooks never sees the fields.
+template <typename Hook>
+void callCompletionHook(const Hook& hook, const WorkReport& report) {
+  if constexpr (!std::is_same_v<Hook, std::function<void()>>) {
+    [&]<typename Args>(const std::function<void(const Args&)>& typed) {
+      Args args;
+      args.completionKey = report.key;
+      args.duration_ms = report.duration().count();
+      typed(args);
+    }(hook);
+  }
+}
+
+}  // namespace
+
+// One followed work: counted until it was reported, or is gone without having begun.
+class WorkHooks::Followed {
+ public:
+  explicit Followed(std::shared_ptr<WorkHooks> hooks) : hooks_(std::move(hooks)) {
+    std::lock_guard lock(hooks_->mutex_);
+    for (Extension& extension : hooks_->extensions_) {
+      if (!std::exchange(extension.hasWork, true)) extensions_.push_back(extension.id);
+    }
+    ++hooks_->numFollowed_;
+  }
+  Followed(const Followed&) = delete;
+  Followed& operator=(const Followed&) = delete;
+  ~Followed() { end(); }
+
+  void report(const WorkReport& report) {
+    hooks_->report(report);
+    end();
+  }
+
+ private:
+  void end() {
+    std::lock_guard lock(hooks_->mutex_);
+    if (std::exchange(hasEnded_, true)) return;
+    std::erase_if(hooks_->extensions_, [&](const Extension& extension) {
+      return std::find(extensions_.begin(), extensions_.end(), extension.id) != extensions_.end();
+    });
+    hooks_->updateActive();
+    if (--hooks_->numFollowed_ == 0) hooks_->idle_.notify_all();
+  }
+
+  const std::shared_ptr<WorkHooks> hooks_;
+  std::vector<std::uint64_t> extensions_;  // those that end with this work
+  bool hasEnded_ = false;
+};
+
+WorkHooks::OnDone WorkHooks::makeFollower() {
+  return [followed = std::make_shared<Followed>(shared_from_this())](const WorkReport& report) {
+    followed->report(report);
+  };
+}
+
+std::chrono::milliseconds WorkHooks::extraTimeout() {
+  if (!active_.load(std::memory_order_relaxed)) return {};
+  std::lock_guard lock(mutex_);
+  std::chrono::milliseconds sum{};
+  for (const Extension& extension : extensions_) sum += extension.time;
+  return sum;
+}
+
+void WorkHooks::report(const WorkReport& report) {
+  std::shared_ptr<const InfoHook> infoHook;
+  std::vector<std::shared_ptr<const CompletionHook>> completionHooks;
+  {
+    std::lock_guard lock(mutex_);
+    infoHook = infoHook_;
+    if (report.isSuccess) {
+      for (const auto& [id, hook] : completionHooks_) completionHooks.push_back(hook);
+    }
+  }
+  if (infoHook) {
+    runGuarded("completion", [&] {
+      (*infoHook)(std::make_shared<::c10d::WorkInfo>(report.type, report.sequence, report.started, report.finished,
+                                                     report.duration()));
+    });
+  }
+  for (const auto& hook : completionHooks) {
+    runGuarded("completion", [&] { callCompletionHook(*hook, report); });
+  }
+  if (!report.isSuccess) runAbortHooks();
+}
+
+void WorkHooks::runAbortHooks() {
+  std::vector<std::shared_ptr<const AbortHook>> hooks;
+  {
+    std::lock_guard lock(mutex_);
+    for (const auto& [id, hook] : abortHooks_) hooks.push_back(hook);
+  }
+  for (const auto& hook : hooks) runGuarded("abort", *hook);
+}
+
+void WorkHooks::waitForFollowed() {
+  std::unique_lock lock(mutex_);
+  idle_.wait(lock, [&] { return numFollowed_ == 0; });
+}
+
+void WorkHooks::updateActive() {
+  active_ =
+      isTimed_ || infoHook_ != nullptr || !abortHooks_.empty() || !completionHooks_.empty() || !extensions_.empty();
+}
+
+void WorkHooks::setInfoHook(std::shared_ptr<const InfoHook> hook) {
+  std::lock_guard lock(mutex_);
+  infoHook_ = std::move(hook);
+  updateActive();
+}
+
+void WorkHooks::enableTiming() {
+  std::lock_guard lock(mutex_);
+  isTimed_ = true;
+  updateActive();
+}
+
+void WorkHooks::addAbortHook(std::int64_t id, AbortHook hook) {
+  auto shared = std::make_shared<const AbortHook>(std::move(hook));
+  std::lock_guard lock(mutex_);
+  abortHooks_[id].swap(shared);
+  updateActive();
+}
+
+void WorkHooks::removeAbortHook(std::int64_t id) {
+  decltype(abortHooks_)::node_type gone;  // destroyed with the lock let go of
+  std::lock_guard lock(mutex_);
+  gone = abortHooks_.extract(id);
+  updateActive();
+}
+
+void WorkHooks::addCompletionHook(std::int64_t id, CompletionHook hook) {
+  auto shared = std::make_shared<const CompletionHook>(std::move(hook));
+  std::lock_guard lock(mutex_);
+  completionHooks_[id].swap(shared);
+  updateActive();
+}
+
+void WorkHooks::removeCompletionHook(std::int64_t id) {
+  decltype(completionHooks_)::node_type gone;
+  std::lock_guard lock(mutex_);
+  gone = completionHooks_.extract(id);
+  updateActive();
+}
+
+void WorkHooks::extendTimeout(std::chrono::milliseconds extension) {
+  std::lock_guard lock(mutex_);
+  extensions_.push_back({nextExtension_++, extension});
+  updateActive();
+}
+
+}  // namespace farandole::backend

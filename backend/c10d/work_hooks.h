@@ -1,0 +1,101 @@
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <vector>
+
+namespace farandole::backend {
+
+// How a work ended.
+struct WorkReport {
+  ::c10d::OpType type;
+  std::uint64_t sequence;
+  std::uint64_t key;  // what torch knows the work by
+  bool isSuccess;
+  std::chrono::steady_clock::time_point started;
+  std::chrono::steady_clock::time_point finished;
+
+  std::chrono::duration<float, std::milli> duration() const { return finished - started; }
+};
+
+// What torch passes to registerCompletionHook; nothing where it has none (torch 2.11).
+template <typename Backend>
+struct CompletionHookOf {
+  using Hook = std::function<void()>;
+};
+template <typename Backend>
+requires requires { &Backend::registerCompletionHook; }
+struct CompletionHookOf<Backend> {
+  template <typename H>
+  static H hookOf(void (Backend::*)(std::int64_t, H));
+  using Hook = decltype(hookOf(&Backend::registerCompletionHook));
+};
+using CompletionHook = CompletionHookOf<::c10d::Backend>::Hook;
+
+// Who listens to the works of one group, and what it is told. While nobody
+// does, a work costs one relaxed load.
+//
+// Thread: any. Hooks run on the thread that completes the work, with nothing
+// held; what they throw is logged.
+class WorkHooks : public std::enable_shared_from_this<WorkHooks> {
+ public:
+  using OnDone = std::function<void(const WorkReport&)>;
+  using InfoHook = std::function<void(std::shared_ptr<::c10d::WorkInfo>)>;
+  using AbortHook = std::function<void()>;
+
+  // What to call when a work that begins now has ended; empty while nobody listens.
+  OnDone follow() {
+    if (!active_.load(std::memory_order_relaxed)) return nullptr;
+    return makeFollower();
+  }
+  // What follow() adds to the timeout of a work that begins now.
+  std::chrono::milliseconds extraTimeout();
+
+  // Hooks are shared, never copied: copying one of Python needs its lock.
+  void setInfoHook(std::shared_ptr<const InfoHook> hook);
+  void enableTiming();
+  void addAbortHook(std::int64_t id, AbortHook hook);
+  void removeAbortHook(std::int64_t id);
+  void addCompletionHook(std::int64_t id, CompletionHook hook);
+  void removeCompletionHook(std::int64_t id);
+  // Adds to the timeout of what begins, until the first of it has ended.
+  void extendTimeout(std::chrono::milliseconds extension);
+
+  void runAbortHooks();
+  // Blocks until the hooks have run for all that was followed.
+  void waitForFollowed();
+
+ private:
+  struct Extension {
+    std::uint64_t id;
+    std::chrono::milliseconds time;
+    bool hasWork = false;
+  };
+
+  class Followed;
+
+  OnDone makeFollower();
+  void report(const WorkReport& report);
+  void updateActive();
+
+  std::atomic<bool> active_{false};
+  std::mutex mutex_;
+  std::condition_variable idle_;
+  bool isTimed_ = false;
+  std::shared_ptr<const InfoHook> infoHook_;
+  std::map<std::int64_t, std::shared_ptr<const AbortHook>> abortHooks_;
+  std::map<std::int64_t, std::shared_ptr<const CompletionHook>> completionHooks_;
+  std::vector<Extension> extensions_;
+  std::uint64_t nextExtension_ = 0;
+  std::size_t numFollowed_ = 0;
+};
+
+}  // namespace farandole::backend

@@ -1,0 +1,192 @@
+#include "backend/collective/host_algorithms.h"
+
+#include <algorithm>
+
+namespace farandole::collective {
+namespace {
+
+// Up to here everybody reads all data: one meeting instead of two, `size` times the reading.
+constexpr std::size_t kFlatBytes = 32 << 10;
+
+Slice pieceOf(Slice data, std::size_t piece, std::size_t pieceBytes) {
+  const std::size_t begin = std::min(piece * pieceBytes, data.bytes);
+  return {data.data + begin, std::min(pieceBytes, data.bytes - begin)};
+}
+
+// The part of a piece that a rank reduces, as offset and length in bytes.
+struct Shard {
+  std::size_t begin;
+  std::size_t bytes;
+};
+
+Shard shardOf(int rank, int size, std::size_t elementSize, std::size_t bytes) {
+  const std::size_t elements = bytes / elementSize;
+  const std::size_t first = elements * rank / size;
+  const std::size_t last = elements * (rank + 1) / size;
+  return {first * elementSize, (last - first) * elementSize};
+}
+
+// Pieces pass in a pipeline of three stages. In round i, a rank takes out the
+// results of piece i - 2, puts in piece i, and reduces its shard of piece i - 1.
+// It signals after putting in and after reducing; the values are these.
+struct Rounds {
+  HostTurn turn;
+  std::uint64_t pieces;
+
+  static std::uint64_t steps(std::uint64_t pieces) { return 2 * pieces + 2; }
+  std::uint64_t putIn(std::uint64_t piece) const { return turn.base + 2 * piece + 1; }
+  std::uint64_t reduced(std::uint64_t piece) const { return turn.base + 2 * piece + 4; }
+};
+
+template <typename TakeOut, typename PutIn, typename Reduce>
+void pipeline(Program& program, const Topology& topology, const Contract& contract, std::size_t pieces,
+              const TakeOut& takeOut, const PutIn& putIn, const Reduce& reduce) {
+  const Rounds rounds{beginTurn(program, topology, contract, Rounds::steps(pieces)), pieces};
+  for (std::uint64_t i = 0; i < pieces + 2; ++i) {
+    if (i >= 2) {
+      program.await(rounds.reduced(i - 2));
+      takeOut(i - 2);
+    }
+    if (i < pieces) {
+      putIn(i);
+      program.signal(rounds.putIn(i));
+    }
+    if (i >= 1 && i <= pieces) {
+      if (i == 1) {
+        program.meet(rounds.turn);
+      } else {
+        program.await(rounds.putIn(i - 1));
+      }
+      reduce(i - 1);
+      program.signal(rounds.reduced(i - 1));
+    }
+  }
+}
+
+Contract contractOf(const Reduction& reduction, int root, Slice data) {
+  return {root < 0 ? CollectiveKind::kAllReduce : CollectiveKind::kReduce, reduction.code,
+          static_cast<std::uint32_t>(std::max(root, 0)), data.bytes};
+}
+
+void reduceFlat(Program& program, const Topology& topology, const Reduction& reduction, int root, Slice data) {
+  HostSegment& host = *topology.host;
+  const HostTurn turn = beginTurn(program, topology, contractOf(reduction, root, data), 1);
+  program.copy(host.slot(topology.rank, turn), data.data, data.bytes);
+  program.signal(turn.base + 1);
+  if (root >= 0 && root != topology.rank) return;
+  program.meet(turn);
+  std::vector<const void*> parts;
+  for (int rank = 0; rank < topology.size; ++rank) parts.push_back(host.slot(rank, turn));
+  program.reduce(reduction.function, data.data, parts, data.bytes / reduction.elementSize);
+}
+
+}  // namespace
+
+std::size_t totalBytes(std::span<const Slice> slices) {
+  std::size_t bytes = 0;
+  for (const Slice& slice : slices) bytes += slice.bytes;
+  return bytes;
+}
+
+HostTurn beginTurn(Program& program, const Topology& topology, const Contract& contract, std::uint64_t steps) {
+  const HostTurn turn = program.takeTurn(*topology.host, steps);
+  program.await(turn.base);
+  program.setContract(turn, contract);
+  return turn;
+}
+
+void announce(Program& program, const Topology& topology, const Contract& contract) {
+  if (topology.host == nullptr) return;
+  const HostTurn turn = beginTurn(program, topology, contract, 1);
+  program.signal(turn.base + 1);
+  program.meet(turn);
+}
+
+void broadcastOnHost(Program& program, const Topology& topology, int root, Slice data) {
+  HostSegment& host = *topology.host;
+  const Contract contract{CollectiveKind::kBroadcast, 0, static_cast<std::uint32_t>(root), data.bytes};
+  const HostTurn turn = beginTurn(program, topology, contract, 1);
+  if (topology.rank == root) program.copy(host.slot(root, turn), data.data, data.bytes);
+  program.signal(turn.base + 1);
+  if (topology.rank == root) return;
+  program.meet(turn, root);
+  program.copy(data.data, host.slot(root, turn), data.bytes);
+}
+
+void allGatherOnHost(Program& program, const Topology& topology, Slice input, std::span<const Slice> outputs) {
+  HostSegment& host = *topology.host;
+  const HostTurn turn = beginTurn(program, topology, {CollectiveKind::kAllGather, 0, 0, totalBytes(outputs)}, 1);
+  program.copy(host.slot(topology.rank, turn), input.data, input.bytes);
+  program.signal(turn.base + 1);
+  program.copy(outputs[topology.rank].data, input.data, input.bytes);
+  program.meet(turn);
+  for (int rank = 0; rank < topology.size; ++rank) {
+    if (rank != topology.rank) program.copy(outputs[rank].data, host.slot(rank, turn), outputs[rank].bytes);
+  }
+}
+
+void reduceOnHost(Program& program, const Topology& topology, const Reduction& reduction, int root, Slice data) {
+  if (data.bytes <= kFlatBytes) return reduceFlat(program, topology, reduction, root, data);
+  const int rank = topology.rank;
+  const int size = topology.size;
+  HostSegment* const host = topology.host;
+  const std::size_t pieceBytes = HostSegment::kWindowBytes / reduction.elementSize * reduction.elementSize;
+  const auto shard = [&](int owner, std::size_t bytes) { return shardOf(owner, size, reduction.elementSize, bytes); };
+  const auto takeOut = [&](std::size_t i) {
+    if (root >= 0 && root != rank) return;
+    const Slice piece = pieceOf(data, i, pieceBytes);
+    for (int owner = 0; owner < size; ++owner) {
+      const Shard part = shard(owner, piece.bytes);
+      program.copy(piece.data + part.begin, host->result(owner, i), part.bytes);
+    }
+  };
+  const auto putIn = [&](std::size_t i) {  // all but the own shard
+    const Slice piece = pieceOf(data, i, pieceBytes);
+    const Shard own = shard(rank, piece.bytes);
+    const std::size_t end = own.begin + own.bytes;
+    program.copy(host->window(rank, i), piece.data, own.begin);
+    program.copy(host->window(rank, i) + end, piece.data + end, piece.bytes - end);
+  };
+  const auto reduce = [&](std::size_t i) {
+    const Slice piece = pieceOf(data, i, pieceBytes);
+    const Shard own = shard(rank, piece.bytes);
+    std::vector<const void*> parts;
+    for (int from = 0; from < size; ++from) {
+      parts.push_back((from == rank ? piece.data : host->window(from, i)) + own.begin);
+    }
+    program.reduce(reduction.function, host->result(rank, i), parts, own.bytes / reduction.elementSize);
+  };
+  pipeline(program, topology, contractOf(reduction, root, data), (data.bytes + pieceBytes - 1) / pieceBytes, takeOut,
+           putIn, reduce);
+}
+
+void reduceScatterOnHost(Program& program, const Topology& topology, const Reduction& reduction, Slice output,
+                         std::span<const Slice> inputs) {
+  const int rank = topology.rank;
+  const int size = topology.size;
+  HostSegment* const host = topology.host;
+  const std::size_t share = HostSegment::kWindowBytes / size;  // of a window, for each rank's piece
+  const std::size_t pieceBytes = share / reduction.elementSize * reduction.elementSize;
+  const std::size_t longest = std::ranges::max_element(inputs, {}, &Slice::bytes)->bytes;
+  const auto putIn = [&](std::size_t i) {
+    for (int owner = 0; owner < size; ++owner) {
+      const Slice piece = pieceOf(inputs[owner], i, pieceBytes);
+      if (owner != rank) program.copy(host->window(rank, i) + owner * pieceBytes, piece.data, piece.bytes);
+    }
+  };
+  const auto reduce = [&](std::size_t i) {
+    const Slice piece = pieceOf(output, i, pieceBytes);
+    std::vector<const void*> parts;
+    for (int from = 0; from < size; ++from) {
+      parts.push_back(from == rank ? pieceOf(inputs[rank], i, pieceBytes).data
+                                   : host->window(from, i) + rank * pieceBytes);
+    }
+    program.reduce(reduction.function, piece.data, parts, piece.bytes / reduction.elementSize);
+  };
+  const std::size_t pieces = std::max<std::size_t>(1, (longest + pieceBytes - 1) / pieceBytes);
+  const Contract contract{CollectiveKind::kReduceScatter, reduction.code, 0, totalBytes(inputs)};
+  pipeline(
+      program, topology, contract, pieces, [](std::size_t) {}, putIn, reduce);
+}
+
+}  // namespace farandole::collective

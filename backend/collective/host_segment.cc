@@ -1,0 +1,33 @@
+#include "backend/collective/host_segment.h"
+
+namespace farandole::collective {
+namespace {
+
+constexpr std::size_t kPage = 4096;
+constexpr std::size_t kAreaBytes =
+    2 * (HostSegment::kSlotBytes + HostSegment::kWindowBytes + HostSegment::kResultBytes);
+
+std::size_t roundUp(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+
+}  // namespace
+
+std::size_t HostSegment::bytes(int size) {
+  const auto ranks = static_cast<std::size_t>(size);
+  return roundUp(ranks * sizeof(Line)) + ranks * kAreaBytes;
+}
+
+HostSegment::HostSegment(transport::SharedMemory memory, int rank, int size)
+    : memory_(std::move(memory)), rank_(rank), size_(size) {}
+
+HostTurn HostSegment::nextTurn(std::uint64_t steps) {
+  const HostTurn turn{nextBase_, static_cast<int>(turns_++ % 2)};
+  nextBase_ += steps;
+  return turn;
+}
+
+std::byte* HostSegment::area(int rank) const {
+  return memory_.data() + roundUp(static_cast<std::size_t>(size_) * sizeof(Line)) +
+         static_cast<std::size_t>(rank) * kAreaBytes;
+}
+
+}  // namespace farandole::collective

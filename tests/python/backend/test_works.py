@@ -1,0 +1,174 @@
+"""What a Work and its group tell: results, durations, hooks, sequence numbers, barriers that name who is missing."""
+
+import datetime
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support.processes import RankFailed, run_ranks
+
+
+def _backend():
+    return dist.group.WORLD._get_backend(torch.device("cpu"))
+
+
+def _hooks(rank, world_size):
+    seen = []
+    group = dist.group.WORLD
+    early = dist.all_reduce(torch.ones(1), async_op=True)
+    early.wait()
+    group._register_on_completion_hook(lambda info: seen.append((info.op_type, info.seq, info.active_duration)))
+    works = [dist.all_reduce(torch.ones(10), async_op=True), dist.broadcast(torch.ones(3), 0, async_op=True)]
+    for work in works:
+        work.wait()
+    group._wait_for_pending_works()
+    kinds = sorted((str(kind).rpartition(".")[2], seq) for kind, seq, _ in seen)
+    assert kinds == [("ALLREDUCE", 1), ("BROADCAST", 2)], kinds
+    assert all(duration >= datetime.timedelta(0) for *_, duration in seen)
+    with pytest.raises(RuntimeError, match="has an onCompletion hook already"):
+        group._register_on_completion_hook(print)
+    # A failed work is reported, too, and a hook that raises harms nobody.
+    assert works[0]._get_duration() >= 0
+    assert _backend()._get_sequence_number_for_group() == 3
+    return True
+
+
+def test_completion_hooks_see_every_work_once_it_has_ended():
+    assert all(run_ranks(_hooks, 2, "farandole"))
+
+
+def _newer_hooks(rank, world_size):
+    backend = _backend()
+    assert backend.supports_abort_hooks and backend.supports_completion_hooks
+    aborts = []
+    backend.register_abort_hook(1, lambda: aborts.append("one"))
+    backend.register_abort_hook(2, lambda: aborts.append("two"))
+    backend.unregister_abort_hook(2)
+    dist.all_reduce(torch.ones(1))
+    assert aborts == []
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="not done after 50 ms"):
+            dist.irecv(torch.zeros(1), 1).wait(datetime.timedelta(milliseconds=50))
+        dist.group.WORLD._wait_for_pending_works()
+        assert aborts == ["one"]
+    dist.barrier()
+    # Two extensions add up for what begins, until the first of it has ended.
+    backend.set_timeout(datetime.timedelta(seconds=10))
+    backend._add_ephemeral_timeout(datetime.timedelta(seconds=3))
+    backend._add_ephemeral_timeout(datetime.timedelta(seconds=4))
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    assert work.timeout == datetime.timedelta(seconds=17)
+    work.wait()
+    dist.group.WORLD._wait_for_pending_works()
+    after = dist.all_reduce(torch.ones(1), async_op=True)
+    assert after.timeout == datetime.timedelta(seconds=10)
+    after.wait()
+    return True
+
+
+@pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="torch 2.11 has neither these hooks nor extensions")
+def test_abort_hooks_and_timeout_extensions():
+    assert all(run_ranks(_newer_hooks, 2, "farandole"))
+
+
+def _results(rank, world_size):
+    assert dist.all_reduce(torch.ones(1), async_op=True).get_future_result().wait() == 0  # WorkResult.SUCCESS
+    if rank == 0:
+        work = dist.irecv(torch.zeros(1), 1, tag=3)
+        result = work.get_future_result()
+        with pytest.raises(RuntimeError, match="not done after 30 ms"):
+            work.wait(datetime.timedelta(milliseconds=30))
+        assert result.wait() == 1  # TIMEOUT
+        with pytest.raises(RuntimeError, match="RECV has no duration"):
+            dist.irecv(torch.zeros(1), 1, tag=4)._get_duration()
+    dist.barrier()
+    backend = _backend()
+    if hasattr(backend, "get_error"):
+        assert backend.get_error().name == "SUCCESS"
+        backend.abort()
+        assert backend.get_error().name == "COMM_ERROR"
+    return True
+
+
+def test_results_are_told_apart_without_an_exception():
+    assert all(run_ranks(_results, 2, "farandole"))
+
+
+def _threads_wait(rank, world_size):
+    peer = 1 - rank
+    into = [torch.zeros(1000) for _ in range(32)]
+    works = [dist.irecv(x, peer, tag=i) for i, x in enumerate(into)]
+    failures = []
+
+    def wait(index):
+        try:
+            works[index].wait()
+            assert torch.all(into[index] == index)
+        except BaseException as error:
+            failures.append(repr(error))
+
+    threads = [threading.Thread(target=wait, args=(i,)) for i in reversed(range(32))]
+    for thread in threads:
+        thread.start()
+    for i in range(32):
+        dist.send(torch.full((1000,), float(i)), peer, tag=i)
+    for thread in threads:
+        thread.join()
+    again = threading.Thread(target=works[0].wait)  # once more, by somebody else
+    again.start()
+    again.join()
+    return failures
+
+
+def test_a_work_is_waited_for_by_any_thread():
+    assert run_ranks(_threads_wait, 2, "farandole") == [[], []]
+
+
+def _monitored_barrier(seconds=30, wait_all_ranks=False):
+    # dist.monitored_barrier of torch 2.11 is for a group whose backend is named gloo.
+    dist.group.WORLD.monitored_barrier(datetime.timedelta(seconds=seconds), wait_all_ranks)
+
+
+def _barrier_with_missing(rank, world_size, missing, wait_all):
+    _monitored_barrier()
+    if rank in missing:
+        time.sleep(2.5)
+    start = time.monotonic()
+    try:
+        _monitored_barrier(1, wait_all)
+        return None
+    except RuntimeError as error:
+        assert time.monotonic() - start < 5
+        time.sleep(3)  # those that come late shall still find this rank
+        return str(error)
+
+
+@pytest.mark.parametrize("wait_all", [False, True])
+def test_a_monitored_barrier_names_who_is_missing_on_every_rank(wait_all):
+    errors = run_ranks(_barrier_with_missing, 4, "farandole", missing=[1, 3], wait_all=wait_all)
+    if wait_all:
+        assert "ranks 1, 3 failed to pass monitoredBarrier in 1000 ms" in errors[0]
+    else:
+        assert "rank 1 failed to pass monitoredBarrier in 1000 ms" in errors[0] and "3 failed" not in errors[0]
+    for rank in (1, 2, 3):  # also those that came late
+        assert "rank 1 failed to pass monitoredBarrier in 1000 ms, says rank 0" in errors[rank]
+
+
+def _barrier_with_dead(rank, world_size):
+    _monitored_barrier()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=r"rank 2 \(host .*its process died"):
+        _monitored_barrier(3, wait_all_ranks=True)
+
+
+def test_a_monitored_barrier_names_a_dead_rank():
+    with pytest.raises(RankFailed) as failure:
+        run_ranks(_barrier_with_dead, 3, "farandole", timeout=30)
+    assert "[rank 2] process ended" in str(failure.value)
+    assert "[rank 0]" not in str(failure.value) and "[rank 1]" not in str(failure.value)

@@ -1,0 +1,37 @@
+"""torch's own clients of c10d run unchanged over farandole, and give what they give over gloo."""
+
+import pytest
+
+from clients.comparison import compare_backends
+
+FUNCTIONS = ["autograd_functions", "functional_collectives", "objects"]
+
+
+def test_torch_ddp_with_hooks_static_graphs_unused_parameters_and_join(tmp_path):
+    compare_backends("clients.data_parallel_programs", ["ddp", "ddp_hooks", "ddp_graphs"], tmp_path, tolerance=1e-5)
+
+
+def test_sharded_parameters_optimizer_states_and_checkpoints(tmp_path):
+    programs = ["zero_optimizer", "fsdp", "checkpoint"]
+    compare_backends("clients.data_parallel_programs", programs, tmp_path, tolerance=1e-5)
+
+
+def test_tensor_parallelism_and_redistributed_dtensors(tmp_path):
+    compare_backends("clients.model_parallel_programs", ["tensor_parallel", "dtensor"], tmp_path)
+
+
+def test_every_schedule_of_torch_pipelining(tmp_path):
+    compare_backends("clients.model_parallel_programs", ["pipelines"], tmp_path)
+
+
+def test_collectives_as_functions_in_autograd_and_of_objects(tmp_path):
+    compare_backends("clients.function_programs", FUNCTIONS, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_collectives_in_a_compiled_graph(tmp_path):
+    compare_backends("clients.function_programs", ["compiled"], tmp_path)
+
+
+def test_the_detailed_debug_level_wraps_the_backend_and_finds_mismatches(tmp_path):
+    compare_backends("clients.function_programs", ["checked"], tmp_path, is_checked=True)
