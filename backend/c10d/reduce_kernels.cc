@@ -12,6 +12,12 @@
 #include <cmath>
 #include <type_traits>
 
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define FARANDOLE_VECTOR_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define FARANDOLE_VECTOR_CLONES
+#endif
+
 namespace farandole::backend {
 namespace {
 
@@ -94,8 +100,9 @@ struct Xor {
   }
 };
 
+// One machine code for each kind of vectors, the best of which is chosen when it is loaded.
 template <typename T, typename Op, bool kAverage>
-void reduceBlocks(void* dst, const void* const* sources, int numSources, std::size_t count) {
+FARANDOLE_VECTOR_CLONES void reduceBlocks(void* dst, const void* const* sources, int numSources, std::size_t count) {
   using A = Accumulator<T>;
   A accumulator[kBlock];
   for (std::size_t first = 0; first < count; first += kBlock) {

@@ -49,7 +49,7 @@ class HostSegment {
   // when everybody has begun the collective in between. Windows are for data
   // that passes by in pieces, alternating inside one collective.
   static constexpr std::size_t kSlotBytes = 64 << 10;
-  static constexpr std::size_t kWindowBytes = 256 << 10;
+  static constexpr std::size_t kWindowBytes = 128 << 10;
   static constexpr std::size_t kResultBytes = kWindowBytes / 2;
 
   static std::size_t bytes(int size);

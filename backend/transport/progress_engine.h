@@ -89,6 +89,7 @@ class ProgressEngine {
   void announceCompletions();
   void runDeferred();
   bool progressAsOwner(const std::atomic<bool>& done, Clock::time_point deadline, bool& slept);
+  void noteWait(bool gaveWay);
   void leaveOwnership(bool slept);
   void armForLoop();
   // Advances the transport and the pollers; true when something happened. Only by
@@ -115,6 +116,8 @@ class ProgressEngine {
   bool ownerPolling_ = false;  // that somebody is the owner
   bool loopTicking_ = false;   // the loop looks by timer, not by event
   std::uint64_t waits_ = 0;
+  int waitsThatGaveWay_ = 0;  // in turn
+  int stepsAsideAfter_ = 1;
   Clock::time_point lastLeave_;  // of an owner, while the loop sleeps
   std::vector<std::function<void()>> deferred_;
   std::vector<Listener*> listeners_;
@@ -132,6 +135,7 @@ class ProgressEngine {
   boost::asio::steady_timer tick_;
   boost::asio::steady_timer deadlineTimer_;
   Clock::duration tickInterval_;
+  const int patience_;  // differs from process to process: not both step aside at once
   std::uint64_t waitsSeen_ = 0;
   bool waitingForEvent_ = false;
 };

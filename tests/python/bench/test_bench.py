@@ -49,8 +49,7 @@ def test_point_to_point_measures_every_peer_at_both_sizes(tmp_path, capsys):
     peers = {"ucx_perftest", "C++ farandole", "Python farandole", "Python gloo", "Python fake"}
     assert {(case, peer) for case, peer, _ in medians} == {(case, peer) for case in ("8 B", "64 MiB") for peer in peers}
     for peer in peers - {"Python fake"}:
-        # A copy of 64 MiB takes a millisecond at the very least, 8 bytes never as long.
-        assert medians["64 MiB", peer, "median"] > 1e-3 > medians["8 B", peer, "median"]
+        assert medians["64 MiB", peer, "median"] > medians["8 B", peer, "median"]
     assert len(report["targets"]) == 2
 
 
