@@ -30,11 +30,11 @@ void Communicator::abort(const Status& status) {
   failAll(status);
 }
 
-void Communicator::failAll(const Status& status) {
+void Communicator::failAll(const Status& status, int culprit) {
   if (!aborted_) return;
   aborted_ = status;
   if (host_ != nullptr) {
-    host_->abandon();
+    host_->abandon(culprit);
     if (!turns_.empty()) engine().removePoller(*this);
     turns_.clear();
     for (int rank = 0; rank < size(); ++rank) {
@@ -116,9 +116,13 @@ void Communicator::signal(std::uint64_t value) {
 
 Status Communicator::canCome(int rank) const {
   if (!peers_[rank].failure) return peers_[rank].failure.wrap(describe(rank) + " is gone");
-  if (host_->isAbandoned(rank))
+  if (!host_->isAbandoned(rank)) return Status::ok();
+  // Who gave up may have seen a death before this rank did: the dead one is to be named.
+  const int culprit = host_->culpritOf(rank);
+  if (culprit == HostSegment::kNobody) {
     return Status::aborted(describe(rank) + " has left the group, or has given it up after an error");
-  return Status::ok();
+  }
+  return Status(StatusCode::kPeerFailed, "its process died").wrap(describe(culprit) + " failed");
 }
 
 bool Communicator::poll() {
@@ -232,8 +236,10 @@ void Communicator::peerFailed(transport::PeerId id, const Status& status) {
     Peer& peer = peers_[rank];
     if (!peer.connected || peer.id != id) continue;
     peer.failure = status;
-    if (status.code() == StatusCode::kPeerFailed) {
-      failAll(status.wrap(describe(rank) + " failed"));
+    // One that has left the group before may end as it likes.
+    const bool hasLeft = host_ != nullptr && host_->isAbandoned(rank);
+    if (status.code() == StatusCode::kPeerFailed && !hasLeft) {
+      failAll(status.wrap(describe(rank) + " failed"), rank);
       continue;
     }
     failPending([&](Operation& operation) {

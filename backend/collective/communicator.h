@@ -68,7 +68,7 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   void add(Operation& operation);
   void remove(Operation& operation);
   // A group that has lost a member is of no use: operations among the others may wait for it in turn.
-  void failAll(const Status& status);
+  void failAll(const Status& status, int culprit = HostSegment::kNobody);
   // Ends every pending operation for which `select` gives an error.
   void failPending(const std::function<Status(Operation&)>& select);
 

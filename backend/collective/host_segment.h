@@ -67,9 +67,12 @@ class HostSegment {
     return line(rank).counter.load(std::memory_order_acquire) >= value;
   }
 
-  // This rank gives up: who waits for it need not.
-  void abandon() { line(rank_).isAbandoned.store(true); }
-  bool isAbandoned(int rank) const { return line(rank).isAbandoned.load(std::memory_order_relaxed); }
+  // This rank gives up, because `culprit` died or for a reason of its own (kNobody):
+  // who waits for it need not.
+  static constexpr int kNobody = -1;
+  void abandon(int culprit) { line(rank_).abandonedFor.store(culprit + 2); }
+  bool isAbandoned(int rank) const { return line(rank).abandonedFor.load(std::memory_order_relaxed) != 0; }
+  int culpritOf(int rank) const { return line(rank).abandonedFor.load() - 2; }
 
   // Written before the first signal of a turn, read after it.
   void setContract(HostTurn turn, const Contract& contract) { line(rank_).contracts[turn.parity] = contract; }
@@ -86,7 +89,7 @@ class HostSegment {
  private:
   struct alignas(64) Line {
     std::atomic<std::uint64_t> counter;
-    std::atomic<bool> isAbandoned;
+    std::atomic<int> abandonedFor;  // 0: it goes on; else the culprit, plus 2
     Contract contracts[2];
   };
 

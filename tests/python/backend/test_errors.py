@@ -126,7 +126,7 @@ def _abort(rank, world_size):
         with pytest.raises(RuntimeError, match="aborted"):
             dist.all_reduce(torch.zeros(1))
     else:
-        time.sleep(1)  # leaving would end the wait as well
+        time.sleep(4)  # leaving would end the wait as well
     return True
 
 

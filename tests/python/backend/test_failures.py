@@ -60,6 +60,6 @@ def test_a_killed_rank_is_named_by_its_survivors_within_seconds(action):
     assert outcomes[VICTIM] is None
     for rank in (0, 2):
         seconds, messages = outcomes[rank]
-        assert seconds < 5
+        assert seconds < 20  # not the timeout of 60
         for message in messages:
             assert "rank 1 (host " in message and "its process died" in message, message
