@@ -191,7 +191,11 @@ collective::Reduction reductionFor(const ReduceOp& op, at::ScalarType dtype) {
   const ReduceFunction function = lookUp(op.op_, dtype);
   TORCH_CHECK_TYPE(function != nullptr, "farandole: ReduceOp.", op.op_ < std::size(kNames) ? kNames[op.op_] : "UNUSED",
                    " is not defined for dtype ", dtype);
-  return {function, c10::elementSize(dtype)};
+  return {function, c10::elementSize(dtype), static_cast<std::uint16_t>(op.op_ << 8 | static_cast<int>(dtype))};
+}
+
+std::string describeReduction(std::uint16_t code) {
+  return std::string(kNames[code >> 8]) + " of " + c10::toString(static_cast<at::ScalarType>(code & 0xff));
 }
 
 std::optional<at::Scalar> premulFactor(const ReduceOp& op) {

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <optional>
+#include <string>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include "backend/collective/algorithms.h"
@@ -13,6 +14,9 @@ namespace farandole::backend {
 // none. half, bfloat16 and the 8-bit kinds are accumulated in float (complex
 // half in complex float) and rounded once. For PREMUL_SUM it is the sum.
 collective::Reduction reductionFor(const ::c10d::ReduceOp& op, at::ScalarType dtype);
+
+// Of its code: "SUM of Float".
+std::string describeReduction(std::uint16_t code);
 
 // What PREMUL_SUM multiplies this rank's input by; none for other operations.
 std::optional<at::Scalar> premulFactor(const ::c10d::ReduceOp& op);

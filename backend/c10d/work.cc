@@ -8,6 +8,7 @@
 
 #include "backend/c10d/callback_threads.h"
 #include "backend/c10d/errors.h"
+#include "backend/c10d/reduce_kernels.h"
 
 namespace farandole::backend {
 namespace {
@@ -200,6 +201,10 @@ bool MessagesOperation::postNext() {
     }
   }
   return false;
+}
+
+std::string CollectiveOperation::describeReduction(std::uint16_t code) const {
+  return backend::describeReduction(code);
 }
 
 std::string CollectiveWork::describe() const {

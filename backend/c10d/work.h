@@ -126,6 +126,7 @@ class CollectiveOperation : public collective::ProgramOperation {
  protected:
   using ProgramOperation::ProgramOperation;
   std::vector<at::Tensor> results() const { return results_; }
+  std::string describeReduction(std::uint16_t code) const override;
 
  private:
   std::vector<at::Tensor> results_;

@@ -156,3 +156,43 @@ def test_a_receive_from_a_killed_peer_is_an_error_that_names_it():
         run_ranks(_peer_dies, 3, "farandole", timeout=30)
     assert "[rank 1] process ended with exit code -9" in str(failure.value)
     assert "[rank 0]" not in str(failure.value)
+
+
+def _different_calls(rank, world_size, calls):
+    call = calls[rank]
+    with pytest.raises(ValueError, match="expected the same on all ranks") as error:
+        if call == "broadcast":
+            dist.broadcast(torch.zeros(4), 0)
+        elif call == "barrier":
+            dist.barrier()
+        else:
+            dtype, numel, op = call
+            dist.all_reduce(torch.zeros(numel, dtype=dtype), op=op)
+    time.sleep(1)  # leaving would be another error
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "texts"),
+    [
+        (
+            (torch.float32, 4, dist.ReduceOp.SUM),
+            (torch.int32, 4, dist.ReduceOp.SUM),
+            ["SUM of Float", "SUM of Int"],
+        ),
+        (
+            (torch.float32, 4, dist.ReduceOp.SUM),
+            (torch.float32, 4, dist.ReduceOp.MAX),
+            ["SUM of Float", "MAX of Float"],
+        ),
+        (
+            (torch.float32, 4, dist.ReduceOp.SUM),
+            (torch.float32, 500_000, dist.ReduceOp.SUM),
+            ["all_reduce of 16 bytes", "all_reduce of 2000000 bytes"],
+        ),
+        ("barrier", (torch.float32, 4, dist.ReduceOp.SUM), ["barrier", "all_reduce of 16 bytes"]),
+    ],
+)
+def test_ranks_that_call_different_collectives_are_told_both_calls(one, other, texts):
+    for message in run_ranks(_different_calls, 2, "farandole", calls=[one, other]):
+        assert all(text in message for text in texts), message
