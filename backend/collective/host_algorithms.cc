@@ -75,8 +75,8 @@ void reduceFlat(Program& program, const Topology& topology, const Reduction& red
   program.signal(turn.base + 1);
   if (root >= 0 && root != topology.rank) return;
   program.meet(turn);
-  std::vector<const void*> parts;
-  for (int rank = 0; rank < topology.size; ++rank) parts.push_back(host.slot(rank, turn));
+  std::vector<const void*> parts(topology.size);
+  for (int rank = 0; rank < topology.size; ++rank) parts[rank] = host.slot(rank, turn);
   program.reduce(reduction.function, data.data, parts, data.bytes / reduction.elementSize);
 }
 
@@ -150,9 +150,9 @@ void reduceOnHost(Program& program, const Topology& topology, const Reduction& r
   const auto reduce = [&](std::size_t i) {
     const Slice piece = pieceOf(data, i, pieceBytes);
     const Shard own = shard(rank, piece.bytes);
-    std::vector<const void*> parts;
+    std::vector<const void*> parts(size);
     for (int from = 0; from < size; ++from) {
-      parts.push_back((from == rank ? piece.data : host->window(from, i)) + own.begin);
+      parts[from] = (from == rank ? piece.data : host->window(from, i)) + own.begin;
     }
     program.reduce(reduction.function, host->result(rank, i), parts, own.bytes / reduction.elementSize);
   };
@@ -176,10 +176,10 @@ void reduceScatterOnHost(Program& program, const Topology& topology, const Reduc
   };
   const auto reduce = [&](std::size_t i) {
     const Slice piece = pieceOf(output, i, pieceBytes);
-    std::vector<const void*> parts;
+    std::vector<const void*> parts(size);
     for (int from = 0; from < size; ++from) {
-      parts.push_back(from == rank ? pieceOf(inputs[rank], i, pieceBytes).data
-                                   : host->window(from, i) + rank * pieceBytes);
+      parts[from] =
+          from == rank ? pieceOf(inputs[rank], i, pieceBytes).data : host->window(from, i) + rank * pieceBytes;
     }
     program.reduce(reduction.function, piece.data, parts, piece.bytes / reduction.elementSize);
   };
