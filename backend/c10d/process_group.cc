@@ -56,8 +56,8 @@ std::uint64_t ProcessGroupFarandole::getSequenceNumberForGroup() { return collec
 
 void ProcessGroupFarandole::abort() {
   if (!context_->isOurs()) return;
-  hooks_->runAbortHooks();
   communicator_->abort(Status::aborted("the process group was aborted"));
+  hooks_->runAbortHooks();  // torch's flight recorder takes seconds for its dump: not before the waits have ended
 }
 
 void ProcessGroupFarandole::shutdown() {
