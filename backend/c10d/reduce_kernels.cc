@@ -100,27 +100,51 @@ struct Xor {
   }
 };
 
-// One machine code for each kind of vectors, the best of which is chosen when it is loaded.
+template <typename T, bool kAverage>
+[[gnu::always_inline]] inline T finish(Accumulator<T> value, int numSources) {
+  using A = Accumulator<T>;
+  if constexpr (kAverage && kIsComplex<A>) {
+    value /= static_cast<typename A::value_type>(numSources);
+  } else if constexpr (kAverage) {
+    value = static_cast<A>(value / static_cast<A>(numSources));
+  }
+  return static_cast<T>(value);
+}
+
+// One machine code for each kind of vectors, the best of which is chosen when it is
+// loaded. The accumulator is for what comes between the first two sources and the
+// last one. `ivdep`: the destination may be a source, never one that is shifted.
 template <typename T, typename Op, bool kAverage>
 FARANDOLE_VECTOR_CLONES void reduceBlocks(void* dst, const void* const* sources, int numSources, std::size_t count) {
   using A = Accumulator<T>;
   A accumulator[kBlock];
+  const auto source = [&](int i) { return static_cast<const T*>(sources[i]); };
   for (std::size_t first = 0; first < count; first += kBlock) {
     const std::size_t n = std::min(kBlock, count - first);
-    const T* source = static_cast<const T*>(sources[0]) + first;
-    for (std::size_t i = 0; i < n; ++i) accumulator[i] = static_cast<A>(source[i]);
-    for (int s = 1; s < numSources; ++s) {
-      source = static_cast<const T*>(sources[s]) + first;
-      for (std::size_t i = 0; i < n; ++i) accumulator[i] = Op::apply(accumulator[i], static_cast<A>(source[i]));
-    }
     T* const out = static_cast<T*>(dst) + first;
-    for (std::size_t i = 0; i < n; ++i) {
-      if constexpr (kAverage && kIsComplex<A>) {
-        accumulator[i] /= static_cast<typename A::value_type>(numSources);
-      } else if constexpr (kAverage) {
-        accumulator[i] = static_cast<A>(accumulator[i] / static_cast<A>(numSources));
+    const T* const a = source(0) + first;
+    if (numSources == 1) {
+#pragma GCC ivdep
+      for (std::size_t i = 0; i < n; ++i) out[i] = finish<T, kAverage>(static_cast<A>(a[i]), 1);
+      continue;
+    }
+    const T* const b = source(1) + first;
+    if (numSources == 2) {
+#pragma GCC ivdep
+      for (std::size_t i = 0; i < n; ++i) {
+        out[i] = finish<T, kAverage>(Op::apply(static_cast<A>(a[i]), static_cast<A>(b[i])), 2);
       }
-      out[i] = static_cast<T>(accumulator[i]);
+      continue;
+    }
+    for (std::size_t i = 0; i < n; ++i) accumulator[i] = Op::apply(static_cast<A>(a[i]), static_cast<A>(b[i]));
+    for (int s = 2; s < numSources - 1; ++s) {
+      const T* const c = source(s) + first;
+      for (std::size_t i = 0; i < n; ++i) accumulator[i] = Op::apply(accumulator[i], static_cast<A>(c[i]));
+    }
+    const T* const last = source(numSources - 1) + first;
+#pragma GCC ivdep
+    for (std::size_t i = 0; i < n; ++i) {
+      out[i] = finish<T, kAverage>(Op::apply(accumulator[i], static_cast<A>(last[i])), numSources);
     }
   }
 }

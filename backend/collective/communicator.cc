@@ -18,6 +18,10 @@ Communicator::Communicator(transport::Connections& connections, std::shared_ptr<
       members_(std::move(members)),
       peers_(members_.size()) {
   engine().addListener(*this);
+  const Member& own = members_[rank];
+  engine().noteRanksOnHost(static_cast<int>(std::count_if(members_.begin(), members_.end(), [&](const Member& member) {
+    return member.host == own.host && member.hostIdentity == own.hostIdentity;
+  })));
 }
 
 Communicator::~Communicator() {

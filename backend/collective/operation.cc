@@ -36,6 +36,7 @@ void Operation::run() {
   if (outstanding_ == 0 && registered_ && (isDone() || !isBlocked())) {
     registered_ = false;
     communicator_->remove(*this);
+    communicator_->engine().noteSettled();
     // Letting go may free tensors and, with the last operation, the communicator: not with the transport held.
     communicator_->engine().defer([this] { release(); });
   }

@@ -64,13 +64,20 @@ class ProgressEngine {
   // Waits until `done` is set by a completion; false when the deadline came first.
   bool wait(const std::atomic<bool>& done, Clock::time_point deadline);
 
+  // That so many ranks of a group, this one included, share this host. Nothing held.
+  void noteRanksOnHost(int ranks);
+
   void addListener(Listener& listener);
   void removeListener(Listener& listener);
 
   // The next three only with the transport held (in Access, a callback, a Listener).
   Transport& transport() { return *transport_; }
-  // A message was left pending: whoever sleeps must wake up for it.
-  void notePending() { pendingPosted_ = true; }
+  // An operation was left pending: whoever sleeps must wake up for it. And it is no longer.
+  void notePending() {
+    pendingPosted_ = true;
+    ++numPending_;
+  }
+  void noteSettled() { --numPending_; }
   // An operation was completed: whoever waits must look.
   void noteCompletion() { completed_ = true; }
   void addPoller(Poller& poller) { pollers_.push_back(&poller); }
@@ -101,6 +108,7 @@ class ProgressEngine {
   void onEventFromLoop();
   void startTickFromLoop();
   void onTickFromLoop();
+  void tickAgainFromLoop(Clock::duration interval);
   void startDeadlineTimerFromLoop();
 
   const std::unique_ptr<Transport> transport_;
@@ -111,11 +119,14 @@ class ProgressEngine {
 
   // Guarded by mutex_.
   bool pendingPosted_ = false;
+  int numPending_ = 0;  // operations
   bool completed_ = false;
   bool sleeperArmed_ = false;  // somebody sleeps and relies on the transport's event
   bool ownerPolling_ = false;  // that somebody is the owner
   bool loopTicking_ = false;   // the loop looks by timer, not by event
   std::uint64_t waits_ = 0;
+  int spins_;  // empty progress calls before a waiter yields
+  int ranksOnHost_ = 1;
   int waitsThatGaveWay_ = 0;  // in turn
   int stepsAsideAfter_ = 1;
   Clock::time_point lastLeave_;  // of an owner, while the loop sleeps
