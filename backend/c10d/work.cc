@@ -46,7 +46,8 @@ WorkOf<Base>::WorkOf(std::shared_ptr<Communicator> communicator, WorkOptions opt
 
 template <typename Base>
 void WorkOf<Base>::launch() {
-  if (at::hasCallbacks()) record();
+  // Asks this thread's copy of who listens; at::hasCallbacks() takes a lock.
+  if (auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE)) record(std::move(*callbacks));
   std::chrono::steady_clock::time_point started;
   if (onDone_) started = std::chrono::steady_clock::now();
   {
@@ -82,8 +83,8 @@ float WorkOf<Base>::getDuration() const {
 
 // c10d::Work's own recording allocates for every operation; this only while somebody listens.
 template <typename Base>
-void WorkOf<Base>::record() {
-  auto recording = std::make_shared<at::RecordFunction>(at::RecordScope::USER_SCOPE);
+void WorkOf<Base>::record(at::StepCallbacks callbacks) {
+  auto recording = std::make_shared<at::RecordFunction>(std::move(callbacks));
   if (!recording->isActive()) return;
   recording->_setAsync();
   const std::vector<at::Tensor> tensors = Base::results();

@@ -60,7 +60,7 @@ class WorkOf : public ::c10d::Work, public Base {
 
  private:
   // For the profiler: begins now, ends with the operation.
-  void record();
+  void record(at::StepCallbacks callbacks);
   void report(std::chrono::steady_clock::time_point started);
   // Once, by whoever comes first: what is chained to it runs there.
   void completeFuture();

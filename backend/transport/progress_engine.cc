@@ -196,6 +196,7 @@ bool ProgressEngine::progressAsOwner(const std::atomic<bool>& done, Clock::time_
       if (lastYieldWasLong) ++gaveWay;
       lastYieldWasLong = false;
       idle = 0;
+      if (done.load(std::memory_order_relaxed)) break;  // what was deferred runs when this thread leaves
       runDeferred();
     } else {
       ++idle;
