@@ -30,6 +30,39 @@ void Communicator::abort(const Status& status) {
   failAll(status);
 }
 
+void Communicator::abortAll(const Status& status) {
+  ProgressEngine::Access access(engine());
+  if (host_ != nullptr && aborted_) host_->abort(rank_);
+  failAll(status);
+}
+
+void Communicator::rankFailed(int rank, const Status& status) {
+  ProgressEngine::Access access(engine());
+  const bool died = status.code() == StatusCode::kPeerFailed;
+  if (host_ != nullptr && !died) host_->abort(rank);
+  failAll(status, died ? rank : HostSegment::kNobody);
+}
+
+bool Communicator::lookAround() {
+  if (host_ == nullptr || !aborted_) return false;
+  if (host_->abortedBy() == HostSegment::kNobody) return false;
+  failAll(Status::aborted(describe(host_->abortedBy()) + " aborted the group"));
+  return true;
+}
+
+std::string Communicator::describePending() {
+  ProgressEngine::Access access(engine());
+  const Operation* oldest = nullptr;
+  int count = 0;
+  for (const Operation* operation = pending_; operation != nullptr; operation = operation->next_) {
+    if (operation->isDone()) continue;
+    oldest = operation;
+    ++count;
+  }
+  if (count == 0) return aborted_ ? "nothing is pending" : "the group is over here: " + aborted_.toString();
+  return oldest->describe() + (count == 1 ? " is" : " and " + std::to_string(count - 1) + " more are") + " pending";
+}
+
 void Communicator::failAll(const Status& status, int culprit) {
   if (!aborted_) return;
   aborted_ = status;
@@ -115,6 +148,9 @@ void Communicator::signal(std::uint64_t value) {
 }
 
 Status Communicator::canCome(int rank) const {
+  if (const int by = host_->abortedBy(); by != HostSegment::kNobody) {
+    return Status::aborted(describe(by) + " aborted the group");
+  }
   if (!peers_[rank].failure) return peers_[rank].failure.wrap(describe(rank) + " is gone");
   if (!host_->isAbandoned(rank)) return Status::ok();
   // Who gave up may have seen a death before this rank did: the dead one is to be named.
@@ -148,8 +184,14 @@ bool Communicator::isReady() const {
 }
 
 void Communicator::timeOut(Operation& operation, std::chrono::milliseconds timeout) {
+  std::string text = "not done after " + std::to_string(timeout.count()) + " ms";
+  if (watch_ != nullptr && !operation.isDone()) {
+    watch_->ask();
+    watch_->awaitAnswers();
+    text += "; " + watch_->answers();
+  }
   ProgressEngine::Access access(engine());
-  operation.fail(Status::timeout("not done after " + std::to_string(timeout.count()) + " ms"));
+  operation.fail(Status::timeout(text));
 }
 
 std::string Communicator::describe(int rank) const {
@@ -238,7 +280,8 @@ void Communicator::peerFailed(transport::PeerId id, const Status& status) {
     peer.failure = status;
     // One that has left the group before may end as it likes.
     const bool hasLeft = host_ != nullptr && host_->isAbandoned(rank);
-    if (status.code() == StatusCode::kPeerFailed && !hasLeft) {
+    // Where there is a watch, its word follows: it can tell that the rank has left.
+    if (status.code() == StatusCode::kPeerFailed && !hasLeft && watch_ == nullptr) {
       failAll(status.wrap(describe(rank) + " failed"), rank);
       continue;
     }
@@ -252,9 +295,17 @@ void Communicator::peerFailed(transport::PeerId id, const Status& status) {
 }
 
 void Communicator::checkDeadlines(transport::Clock::time_point now) {
+  // With a watch they end at the second look: the others' answers come in between.
+  const bool wasAsked = asked_;
+  asked_ = false;
   failPending([&](Operation& operation) {
-    return now >= operation.deadline() ? Status::timeout("not done when its timeout came") : Status::ok();
+    if (now < operation.deadline()) return Status::ok();
+    if (watch_ == nullptr) return Status::timeout("not done when its timeout came");
+    if (wasAsked) return Status::timeout("not done when its timeout came; " + watch_->answers());
+    asked_ = true;
+    return Status::ok();
   });
+  if (asked_) watch_->ask();
 }
 
 }  // namespace farandole::collective

@@ -127,6 +127,15 @@ Status ControlPlane::leaveGroup(const std::string& group) {
   return Status::ok();
 }
 
+void ControlPlane::leaveAllGroups() {
+  std::map<std::string, std::string> groups;
+  {
+    std::lock_guard lock(mutex_);
+    groups = joined_;
+  }
+  for (const auto& [group, key] : groups) (void)leaveGroup(group);  // somebody else may have left it meanwhile
+}
+
 Status ControlPlane::abort(const std::string& group, const std::string& reason) {
   const Result<std::string> key = keyOf(group);
   if (!key) return key.status();

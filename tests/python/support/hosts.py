@@ -67,6 +67,10 @@ class Hosts(contextlib.AbstractContextManager["Hosts"]):
         """Runs a command on a host and returns what it prints."""
         return _run_in(self._spaces[host], *command)
 
+    def command(self, host: int, *command: str) -> list[str]:
+        """What to start for a process on a host; its host name stays the machine's."""
+        return _command_in(self._spaces[host], *command)
+
     def unplug(self, host: int) -> None:
         """Takes the host's own interface down."""
         self.run(host, "ip", "link", "set", INTERFACE, "down")
@@ -151,12 +155,12 @@ def _new_network_namespace() -> int:
     return made[0]
 
 
+def _command_in(space: int, *command: str) -> list[str]:
+    return ["nsenter", f"--net=/proc/{os.getpid()}/fd/{space}", *command]
+
+
 def _run_in(space: int, *command: str) -> str:
-    path = f"/proc/{os.getpid()}/fd/{space}"
-    done = subprocess.run(
-        ["nsenter", f"--net={path}", *command], check=True, capture_output=True, text=True, timeout=10
-    )
-    return done.stdout
+    return subprocess.run(_command_in(space, *command), check=True, capture_output=True, text=True, timeout=10).stdout
 
 
 def _shape(space: int, interface: str, rate: str | None, delay: str | None) -> None:

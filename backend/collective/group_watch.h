@@ -1,0 +1,20 @@
+#pragma once
+
+#include <string>
+
+namespace farandole::collective {
+
+// What a group that spans hosts knows of its other ranks beside what its
+// transports tell. Any thread.
+class GroupWatch {
+ public:
+  virtual ~GroupWatch() = default;
+  // Asks all ranks what they are doing; returns at once.
+  virtual void ask() = 0;
+  // Waits for their answers, though not for long. Not on the loop, nothing held.
+  virtual void awaitAnswers() = 0;
+  // What they have answered so far, for an error: "rank 0: ...; rank 1: no answer".
+  virtual std::string answers() = 0;
+};
+
+}  // namespace farandole::collective
