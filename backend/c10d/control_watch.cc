@@ -85,6 +85,11 @@ void ControlWatch::ask() {
   if (!asked) tell({});
 }
 
+bool ControlWatch::hasAnswers() {
+  std::lock_guard lock(answers_->mutex);
+  return !answers_->asked;
+}
+
 void ControlWatch::awaitAnswers() {
   std::unique_lock lock(answers_->mutex);
   answers_->arrived.wait_for(lock, kAnswerLimit + 100ms, [this] { return !answers_->asked; });

@@ -37,6 +37,7 @@ class ControlWatch final : public net::ControlListener, public collective::Group
   void abort(const std::string& reason);
 
   void ask() override;
+  bool hasAnswers() override;
   void awaitAnswers() override;
   std::string answers() override;
 

@@ -295,17 +295,18 @@ void Communicator::peerFailed(transport::PeerId id, const Status& status) {
 }
 
 void Communicator::checkDeadlines(transport::Clock::time_point now) {
-  // With a watch they end at the second look: the others' answers come in between.
-  const bool wasAsked = asked_;
-  asked_ = false;
+  // With a watch they end once the others have been asked what they are doing.
+  const bool wasTold = asked_ && watch_->hasAnswers();
+  bool isOverdue = false;
   failPending([&](Operation& operation) {
     if (now < operation.deadline()) return Status::ok();
     if (watch_ == nullptr) return Status::timeout("not done when its timeout came");
-    if (wasAsked) return Status::timeout("not done when its timeout came; " + watch_->answers());
-    asked_ = true;
+    if (wasTold) return Status::timeout("not done when its timeout came; " + watch_->answers());
+    isOverdue = true;
     return Status::ok();
   });
-  if (asked_) watch_->ask();
+  if (isOverdue && !asked_) watch_->ask();
+  asked_ = !wasTold && (asked_ || isOverdue);
 }
 
 }  // namespace farandole::collective

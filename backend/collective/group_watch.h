@@ -9,9 +9,11 @@ namespace farandole::collective {
 class GroupWatch {
  public:
   virtual ~GroupWatch() = default;
-  // Asks all ranks what they are doing; returns at once.
+  // Asks all ranks what they are doing, unless a question is under way; returns at once.
   virtual void ask() = 0;
-  // Waits for their answers, though not for long. Not on the loop, nothing held.
+  // None is under way: a question ends soon, also when a rank does not answer.
+  virtual bool hasAnswers() = 0;
+  // Waits for that. Not on the loop, nothing held.
   virtual void awaitAnswers() = 0;
   // What they have answered so far, for an error: "rank 0: ...; rank 1: no answer".
   virtual std::string answers() = 0;
