@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from backend.failing import ACTIONS, act_until, survive
-from support.hosts import Hosts
+from support.hosts import Hosts, PretendHost
 from support.processes import run_ranks
 
 HOST_OF_RANK = (0, 0, 1, 1)
@@ -39,26 +39,57 @@ def _report(capsys, what, times):
         )
 
 
-def _survive(rank, world_size, action, delay):
+def _survive(rank, world_size, action, victim, delay):
     dist.barrier()
     start = time.monotonic()
-    if rank == VICTIM:
-        act_until(start + delay, action, rank, world_size, VICTIM)
+    if rank == victim:
+        act_until(start + delay, action, rank, world_size, victim)
         os.kill(os.getpid(), signal.SIGKILL)
-    failed_at, messages = survive(action, rank, world_size, VICTIM)
+    failed_at, messages = survive(action, rank, world_size, victim)
     return failed_at - start - delay, messages
 
 
-@pytest.mark.parametrize("action", ACTIONS)
-def test_a_killed_rank_is_named_by_the_survivors_of_all_hosts(action, capsys):
-    outcomes = _run(_survive, may_die={VICTIM}, action=action, delay=0.5)
-    _report(capsys, f"killed in {action}", {rank: outcomes[rank][0] for rank in SURVIVORS})
-    for rank in SURVIVORS:
-        seconds, messages = outcomes[rank]
-        assert seconds < 5
+def _check_survivors(outcomes, victim, host):
+    for rank, outcome in enumerate(outcomes):
+        if rank == victim:
+            continue
+        seconds, messages = outcome
+        assert seconds < 5  # not the timeout of 60
         for message in messages:
-            assert "rank 3 (host host-1, pid " in message, message
-        assert "rank 3 (host host-1, pid " in messages[-1] and "failed: its process died" in messages[-1], messages
+            assert f"rank {victim} (host {host}, pid " in message, message
+        assert "its process died" in messages[-1], messages
+
+
+# Rank 0 is the root of the control plane's tree.
+@pytest.mark.parametrize(("action", "victim"), [*((action, 3) for action in ACTIONS), ("recv", 0), ("all_reduce", 0)])
+def test_a_killed_rank_is_named_by_the_survivors_of_all_hosts(action, victim, capsys):
+    outcomes = _run(_survive, may_die={victim}, action=action, victim=victim, delay=0.5)
+    _report(capsys, f"rank {victim} killed in {action}", {r: o[0] for r, o in enumerate(outcomes) if r != victim})
+    _check_survivors(outcomes, victim, f"host-{HOST_OF_RANK[victim]}")
+
+
+def test_a_killed_rank_is_named_where_one_machine_pretends_to_be_two():
+    enter = PretendHost(HOST_OF_RANK)
+    options = {"timeout": 60, "may_die": {VICTIM}, "enter": enter}
+    outcomes = run_ranks(_survive, 4, "farandole", **options, action="all_reduce", victim=VICTIM, delay=0.5)
+    _check_survivors(outcomes, VICTIM, os.uname().nodename)
+
+
+def _shrink(rank, world_size):
+    dist.all_reduce(torch.ones(10))
+    if rank == VICTIM:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(dist.DistBackendError):
+        dist.barrier()
+    smaller = _backend().shrink([VICTIM])
+    tensor = torch.ones(10)
+    smaller.allreduce([tensor]).wait()
+    smaller.shutdown()
+    return tensor[0].item()
+
+
+def test_the_survivors_of_two_hosts_go_on_in_a_smaller_group():
+    assert _run(_shrink, may_die={VICTIM}) == [3, 3, 3, None]
 
 
 def _outlive_stopped(rank, world_size, action, folder):

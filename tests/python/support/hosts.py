@@ -118,6 +118,16 @@ class EnterHost:
         _check(_libc.sethostname(name, len(name)), "sethostname")
 
 
+@dataclass(frozen=True)
+class PretendHost:
+    """For ``run_ranks(enter=...)``: ranks of different hosts are on one machine and network, and do not know it."""
+
+    hosts: tuple[int, ...]
+
+    def __call__(self, rank: int) -> None:
+        os.environ["FARANDOLE_HOST_ID"] = f"host-{self.hosts[rank]}"
+
+
 def enter_namespace(path: str) -> None:
     """Moves the calling thread, and the threads that it starts, to a network namespace."""
     space = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
