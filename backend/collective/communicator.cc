@@ -183,15 +183,21 @@ bool Communicator::isReady() const {
   return first.waitsForTurn_ || (first.blocked_ && first.isReady());
 }
 
+Status Communicator::timeoutOf(const Operation& operation, std::string text, const std::string& others) {
+  if (const std::string missing = operation.missingRanks(); !missing.empty()) text += ", waits for " + missing;
+  return Status::timeout(text + others);
+}
+
 void Communicator::timeOut(Operation& operation, std::chrono::milliseconds timeout) {
-  std::string text = "not done after " + std::to_string(timeout.count()) + " ms";
+  std::string others;
   if (watch_ != nullptr && !operation.isDone()) {
     watch_->ask();
     watch_->awaitAnswers();
-    text += "; " + watch_->answers();
+    others = "; " + watch_->answers();
   }
   ProgressEngine::Access access(engine());
-  operation.fail(Status::timeout(text));
+  if (operation.isDone()) return;
+  operation.fail(timeoutOf(operation, "not done after " + std::to_string(timeout.count()) + " ms", others));
 }
 
 std::string Communicator::describe(int rank) const {
@@ -300,8 +306,9 @@ void Communicator::checkDeadlines(transport::Clock::time_point now) {
   bool isOverdue = false;
   failPending([&](Operation& operation) {
     if (now < operation.deadline()) return Status::ok();
-    if (watch_ == nullptr) return Status::timeout("not done when its timeout came");
-    if (wasTold) return Status::timeout("not done when its timeout came; " + watch_->answers());
+    constexpr const char* kText = "not done when its timeout came";
+    if (watch_ == nullptr) return timeoutOf(operation, kText, "");
+    if (wasTold) return timeoutOf(operation, kText, "; " + watch_->answers());
     isOverdue = true;
     return Status::ok();
   });

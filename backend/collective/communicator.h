@@ -74,6 +74,8 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   void send(int peer, p2p::MessageKind kind, std::uint32_t tag, const void* data, std::size_t bytes, Message& message);
   void recv(int peer, p2p::MessageKind kind, std::uint32_t tag, void* data, std::size_t bytes, Message& message);
   Result<transport::PeerId> peerOf(int rank);
+  // `text`, whom the operation waits for, and what the others say.
+  static Status timeoutOf(const Operation& operation, std::string text, const std::string& others);
   void add(Operation& operation);
   void remove(Operation& operation);
   // A group that has lost a member is of no use: operations among the others may wait for it in turn.

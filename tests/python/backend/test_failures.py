@@ -1,5 +1,6 @@
 """What the survivors are told when a rank of one host dies or aborts, and how soon."""
 
+import datetime
 import os
 import signal
 import threading
@@ -111,3 +112,21 @@ def _shut_down(rank, world_size):
 
 def test_a_rank_that_shuts_its_group_down_does_not_disturb_what_others_do_among_themselves():
     assert run_ranks(_shut_down, 3, "farandole", timeout=60) == [8, 0, 8]
+
+
+def _miss(rank, world_size):
+    dist.barrier()
+    if rank == VICTIM:
+        time.sleep(1)
+        return "late"
+    dist.group.WORLD._get_backend(torch.device("cpu")).set_timeout(datetime.timedelta(milliseconds=300))
+    with pytest.raises(dist.DistBackendError) as error:
+        dist.all_reduce(torch.ones(8))
+    return str(error.value)
+
+
+def test_a_collective_that_times_out_names_the_rank_that_did_not_come():
+    outcomes = run_ranks(_miss, 3, "farandole", timeout=60)
+    # One of the two gives up first, and the other hears of it.
+    messages = [outcomes[rank] for rank in (0, 2)]
+    assert any("not done after 300 ms, waits for rank 1 (host " in message for message in messages), messages

@@ -167,7 +167,7 @@ def test_a_host_that_vanishes_is_noticed_by_both_sides(how, tmp_path, capsys):
     for rank, (_, message) in enumerate(outcomes):
         assert times[rank] < 8  # 5 s of silence, and what it takes to be sure
         other = 1 - HOST_OF_RANK[rank]
-        assert f"(host host-{other}, pid " in message, message
+        assert f"(host host-{other}, pid " in message and " failed: " in message, message
 
 
 def _abort(rank, world_size):
