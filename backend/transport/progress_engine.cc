@@ -326,9 +326,11 @@ void ProgressEngine::onTickFromLoop() {
   }
   const bool waited = waits_ != waitsSeen_;
   waitsSeen_ = waits_;
-  lookAround();
-  if (!owner_.load()) progress();
-  runDeferred();
+  if (!owner_.load()) {  // else the owner looks before it sleeps, and is woken up
+    progress();
+    lookAround();
+    runDeferred();
+  }
   release();
   if (!waited && !owner_.load()) {
     tick_.cancel();
