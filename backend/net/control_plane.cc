@@ -65,7 +65,8 @@ ControlPlane::ControlPlane(std::shared_ptr<Impl> impl, std::string address)
 
 ControlPlane::~ControlPlane() {
   if (getpid() != pid_) {
-    new std::shared_ptr<Impl>(std::move(impl_));  // the parent's sockets: let go of them untouched
+    // The parent's sockets: let go of them untouched.
+    new std::shared_ptr<Impl>(std::move(impl_));  // NOLINT(bugprone-unhandled-exception-at-new)
     return;
   }
   if (impl_->loop().context().stopped()) {
