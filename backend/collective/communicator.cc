@@ -36,6 +36,11 @@ void Communicator::abortAll(const Status& status) {
   failAll(status);
 }
 
+void Communicator::setWatch(std::shared_ptr<GroupWatch> watch) {
+  ProgressEngine::Access access(engine());
+  watch_ = std::move(watch);
+}
+
 void Communicator::rankFailed(int rank, const Status& status) {
   ProgressEngine::Access access(engine());
   const bool died = status.code() == StatusCode::kPeerFailed;
@@ -93,7 +98,10 @@ Status Communicator::connectHost(transport::Clock::time_point deadline) {
   if (!memory)
     return memory.status().wrap("sharing memory among the " + std::to_string(size()) + " ranks of the group");
   memory->closeDescriptor();
-  host_ = std::make_unique<HostSegment>(std::move(memory).value(), rank_, size());
+  auto host = std::make_unique<HostSegment>(std::move(memory).value(), rank_, size());
+  ProgressEngine::Access access(engine());  // the loop looks at it
+  if (!aborted_) return aborted_;
+  host_ = std::move(host);
   return Status::ok();
 }
 

@@ -47,8 +47,8 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   void abort(const Status& status);
   // The same on all ranks of this host that share memory.
   void abortAll(const Status& status);
-  // Of a group that spans hosts, before the first operation: whose word on deaths counts.
-  void setWatch(std::shared_ptr<GroupWatch> watch) { watch_ = std::move(watch); }
+  // Of a group that spans hosts, before the first operation: whose word on deaths counts. Nothing held.
+  void setWatch(std::shared_ptr<GroupWatch> watch);
   // Its word: `rank` has died, or has aborted the group, which is over with that. Any thread, nothing held.
   void rankFailed(int rank, const Status& status);
   // What is in flight, for people: "ALLREDUCE number 3 on rank 0 and 2 more are pending". Any thread, nothing held.

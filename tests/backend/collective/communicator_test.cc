@@ -117,12 +117,14 @@ TEST(Communicator, ATimeoutTellsWhatTheOtherRanksAnswer) {
   watch->answered = true;
   for (int i = 0; i < 500 && !told; ++i) std::this_thread::sleep_for(10ms);
   ASSERT_TRUE(told);
-  EXPECT_EQ(unwaited->status().toString(), "test operation: not done when its timeout came; rank 1 sleeps");
+  EXPECT_EQ(unwaited->status().toString(),
+            "test operation: not done when its timeout came, waits for rank 1 (host host, pid 1); rank 1 sleeps");
 
   auto waited = TestOperation::launch(group[0], recvProgram(1, in), 2);
   EXPECT_FALSE(waited->wait(transport::Clock::now() + 20ms));
   group[0]->timeOut(*waited, 20ms);
-  EXPECT_EQ(waited->status().toString(), "test operation: not done after 20 ms; rank 1 sleeps");
+  EXPECT_EQ(waited->status().toString(),
+            "test operation: not done after 20 ms, waits for rank 1 (host host, pid 1); rank 1 sleeps");
 }
 
 TEST(Communicator, ATimedOutReceiveLeavesTheGroupUsable) {
