@@ -1,5 +1,7 @@
 """Groups whose ranks are on several hosts."""
 
+import pathlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,3 +28,15 @@ def test_ranks_on_two_hosts_reduce_with_no_settings_of_their_own(backend):
     with Hosts(2) as hosts:
         outcomes = run_ranks(_reduce, 4, backend, timeout=40, env=env, enter=hosts.enter(HOST_OF_RANK))
     assert outcomes == [[[10.0]] * 3] * 4
+
+
+def _listeners(rank, world_size):
+    dist.all_reduce(torch.ones(1))
+    tables = [pathlib.Path("/proc/net", name).read_text() for name in ("tcp", "tcp6")]
+    return sum(line.split()[3] == "0A" for table in tables for line in table.splitlines()[1:])
+
+
+def test_a_group_on_one_host_listens_nowhere():
+    with Hosts(2) as hosts:
+        assert run_ranks(_listeners, 2, "farandole", enter=hosts.enter((0, 0))) == [0, 0]
+        assert min(run_ranks(_listeners, 2, "farandole", enter=hosts.enter((0, 1)))) > 0  # what is looked for is there
