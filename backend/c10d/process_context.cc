@@ -36,7 +36,9 @@ Result<std::unique_ptr<transport::RoutingTransport>> openTransports() {
           "FARANDOLE_TRANSPORT is 'shm'; expected 'auto' or 'ucx', some ranks are on other hosts");
     });
   }
-  return transport::RoutingTransport::create(std::move(local), &transport::UcxTransport::create);
+  const auto reach = local != nullptr ? transport::UcxReach::kOtherHosts : transport::UcxReach::kEverybody;
+  return transport::RoutingTransport::create(std::move(local),
+                                             [reach] { return transport::UcxTransport::create(reach); });
 }
 
 // The last group may be let go of by an operation that completes on the loop,
@@ -79,19 +81,44 @@ void ProcessContext::leaveAtExit() {
     transport::ProgressEngine::Access access(context->connections().engine());
     access.transport().leave();
   }
+  std::unique_ptr<net::ControlPlane> control;
+  {
+    std::lock_guard lock(context->controlMutex_);
+    control = std::move(context->control_);
+  }
+  if (control != nullptr) control->leaveAllGroups();
+  control.reset();
   // What the others' leaving would end must not call back into a process that is being torn down.
   context->loop_.stop();
 }
 
 ProcessContext::ProcessContext() : pid_(getpid()), loop_("farandole") {}
 
-ProcessContext::~ProcessContext() { loop_.stop(); }
+ProcessContext::~ProcessContext() {
+  control_.reset();
+  loop_.stop();
+}
 
 bool ProcessContext::isOurs() const { return getpid() == pid_; }
 
 Result<std::string> ProcessContext::networkAddress() {
   transport::ProgressEngine::Access access(connections_->engine());
   return routing_->networkAddress();
+}
+
+Result<std::string> ProcessContext::controlAddress() {
+  std::lock_guard lock(controlMutex_);
+  if (control_ == nullptr) {
+    auto control = net::ControlPlane::listen(loop_);
+    if (!control) return control.status();
+    control_ = std::move(control).value();
+  }
+  return control_->address();
+}
+
+Status ProcessContext::useControlPlane(const std::function<Status(net::ControlPlane&)>& use) {
+  std::lock_guard lock(controlMutex_);
+  return control_ != nullptr ? use(*control_) : Status::unavailable("there is no control plane");
 }
 
 Result<std::uint32_t> ProcessContext::takeGroupNumber() {

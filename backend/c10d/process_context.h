@@ -1,11 +1,13 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
+#include "backend/net/control_plane.h"
 #include "backend/net/event_loop.h"
 #include "backend/p2p/message_tag.h"
 #include "backend/transport/connections.h"
@@ -29,6 +31,11 @@ class ProcessContext {
   // What processes of other hosts connect to; opens the network on first use. Nothing held.
   Result<std::string> networkAddress();
 
+  // What the control planes of other processes connect to; makes this process's on first use.
+  Result<std::string> controlAddress();
+  // Runs `use` with the control plane, unless there is none or the process is about to end.
+  Status useControlPlane(const std::function<Status(net::ControlPlane&)>& use);
+
   // A number for a group that no other group of this process has.
   Result<std::uint32_t> takeGroupNumber();
   void returnGroupNumber(std::uint32_t number);
@@ -47,6 +54,8 @@ class ProcessContext {
   std::string hostIdentity_;
   transport::RoutingTransport* routing_ = nullptr;  // of connections_
   std::unique_ptr<transport::Connections> connections_;
+  std::mutex controlMutex_;
+  std::unique_ptr<net::ControlPlane> control_;  // guarded by controlMutex_; none while all groups are on this host
   std::mutex mutex_;
   std::vector<bool> groupNumbers_;  // taken or not
 };

@@ -30,8 +30,13 @@ ProcessGroupFarandole::ProcessGroupFarandole(const c10::intrusive_ptr<::c10d::St
   // The number is free again once nothing that carries it is in flight.
   std::shared_ptr<void> lease(nullptr, [context = context_, group](void*) { context->returnGroupNumber(group); });
 
-  auto members = valueOrThrow(meetMembers(*store, *context_, rank, size, group, options_->timeout));
-  communicator_ = std::make_shared<Communicator>(context_->connections(), std::move(lease), rank, std::move(members));
+  Meeting met = valueOrThrow(meetMembers(*store, *context_, rank, size, group, options_->timeout));
+  communicator_ =
+      std::make_shared<Communicator>(context_->connections(), std::move(lease), rank, std::move(met.members));
+  if (!met.controls.empty()) {
+    watch_ = valueOrThrow(ControlWatch::join(context_, communicator_, met, counts_));
+    communicator_->setWatch(watch_);
+  }
   throwIfError(communicator_->connectHost(transport::Clock::now() + options_->timeout));
 }
 
@@ -46,7 +51,7 @@ ProcessGroupFarandole::~ProcessGroupFarandole() {
   shutdown();
 }
 
-std::uint64_t ProcessGroupFarandole::getSequenceNumberForGroup() { return collectiveSequence_.load(); }
+std::uint64_t ProcessGroupFarandole::getSequenceNumberForGroup() { return counts_->collectives.load(); }
 
 ::c10d::ErrorType ProcessGroupFarandole::getError() {
   transport::ProgressEngine::Access access(context_->connections().engine());
@@ -56,12 +61,15 @@ std::uint64_t ProcessGroupFarandole::getSequenceNumberForGroup() { return collec
 
 void ProcessGroupFarandole::abort() {
   if (!context_->isOurs()) return;
-  communicator_->abort(Status::aborted("the process group was aborted"));
+  communicator_->abortAll(Status::aborted("the process group was aborted"));
+  if (watch_ != nullptr) watch_->abort("ProcessGroup.abort() was called there");
   hooks_->runAbortHooks();  // torch's flight recorder takes seconds for its dump: not before the waits have ended
 }
 
 void ProcessGroupFarandole::shutdown() {
-  if (context_->isOurs()) communicator_->abort(Status::aborted("the process group was shut down"));
+  if (!context_->isOurs()) return;
+  communicator_->abort(Status::aborted("the process group was shut down"));
+  if (watch_ != nullptr) watch_->leave();
 }
 
 c10::intrusive_ptr<ProcessGroupFarandole::Options> ProcessGroupFarandole::copyOptions() const {
@@ -93,8 +101,8 @@ WorkOptions ProcessGroupFarandole::workOptions(::c10d::OpType type, const char* 
       rank_,
       type,
       title,
-      isPointToPoint ? pointToPointSequence_.fetch_add(1, std::memory_order_relaxed)
-                     : collectiveSequence_.fetch_add(1, std::memory_order_relaxed),
+      isPointToPoint ? counts_->pointToPoint.fetch_add(1, std::memory_order_relaxed)
+                     : counts_->collectives.fetch_add(1, std::memory_order_relaxed),
       (timeout == ::c10d::kUnsetTimeout || timeout == kNoTimeout ? timeout_.load(std::memory_order_relaxed) : timeout) +
           hooks_->extraTimeout(),
       hooks_->follow()};

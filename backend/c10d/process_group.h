@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "backend/c10d/batch_member_work.h"
+#include "backend/c10d/control_watch.h"
 #include "backend/c10d/process_context.h"
 #include "backend/c10d/work.h"
 #include "backend/c10d/work_hooks.h"
@@ -60,8 +61,9 @@ class ProcessGroupFarandole final : public ::c10d::Backend {
   std::uint64_t getSequenceNumberForGroup() override;
   void setSequenceNumberForGroup() override {}  // they start at 0 everywhere
   ::c10d::ErrorType getError() override;
-  // Ends everything pending, here, with an error; the group cannot be used any more.
+  // Ends everything pending, on all ranks, with an error that names this one; the group cannot be used any more.
   void abort() override;
+  // Ends everything pending, here; on other ranks what waits for this one.
   void shutdown() override;
 
   // Groups out of this one (group_splits.cc).
@@ -171,8 +173,8 @@ class ProcessGroupFarandole final : public ::c10d::Backend {
   const std::shared_ptr<WorkHooks> hooks_ = std::make_shared<WorkHooks>();
   std::shared_ptr<ProcessContext> context_;
   std::shared_ptr<collective::Communicator> communicator_;
-  std::atomic<std::uint32_t> collectiveSequence_{0};
-  std::atomic<std::uint64_t> pointToPointSequence_{0};
+  const std::shared_ptr<CallCounts> counts_ = std::make_shared<CallCounts>();
+  std::shared_ptr<ControlWatch> watch_;  // null where all ranks are on this host
   std::mutex childMutex_;
   c10::weak_intrusive_ptr<::c10d::Store> lastChildStore_;
   int lastChildStoreUses_ = 0;

@@ -5,13 +5,15 @@
 #include <algorithm>
 #include <cstring>
 
+#include "backend/net/token_proof.h"
+
 namespace farandole::backend {
 namespace {
 
 using collective::Member;
 
 // Changes whenever ranks of different versions could not talk to each other.
-constexpr std::uint32_t kWireVersion = 2;
+constexpr std::uint32_t kWireVersion = 3;
 
 template <typename T>
 void putNumber(std::string& blob, T number) {
@@ -67,6 +69,38 @@ class Reader {
   bool ok_ = true;
 };
 
+// What a rank of a group that spans hosts tells beside.
+struct NetworkEntry {
+  std::string address;
+  std::string control;
+  std::string token;  // rank 0's
+};
+
+std::vector<std::uint8_t> encode(const NetworkEntry& entry) {
+  std::string blob;
+  putText(blob, entry.address);
+  putText(blob, entry.control);
+  putText(blob, entry.token);
+  return {blob.begin(), blob.end()};
+}
+
+Status malformed(int rank) {
+  return Status::internal("rank " + std::to_string(rank) + " published a malformed address");
+}
+
+Result<NetworkEntry> decodeNetwork(int rank, const std::vector<std::uint8_t>& blob) {
+  Reader reader(blob);
+  NetworkEntry entry{reader.text(), reader.text(), reader.text()};
+  if (!reader.ok()) return malformed(rank);
+  return entry;
+}
+
+std::string makeToken() {
+  std::string token;
+  for (int i = 0; i < 2; ++i) putNumber(token, net::randomNumber());
+  return token;
+}
+
 Result<Member> decode(int rank, const std::vector<std::uint8_t>& blob) {
   Reader reader(blob);
   const auto version = reader.number<std::uint32_t>();
@@ -81,7 +115,7 @@ Result<Member> decode(int rank, const std::vector<std::uint8_t>& blob) {
   member.host = reader.text();
   member.hostIdentity = reader.text();
   member.address = reader.text();
-  if (!reader.ok()) return Status::internal("rank " + std::to_string(rank) + " published a malformed address");
+  if (!reader.ok()) return malformed(rank);
   return member;
 }
 
@@ -119,38 +153,44 @@ class Board {
 
 }  // namespace
 
-Result<std::vector<Member>> meetMembers(::c10d::Store& store, ProcessContext& context, int rank, int size,
-                                        std::uint32_t group, std::chrono::milliseconds timeout) {
+Result<Meeting> meetMembers(::c10d::Store& store, ProcessContext& context, int rank, int size, std::uint32_t group,
+                            std::chrono::milliseconds timeout) {
   Member self{"", group, hostName(), getpid(), context.hostIdentity()};
   {
     transport::ProgressEngine::Access access(context.connections().engine());
     self.address = access.transport().address();
   }
-  Board members(store, "member", size, timeout);
-  members.post(rank, encode(self));
-  std::vector<Member> met;
+  Board board(store, "member", size, timeout);
+  board.post(rank, encode(self));
+  Meeting met;
   for (int other = 0; other < size; ++other) {
-    const auto blob = members.read(other);
+    const auto blob = board.read(other);
     if (!blob) return blob.status();
     Result<Member> member = decode(other, *blob);
     if (!member) return member.status();
-    met.push_back(std::move(member).value());
+    met.members.push_back(std::move(member).value());
   }
 
-  // Both of two ranks see in the same way whether they share a host: who needs the network says so.
+  // All ranks see in the same way whether any two of them are on different hosts.
   const auto isElsewhere = [&](const Member& member) {
     return member.hostIdentity.empty() || member.hostIdentity != self.hostIdentity;
   };
-  if (std::none_of(met.begin(), met.end(), isElsewhere)) return met;
+  if (std::none_of(met.members.begin(), met.members.end(), isElsewhere)) return met;
   const Result<std::string> address = context.networkAddress();
   if (!address) return address.status();
-  Board networks(store, "network", size, timeout);
-  networks.post(rank, {address->begin(), address->end()});
+  const Result<std::string> control = context.controlAddress();
+  if (!control) return control.status();
+  Board network(store, "network", size, timeout);
+  network.post(rank, encode(NetworkEntry{*address, *control, rank == 0 ? makeToken() : ""}));
   for (int other = 0; other < size; ++other) {
-    if (!isElsewhere(met[other])) continue;
-    const auto blob = networks.read(other);
+    const auto blob = network.read(other);
     if (!blob) return blob.status();
-    met[other].address.assign(blob->begin(), blob->end());
+    const Result<NetworkEntry> entry = decodeNetwork(other, *blob);
+    if (!entry) return entry.status();
+    Member& member = met.members[other];
+    if (isElsewhere(member)) member.address = entry->address;
+    if (other == 0) met.token = entry->token;
+    met.controls.push_back({entry->control, member.host, member.pid});
   }
   return met;
 }

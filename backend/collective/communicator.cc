@@ -34,6 +34,44 @@ void Communicator::abort(const Status& status) {
   failAll(status);
 }
 
+void Communicator::abortAll(const Status& status) {
+  ProgressEngine::Access access(engine());
+  if (host_ != nullptr && aborted_) host_->abort(rank_);
+  failAll(status);
+}
+
+void Communicator::setWatch(std::shared_ptr<GroupWatch> watch) {
+  ProgressEngine::Access access(engine());
+  watch_ = std::move(watch);
+}
+
+void Communicator::rankFailed(int rank, const Status& status) {
+  ProgressEngine::Access access(engine());
+  const bool died = status.code() == StatusCode::kPeerFailed;
+  if (host_ != nullptr && !died) host_->abort(rank);
+  failAll(status, died ? rank : HostSegment::kNobody);
+}
+
+bool Communicator::lookAround() {
+  if (host_ == nullptr || !aborted_) return false;
+  if (host_->abortedBy() == HostSegment::kNobody) return false;
+  failAll(Status::aborted(describe(host_->abortedBy()) + " aborted the group"));
+  return true;
+}
+
+std::string Communicator::describePending() {
+  ProgressEngine::Access access(engine());
+  const Operation* oldest = nullptr;
+  int count = 0;
+  for (const Operation* operation = pending_; operation != nullptr; operation = operation->next_) {
+    if (operation->isDone()) continue;
+    oldest = operation;
+    ++count;
+  }
+  if (count == 0) return aborted_ ? "nothing is pending" : "the group is over here: " + aborted_.toString();
+  return oldest->describe() + (count == 1 ? " is" : " and " + std::to_string(count - 1) + " more are") + " pending";
+}
+
 void Communicator::failAll(const Status& status, int culprit) {
   if (!aborted_) return;
   aborted_ = status;
@@ -64,7 +102,10 @@ Status Communicator::connectHost(transport::Clock::time_point deadline) {
   if (!memory)
     return memory.status().wrap("sharing memory among the " + std::to_string(size()) + " ranks of the group");
   memory->closeDescriptor();
-  host_ = std::make_unique<HostSegment>(std::move(memory).value(), rank_, size());
+  auto host = std::make_unique<HostSegment>(std::move(memory).value(), rank_, size());
+  ProgressEngine::Access access(engine());  // the loop looks at it
+  if (!aborted_) return aborted_;
+  host_ = std::move(host);
   return Status::ok();
 }
 
@@ -119,6 +160,9 @@ void Communicator::signal(std::uint64_t value) {
 }
 
 Status Communicator::canCome(int rank) const {
+  if (const int by = host_->abortedBy(); by != HostSegment::kNobody) {
+    return Status::aborted(describe(by) + " aborted the group");
+  }
   if (!peers_[rank].failure) return peers_[rank].failure.wrap(describe(rank) + " is gone");
   if (!host_->isAbandoned(rank)) return Status::ok();
   // Who gave up may have seen a death before this rank did: the dead one is to be named.
@@ -151,9 +195,21 @@ bool Communicator::isReady() const {
   return first.waitsForTurn_ || (first.blocked_ && first.isReady());
 }
 
+Status Communicator::timeoutOf(const Operation& operation, std::string text, const std::string& others) {
+  if (const std::string missing = operation.missingRanks(); !missing.empty()) text += ", waits for " + missing;
+  return Status::timeout(text + others);
+}
+
 void Communicator::timeOut(Operation& operation, std::chrono::milliseconds timeout) {
+  std::string others;
+  if (watch_ != nullptr && !operation.isDone()) {
+    watch_->ask();
+    watch_->awaitAnswers();
+    others = "; " + watch_->answers();
+  }
   ProgressEngine::Access access(engine());
-  operation.fail(Status::timeout("not done after " + std::to_string(timeout.count()) + " ms"));
+  if (operation.isDone()) return;
+  operation.fail(timeoutOf(operation, "not done after " + std::to_string(timeout.count()) + " ms", others));
 }
 
 std::string Communicator::describe(int rank) const {
@@ -242,7 +298,8 @@ void Communicator::peerFailed(transport::PeerId id, const Status& status) {
     peer.failure = status;
     // One that has left the group before may end as it likes.
     const bool hasLeft = host_ != nullptr && host_->isAbandoned(rank);
-    if (status.code() == StatusCode::kPeerFailed && !hasLeft) {
+    // Where there is a watch, its word follows: it can tell that the rank has left.
+    if (status.code() == StatusCode::kPeerFailed && !hasLeft && watch_ == nullptr) {
       failAll(status.wrap(describe(rank) + " failed"), rank);
       continue;
     }
@@ -256,9 +313,19 @@ void Communicator::peerFailed(transport::PeerId id, const Status& status) {
 }
 
 void Communicator::checkDeadlines(transport::Clock::time_point now) {
+  // With a watch they end once the others have been asked what they are doing.
+  const bool wasTold = asked_ && watch_->hasAnswers();
+  bool isOverdue = false;
   failPending([&](Operation& operation) {
-    return now >= operation.deadline() ? Status::timeout("not done when its timeout came") : Status::ok();
+    if (now < operation.deadline()) return Status::ok();
+    constexpr const char* kText = "not done when its timeout came";
+    if (watch_ == nullptr) return timeoutOf(operation, kText, "");
+    if (wasTold) return timeoutOf(operation, kText, "; " + watch_->answers());
+    isOverdue = true;
+    return Status::ok();
   });
+  if (isOverdue && !asked_) watch_->ask();
+  asked_ = !wasTold && (asked_ || isOverdue);
 }
 
 }  // namespace farandole::collective

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "backend/collective/group_watch.h"
 #include "backend/collective/host_segment.h"
 #include "backend/collective/operation.h"
 #include "backend/transport/connections.h"
@@ -44,6 +45,14 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   const Status& usable() const { return aborted_; }
   // Ends all that is in flight and all that comes with this error. Any thread, nothing held.
   void abort(const Status& status);
+  // The same on all ranks of this host that share memory.
+  void abortAll(const Status& status);
+  // Of a group that spans hosts, before the first operation: whose word on deaths counts. Nothing held.
+  void setWatch(std::shared_ptr<GroupWatch> watch);
+  // Its word: `rank` has died, or has aborted the group, which is over with that. Any thread, nothing held.
+  void rankFailed(int rank, const Status& status);
+  // What is in flight, for people: "ALLREDUCE number 3 on rank 0 and 2 more are pending". Any thread, nothing held.
+  std::string describePending();
   // Connects to the ranks of this host, so that the death of any of them is seen,
   // and shares memory with them when they are all of the group. Before the first
   // operation, on every rank; waits for the others until `deadline`. Nothing held.
@@ -65,6 +74,8 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   void send(int peer, p2p::MessageKind kind, std::uint32_t tag, const void* data, std::size_t bytes, Message& message);
   void recv(int peer, p2p::MessageKind kind, std::uint32_t tag, void* data, std::size_t bytes, Message& message);
   Result<transport::PeerId> peerOf(int rank);
+  // `text`, whom the operation waits for, and what the others say.
+  static Status timeoutOf(const Operation& operation, std::string text, const std::string& others);
   void add(Operation& operation);
   void remove(Operation& operation);
   // A group that has lost a member is of no use: operations among the others may wait for it in turn.
@@ -74,6 +85,7 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
 
   void peerFailed(transport::PeerId peer, const Status& status) override;
   void checkDeadlines(transport::Clock::time_point now) override;
+  bool lookAround() override;
 
   // Of programs that use the host's memory: whether it is this one's turn; that it has ended.
   bool begin(ProgramOperation& operation);
@@ -99,6 +111,8 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   const std::vector<Member> members_;
   std::vector<Peer> peers_;
   Status aborted_;
+  std::shared_ptr<GroupWatch> watch_;
+  bool asked_ = false;  // the watch, about operations whose time is over
   std::unique_ptr<HostSegment> host_;
   std::deque<ProgramOperation*> turns_;  // the first one runs
   Operation* pending_ = nullptr;         // the head of the list, oldest last

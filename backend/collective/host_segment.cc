@@ -25,6 +25,11 @@ HostTurn HostSegment::nextTurn(std::uint64_t steps) {
   return turn;
 }
 
+void HostSegment::abort(int rank) {
+  int nobody = 0;
+  line(0).abortedBy.compare_exchange_strong(nobody, rank + 1);
+}
+
 std::byte* HostSegment::area(int rank) const {
   return memory_.data() + roundUp(static_cast<std::size_t>(size_) * sizeof(Line)) +
          static_cast<std::size_t>(rank) * kAreaBytes;

@@ -74,6 +74,10 @@ class HostSegment {
   bool isAbandoned(int rank) const { return line(rank).abandonedFor.load(std::memory_order_relaxed) != 0; }
   int culpritOf(int rank) const { return line(rank).abandonedFor.load() - 2; }
 
+  // `rank` has aborted the group: nobody's operations shall go on. The first one counts.
+  void abort(int rank);
+  int abortedBy() const { return line(0).abortedBy.load() - 1; }  // or kNobody
+
   // Written before the first signal of a turn, read after it.
   void setContract(HostTurn turn, const Contract& contract) { line(rank_).contracts[turn.parity] = contract; }
   const Contract& contract(int rank, HostTurn turn) const { return line(rank).contracts[turn.parity]; }
@@ -90,6 +94,7 @@ class HostSegment {
   struct alignas(64) Line {
     std::atomic<std::uint64_t> counter;
     std::atomic<int> abandonedFor;  // 0: it goes on; else the culprit, plus 2
+    std::atomic<int> abortedBy;     // of the first line alone, for all: the rank, plus 1; or 0
     Contract contracts[2];
   };
 

@@ -6,7 +6,7 @@ namespace farandole::collective {
 
 void Operation::start() {
   if (Status usable = communicator_->usable(); !usable) {
-    complete(usable);
+    complete(usable.wrap(describe()));
     return;
   }
   run();

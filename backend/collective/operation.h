@@ -67,6 +67,8 @@ class Operation {
   virtual bool postNext() = 0;
   // Whether it waits, after postNext() returned true, for something other than messages.
   virtual bool isBlocked() const { return false; }
+  // The ranks that keep it from going on, for errors: "rank 1 (host a, pid 7)"; or nothing.
+  virtual std::string missingRanks() const { return {}; }
   // It was ended early by an error.
   virtual void abandoned(const Status&) {}
   virtual std::span<Message> messages() = 0;

@@ -1,6 +1,7 @@
 #include "backend/collective/program.h"
 
 #include <cstring>
+#include <set>
 
 #include "backend/collective/communicator.h"
 
@@ -79,6 +80,19 @@ int ProgramOperation::missing(const Program::Step& step) const {
 bool ProgramOperation::isReady() const {
   const int rank = missing(program_.steps_[next_]);
   return rank < 0 || !communicator_->canCome(rank);
+}
+
+std::string ProgramOperation::missingRanks() const {
+  std::set<int> ranks;
+  if (waitsForTurn_) return {};
+  if (blocked_) ranks.insert(missing(program_.steps_[next_]));
+  for (int i = 0; i < posted_; ++i) {
+    if (messages_[i].isPending) ranks.insert(messages_[i].peer);
+  }
+  ranks.erase(-1);  // blocked no more
+  std::string text;
+  for (const int rank : ranks) text += (text.empty() ? "" : ", ") + communicator_->describe(rank);
+  return text;
 }
 
 Status ProgramOperation::compareContracts(const Program::Step& step) const {

@@ -84,6 +84,7 @@ class ProgramOperation : public Operation {
   virtual std::string describeReduction(std::uint16_t code) const;
   bool postNext() final;
   bool isBlocked() const final { return blocked_ || waitsForTurn_; }
+  std::string missingRanks() const final;
   void abandoned(const Status& status) final;
   std::span<Message> messages() final { return {messages_.get(), static_cast<std::size_t>(posted_)}; }
 

@@ -280,7 +280,7 @@ void ControlChannel::handleEnd(const error_code& error) {
   }
   if (error == boost::asio::error::eof || error == boost::asio::error::connection_reset ||
       error == boost::asio::error::broken_pipe) {
-    return finish(Status(StatusCode::kPeerFailed, "its process ended without a farewell"));
+    return finish(Status(StatusCode::kPeerFailed, "its process died without a farewell"));
   }
   finish(Status(StatusCode::kPeerFailed, "its host does not answer: " + error.message()));
 }

@@ -266,7 +266,7 @@ void ControlGroup::tell(const Fact& fact) {
   if (listener == nullptr || fact.kind == FactKind::kLeft) return;
   const Member& member = members_[static_cast<std::size_t>(fact.rank)];
   const std::string who =
-      "rank " + std::to_string(fact.rank) + " (pid " + std::to_string(member.pid) + " on host " + member.host + ")";
+      "rank " + std::to_string(fact.rank) + " (host " + member.host + ", pid " + std::to_string(member.pid) + ")";
   if (fact.kind == FactKind::kFailed) {
     const std::string message = who + " failed: " + fact.reason + "; noticed by rank " + std::to_string(fact.seenBy);
     listener->peerFailed(fact.rank, Status(StatusCode::kPeerFailed, message));

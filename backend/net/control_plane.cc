@@ -65,7 +65,8 @@ ControlPlane::ControlPlane(std::shared_ptr<Impl> impl, std::string address)
 
 ControlPlane::~ControlPlane() {
   if (getpid() != pid_) {
-    new std::shared_ptr<Impl>(std::move(impl_));  // the parent's sockets: let go of them untouched
+    // The parent's sockets: let go of them untouched.
+    new std::shared_ptr<Impl>(std::move(impl_));  // NOLINT(bugprone-unhandled-exception-at-new)
     return;
   }
   if (impl_->loop().context().stopped()) {
@@ -125,6 +126,15 @@ Status ControlPlane::leaveGroup(const std::string& group) {
     if (const auto found = impl->find(key)) found->leave();
   });
   return Status::ok();
+}
+
+void ControlPlane::leaveAllGroups() {
+  std::map<std::string, std::string> groups;
+  {
+    std::lock_guard lock(mutex_);
+    groups = joined_;
+  }
+  for (const auto& [group, key] : groups) (void)leaveGroup(group);  // somebody else may have left it meanwhile
 }
 
 Status ControlPlane::abort(const std::string& group, const std::string& reason) {

@@ -43,6 +43,9 @@ class ControlPlane {
   // In order: no other rank takes it for a failure. Callbacks end soon after.
   Status leaveGroup(const std::string& group);
 
+  // For the end of the process.
+  void leaveAllGroups();
+
   // Tells all others, once per group; this rank's own listener is not told.
   Status abort(const std::string& group, const std::string& reason);
 

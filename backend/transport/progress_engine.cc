@@ -145,10 +145,16 @@ bool ProgressEngine::progress() {
   return any;
 }
 
+// All look, though one has seen something.
+bool ProgressEngine::lookAround() {
+  return std::count_if(listeners_.begin(), listeners_.end(), [](Listener* l) { return l->lookAround(); }) > 0;
+}
+
 // A poller looks after the transport is armed: what is written later wakes it up.
 bool ProgressEngine::arm() {
   return transport_->arm() &&
-         std::none_of(pollers_.begin(), pollers_.end(), [](const Poller* poller) { return poller->isReady(); });
+         std::none_of(pollers_.begin(), pollers_.end(), [](const Poller* poller) { return poller->isReady(); }) &&
+         !lookAround();
 }
 
 void ProgressEngine::runDeferred() {
@@ -212,7 +218,10 @@ bool ProgressEngine::progressAsOwner(const std::atomic<bool>& done, Clock::time_
       continue;
     }
     if (deadline != kNoDeadline && now >= deadline) return false;
-    if (!arm()) continue;
+    if (!arm()) {
+      runDeferred();
+      continue;
+    }
     sleeperArmed_ = ownerPolling_ = true;
     mutex_.unlock();
     pollfd descriptor{transport_->eventFd(), POLLIN, 0};
@@ -339,6 +348,7 @@ void ProgressEngine::onTickFromLoop() {
   waitsSeen_ = waits_;
   if (isWanted) {
     progress();
+    lookAround();
     runDeferred();
   }
   release();

@@ -31,6 +31,9 @@ class ProgressEngine {
     virtual ~Listener() = default;
     virtual void peerFailed(PeerId peer, const Status& status) = 0;
     virtual void checkDeadlines(Clock::time_point now) = 0;
+    // A thread is about to sleep until the transport wakes it, or the loop looks by
+    // timer: for what is rare and in shared memory. True when something happened.
+    virtual bool lookAround() { return false; }
   };
 
   // Something that goes on when others write to shared memory: looked at with
@@ -103,6 +106,7 @@ class ProgressEngine {
   // whoever is responsible for arming afterwards.
   bool progress();
   bool arm();
+  bool lookAround();
 
   void sleepFromLoop();
   void onEventFromLoop();

@@ -23,6 +23,13 @@ constexpr std::array kDefaults = {
     Default{"TCP_TX_SEG_SIZE", "64K"},
     Default{"TCP_RX_SEG_SIZE", "256K"},
 };
+constexpr Default kNoSharedMemory{"TLS", "^shm"};
+
+void setDefault(ucp_config_t* config, const Default& setting) {
+  if (std::getenv((std::string("UCX_") + setting.name).c_str()) != nullptr) return;
+  // A UCX that does not know the name keeps its own default.
+  (void)ucp_config_modify(config, setting.name, setting.value);
+}
 
 }  // namespace
 
@@ -46,16 +53,13 @@ Status checkUcxVersion() {
                              "; expected 1." + std::to_string(kOldestMinor) + " or a newer 1.x");
 }
 
-Result<ucp_config_t*> readUcxConfig() {
+Result<ucp_config_t*> readUcxConfig(UcxReach reach) {
   ucp_config_t* config = nullptr;
   if (const ucs_status_t status = ucp_config_read(nullptr, nullptr, &config); status != UCS_OK) {
     return ucxError("reading the UCX_* environment", status);
   }
-  for (const Default& setting : kDefaults) {
-    if (std::getenv((std::string("UCX_") + setting.name).c_str()) != nullptr) continue;
-    // A UCX that does not know the name keeps its own default.
-    (void)ucp_config_modify(config, setting.name, setting.value);
-  }
+  for (const Default& setting : kDefaults) setDefault(config, setting);
+  if (reach == UcxReach::kOtherHosts) setDefault(config, kNoSharedMemory);
   return config;
 }
 

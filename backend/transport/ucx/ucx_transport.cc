@@ -3,8 +3,6 @@
 #include <array>
 #include <chrono>
 
-#include "backend/transport/ucx/ucx_config.h"
-
 namespace farandole::transport {
 namespace {
 
@@ -20,17 +18,17 @@ ucp_request_param_t requestParam(Request& request) {
 
 }  // namespace
 
-Result<std::unique_ptr<Transport>> UcxTransport::create() {
+Result<std::unique_ptr<Transport>> UcxTransport::create(UcxReach reach) {
   std::unique_ptr<UcxTransport> transport(new UcxTransport);
-  if (Status status = transport->open(); !status) {
+  if (Status status = transport->open(reach); !status) {
     return Status::unavailable("UCX cannot be used here (" + status.toString() + ")");
   }
   return std::unique_ptr<Transport>(std::move(transport));
 }
 
-Status UcxTransport::open() {
+Status UcxTransport::open(UcxReach reach) {
   FARANDOLE_RETURN_IF_ERROR(checkUcxVersion());
-  Result<ucp_config_t*> config = readUcxConfig();
+  Result<ucp_config_t*> config = readUcxConfig(reach);
   if (!config) return config.status();
 
   ucp_params_t params = {};

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "backend/transport/transport.h"
+#include "backend/transport/ucx/ucx_config.h"
 
 namespace farandole::transport {
 
@@ -16,7 +17,7 @@ namespace farandole::transport {
 class UcxTransport final : public Transport {
  public:
   // Fails with kUnavailable where UCX cannot start; the message says why.
-  static Result<std::unique_ptr<Transport>> create();
+  static Result<std::unique_ptr<Transport>> create(UcxReach reach);
   ~UcxTransport() override;
 
   std::string_view name() const override { return "ucx"; }
@@ -45,7 +46,7 @@ class UcxTransport final : public Transport {
   };
 
   UcxTransport() = default;
-  Status open();
+  Status open(UcxReach reach);
   void closeEndpoint(Endpoint& endpoint);
 
   static ucp_request_param_t recvParam(Request& request, ucp_tag_recv_info_t& info);

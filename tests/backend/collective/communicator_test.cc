@@ -42,6 +42,91 @@ TEST(Communicator, AbortEndsWhatIsPendingAndWhatComesLater) {
   EXPECT_EQ(later->status().code(), StatusCode::kAborted);
 }
 
+TEST(Communicator, AnAbortForAllEndsWhatOtherRanksOfTheHostWaitForAmongThemselves) {
+  Group group(3, Group::kSharedMemory);
+  int in = 0;
+  auto waited = TestOperation::launch(group[0], recvProgram(2, in), 1);
+  auto unwaited = TestOperation::launch(group[2], recvProgram(0, in), 1);
+  std::atomic<bool> told{false};
+  unwaited->whenDone([&] { told = true; });
+  std::thread other([&] {
+    std::this_thread::sleep_for(50ms);
+    group[1]->abortAll(Status::aborted("told to"));
+  });
+  EXPECT_TRUE(waited->wait(transport::Clock::now() + 10s));
+  other.join();
+  for (int i = 0; i < 500 && !told; ++i) std::this_thread::sleep_for(10ms);
+  ASSERT_TRUE(told);
+  for (const auto& operation : {waited, unwaited}) {
+    EXPECT_EQ(operation->status().toString(), "test operation: rank 1 (host host, pid 1) aborted the group");
+  }
+  auto later = TestOperation::launch(group[2], recvProgram(0, in), 2);
+  EXPECT_EQ(later->status().code(), StatusCode::kAborted);
+}
+
+TEST(Communicator, LeavingEndsNothingThatOtherRanksDoAmongThemselves) {
+  Group group(3, Group::kSharedMemory);
+  int in = 0;
+  const int value = 3;
+  auto pending = TestOperation::launch(group[0], recvProgram(2, in), 1);
+  group[1]->abort(Status::aborted("was shut down"));
+  EXPECT_FALSE(pending->wait(transport::Clock::now() + 100ms));
+  auto send = TestOperation::launch(group[2], sendProgram(0, value), 1);
+  EXPECT_TRUE(pending->wait(transport::Clock::now() + 10s));
+  EXPECT_TRUE(pending->status().isOk()) << pending->status().toString();
+  EXPECT_EQ(in, 3);
+}
+
+TEST(Communicator, ARankThatTheWatchHoldsForDeadEndsTheGroup) {
+  Group group(2, 0);
+  int in = 0;
+  auto pending = TestOperation::launch(group[0], recvProgram(1, in), 1);
+  EXPECT_NE(group[0]->describePending().find("test operation is pending"), std::string::npos);
+  std::thread watch([&] {
+    std::this_thread::sleep_for(50ms);
+    group[0]->rankFailed(1, Status(StatusCode::kPeerFailed, "rank 1 failed"));
+  });
+  EXPECT_TRUE(pending->wait(transport::Clock::now() + 10s));
+  watch.join();
+  EXPECT_EQ(pending->status().toString(), "test operation: rank 1 failed");
+  EXPECT_NE(group[0]->describePending().find("over"), std::string::npos);
+}
+
+class TestWatch final : public GroupWatch {
+ public:
+  void ask() override { ++questions; }
+  bool hasAnswers() override { return answered; }
+  void awaitAnswers() override {}
+  std::string answers() override { return "rank 1 sleeps"; }
+
+  std::atomic<int> questions{0};
+  std::atomic<bool> answered{false};
+};
+
+TEST(Communicator, ATimeoutTellsWhatTheOtherRanksAnswer) {
+  Group group(2, 0);
+  const auto watch = std::make_shared<TestWatch>();
+  group[0]->setWatch(watch);
+  int in = 0;
+  auto unwaited = TestOperation::launch(group[0], recvProgram(1, in), 1, 20ms);
+  std::atomic<bool> told{false};
+  unwaited->whenDone([&] { told = true; });
+  std::this_thread::sleep_for(800ms);
+  EXPECT_EQ(watch->questions, 1);
+  EXPECT_FALSE(told);
+  watch->answered = true;
+  for (int i = 0; i < 500 && !told; ++i) std::this_thread::sleep_for(10ms);
+  ASSERT_TRUE(told);
+  EXPECT_EQ(unwaited->status().toString(),
+            "test operation: not done when its timeout came, waits for rank 1 (host host, pid 1); rank 1 sleeps");
+
+  auto waited = TestOperation::launch(group[0], recvProgram(1, in), 2);
+  EXPECT_FALSE(waited->wait(transport::Clock::now() + 20ms));
+  group[0]->timeOut(*waited, 20ms);
+  EXPECT_EQ(waited->status().toString(),
+            "test operation: not done after 20 ms, waits for rank 1 (host host, pid 1); rank 1 sleeps");
+}
+
 TEST(Communicator, ATimedOutReceiveLeavesTheGroupUsable) {
   Group group(2, 0);
   int lost = 0;

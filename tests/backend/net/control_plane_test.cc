@@ -54,8 +54,8 @@ TEST(ControlPlane, TellsEveryOtherRankOnceWhoDied) {
       ASSERT_EQ(failed.at(victim).size(), 1U);
       const Status& status = failed.at(victim).front();
       EXPECT_EQ(status.code(), StatusCode::kPeerFailed);
-      const std::string named = "rank " + std::to_string(victim) + " (pid " + std::to_string(1000 + victim) +
-                                " on host host" + std::to_string(victim) + ")";
+      const std::string named = "rank " + std::to_string(victim) + " (host host" + std::to_string(victim) + ", pid " +
+                                std::to_string(1000 + victim) + ")";
       EXPECT_NE(status.message().find(named), std::string_view::npos) << status.message();
     }
   }

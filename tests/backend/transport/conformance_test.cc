@@ -33,7 +33,7 @@ std::function<std::unique_ptr<Transport>()> loopbackFactory(std::size_t eagerByt
 }
 
 std::unique_ptr<Transport> makeUcx() {
-  auto transport = UcxTransport::create();
+  auto transport = UcxTransport::create(UcxReach::kEverybody);
   if (!transport) throw std::runtime_error(transport.status().toString());
   return std::move(transport).value();
 }
@@ -48,7 +48,7 @@ std::function<std::unique_ptr<Transport>()> shmFactory(const ShmOptions& options
 
 // With both transports open.
 std::unique_ptr<Transport> makeRouted() {
-  auto routing = RoutingTransport::create(shmFactory({})(), &UcxTransport::create);
+  auto routing = RoutingTransport::create(shmFactory({})(), [] { return UcxTransport::create(UcxReach::kOtherHosts); });
   if (!routing) throw std::runtime_error(routing.status().toString());
   if (auto network = (*routing)->networkAddress(); !network) throw std::runtime_error(network.status().toString());
   return std::move(routing).value();

@@ -1,0 +1,22 @@
+#pragma once
+
+#include <string>
+
+namespace farandole::collective {
+
+// What a group that spans hosts knows of its other ranks beside what its
+// transports tell. Any thread.
+class GroupWatch {
+ public:
+  virtual ~GroupWatch() = default;
+  // Asks all ranks what they are doing, unless a question is under way; returns at once.
+  virtual void ask() = 0;
+  // None is under way: a question ends soon, also when a rank does not answer.
+  virtual bool hasAnswers() = 0;
+  // Waits for that. Not on the loop, nothing held.
+  virtual void awaitAnswers() = 0;
+  // What they have answered so far, for an error: "rank 0: ...; rank 1: no answer".
+  virtual std::string answers() = 0;
+};
+
+}  // namespace farandole::collective
