@@ -31,6 +31,7 @@ def run_ranks(
     timeout: float = 60,
     env: dict[str, str] | None = None,
     may_die: Collection[int] = (),
+    enter: Callable[[int], None] | None = None,
     **kwargs: Any,
 ) -> list[Any]:
     """Runs ``fn(rank, world_size, **kwargs)`` on every rank and returns the results by rank.
@@ -42,12 +43,14 @@ def run_ranks(
         timeout: seconds for all of it; then every process is killed and RankFailed raised.
         env: environment variables set in every rank before the group is made.
         may_die: ranks that are killed on purpose; their result is None.
+        enter: called with the rank first of all in its process (Hosts.enter() gives one).
     """
     with tempfile.TemporaryDirectory(prefix="farandole-test-") as folder:
         processes, pipes = [], []
         for rank in range(world_size):
             ours, theirs = _context.Pipe()
-            args = (theirs, fn, rank, world_size, backend, os.path.join(folder, "store"), timeout, env, kwargs)
+            store = os.path.join(folder, "store")
+            args = (theirs, fn, rank, world_size, backend, store, timeout, env, enter, kwargs)
             process = _context.Process(target=_rank_main, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -90,12 +93,14 @@ def _collect(processes: list[Any], pipes: list[Any], deadline: float, may_die: C
     return [results[rank] for rank in range(len(processes))]
 
 
-def _rank_main(pipe, fn, rank, world_size, backend, store_path, timeout, env, kwargs) -> None:
+def _rank_main(pipe, fn, rank, world_size, backend, store_path, timeout, env, enter, kwargs) -> None:
     os.environ.update(env or {})
     import torch
 
     torch.set_num_threads(1)
     try:
+        if enter is not None:
+            enter(rank)
         if backend is not None:
             torch.distributed.init_process_group(
                 backend,
