@@ -36,7 +36,8 @@ Result<std::unique_ptr<transport::RoutingTransport>> openTransports() {
           "FARANDOLE_TRANSPORT is 'shm'; expected 'auto' or 'ucx', some ranks are on other hosts");
     });
   }
-  return transport::RoutingTransport::create(std::move(local), &transport::UcxTransport::create);
+  if (*choice == "ucx") return transport::RoutingTransport::create(nullptr, &transport::UcxTransport::create);
+  return transport::RoutingTransport::create(std::move(local), &transport::UcxTransport::createForNetworks);
 }
 
 // The last group may be let go of by an operation that completes on the loop,

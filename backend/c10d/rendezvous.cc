@@ -11,7 +11,7 @@ namespace {
 using collective::Member;
 
 // Changes whenever ranks of different versions could not talk to each other.
-constexpr std::uint32_t kWireVersion = 2;
+constexpr std::uint32_t kWireVersion = 3;
 
 template <typename T>
 void putNumber(std::string& blob, T number) {
@@ -31,6 +31,7 @@ std::vector<std::uint8_t> encode(const Member& member) {
   putText(blob, member.host);
   putText(blob, member.hostIdentity);
   putText(blob, member.address);
+  putText(blob, member.algorithms);
   return {blob.begin(), blob.end()};
 }
 
@@ -81,6 +82,7 @@ Result<Member> decode(int rank, const std::vector<std::uint8_t>& blob) {
   member.host = reader.text();
   member.hostIdentity = reader.text();
   member.address = reader.text();
+  member.algorithms = reader.text();
   if (!reader.ok()) return Status::internal("rank " + std::to_string(rank) + " published a malformed address");
   return member;
 }
@@ -120,8 +122,9 @@ class Board {
 }  // namespace
 
 Result<std::vector<Member>> meetMembers(::c10d::Store& store, ProcessContext& context, int rank, int size,
-                                        std::uint32_t group, std::chrono::milliseconds timeout) {
-  Member self{"", group, hostName(), getpid(), context.hostIdentity()};
+                                        std::uint32_t group, const std::string& algorithms,
+                                        std::chrono::milliseconds timeout) {
+  Member self{"", group, hostName(), getpid(), context.hostIdentity(), algorithms};
   {
     transport::ProgressEngine::Access access(context.connections().engine());
     self.address = access.transport().address();
@@ -134,6 +137,7 @@ Result<std::vector<Member>> meetMembers(::c10d::Store& store, ProcessContext& co
     if (!blob) return blob.status();
     Result<Member> member = decode(other, *blob);
     if (!member) return member.status();
+    FARANDOLE_RETURN_IF_ERROR(collective::checkSameAlgorithms(rank, self, other, *member));
     met.push_back(std::move(member).value());
   }
 

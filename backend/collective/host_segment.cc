@@ -16,8 +16,8 @@ std::size_t HostSegment::bytes(int size) {
   return roundUp(ranks * sizeof(Line)) + ranks * kAreaBytes;
 }
 
-HostSegment::HostSegment(transport::SharedMemory memory, int rank, int size)
-    : memory_(std::move(memory)), rank_(rank), size_(size) {}
+HostSegment::HostSegment(transport::SharedMemory memory, int index, int size)
+    : memory_(std::move(memory)), index_(index), size_(size) {}
 
 HostTurn HostSegment::nextTurn(std::uint64_t steps) {
   const HostTurn turn{nextBase_, static_cast<int>(turns_++ % 2)};
@@ -25,9 +25,9 @@ HostTurn HostSegment::nextTurn(std::uint64_t steps) {
   return turn;
 }
 
-std::byte* HostSegment::area(int rank) const {
+std::byte* HostSegment::area(int index) const {
   return memory_.data() + roundUp(static_cast<std::size_t>(size_) * sizeof(Line)) +
-         static_cast<std::size_t>(rank) * kAreaBytes;
+         static_cast<std::size_t>(index) * kAreaBytes;
 }
 
 }  // namespace farandole::collective

@@ -68,6 +68,16 @@ def transport_report(group: dist.ProcessGroup | None = None) -> dict[int, str]:
     return {rank: backend.transport_of(rank) for rank in range(backend.size())}
 
 
+def algorithms(group: dist.ProcessGroup | None = None) -> list[str]:
+    """Which algorithms the group's collectives on CPU use: one line for each rule, of which the first that fits counts.
+
+    The setting ``FARANDOLE_ALGORITHMS`` puts rules before the others, on all ranks alike. Entries are
+    ``operation=algorithm`` or ``operation:bytes-bytes=algorithm`` with commas between them, e.g.
+    ``all_reduce:64K-=ring,broadcast=hierarchical/chain``: what follows ``hierarchical/`` is used between the hosts.
+    """
+    return _backend_of(group if group is not None else dist.group.WORLD, torch.device("cpu")).algorithms()
+
+
 def _backend_of(group: Any, device: torch.device) -> Any:
     if group is None:
         raise ValueError("there is no default process group; call init_process_group first, or pass a group")

@@ -46,16 +46,20 @@ Status checkUcxVersion() {
                              "; expected 1." + std::to_string(kOldestMinor) + " or a newer 1.x");
 }
 
-Result<ucp_config_t*> readUcxConfig() {
+Result<ucp_config_t*> readUcxConfig(bool networksOnly) {
   ucp_config_t* config = nullptr;
   if (const ucs_status_t status = ucp_config_read(nullptr, nullptr, &config); status != UCS_OK) {
     return ucxError("reading the UCX_* environment", status);
   }
-  for (const Default& setting : kDefaults) {
-    if (std::getenv((std::string("UCX_") + setting.name).c_str()) != nullptr) continue;
+  const auto apply = [&](const Default& setting) {
+    if (std::getenv((std::string("UCX_") + setting.name).c_str()) != nullptr) return;
     // A UCX that does not know the name keeps its own default.
     (void)ucp_config_modify(config, setting.name, setting.value);
-  }
+  };
+  for (const Default& setting : kDefaults) apply(setting);
+  // Two network namespaces of one machine map each other's memory, but the sockets by which UCX wakes a sleeper up
+  // do not reach across: whoever slept was never woken.
+  if (networksOnly) apply({"TLS", "^shm"});
   return config;
 }
 

@@ -8,7 +8,8 @@ namespace farandole::transport {
 
 // UCX's configuration from the environment, with farandole's defaults where the
 // environment (UCX_*) says nothing.
-Result<ucp_config_t*> readUcxConfig();
+// With `networksOnly` shared memory is left out.
+Result<ucp_config_t*> readUcxConfig(bool networksOnly);
 
 // Whether the UCX that is loaded is one that this build can run with. A system's
 // UCX and the wheel's have the same SONAME: whichever is loaded first serves both.

@@ -20,17 +20,21 @@ ucp_request_param_t requestParam(Request& request) {
 
 }  // namespace
 
-Result<std::unique_ptr<Transport>> UcxTransport::create() {
+Result<std::unique_ptr<Transport>> UcxTransport::create() { return make(false); }
+
+Result<std::unique_ptr<Transport>> UcxTransport::createForNetworks() { return make(true); }
+
+Result<std::unique_ptr<Transport>> UcxTransport::make(bool networksOnly) {
   std::unique_ptr<UcxTransport> transport(new UcxTransport);
-  if (Status status = transport->open(); !status) {
+  if (Status status = transport->open(networksOnly); !status) {
     return Status::unavailable("UCX cannot be used here (" + status.toString() + ")");
   }
   return std::unique_ptr<Transport>(std::move(transport));
 }
 
-Status UcxTransport::open() {
+Status UcxTransport::open(bool networksOnly) {
   FARANDOLE_RETURN_IF_ERROR(checkUcxVersion());
-  Result<ucp_config_t*> config = readUcxConfig();
+  Result<ucp_config_t*> config = readUcxConfig(networksOnly);
   if (!config) return config.status();
 
   ucp_params_t params = {};

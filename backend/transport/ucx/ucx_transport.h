@@ -17,6 +17,8 @@ class UcxTransport final : public Transport {
  public:
   // Fails with kUnavailable where UCX cannot start; the message says why.
   static Result<std::unique_ptr<Transport>> create();
+  // Without shared memory: beside a transport that serves the peers of this host.
+  static Result<std::unique_ptr<Transport>> createForNetworks();
   ~UcxTransport() override;
 
   std::string_view name() const override { return "ucx"; }
@@ -45,7 +47,8 @@ class UcxTransport final : public Transport {
   };
 
   UcxTransport() = default;
-  Status open();
+  static Result<std::unique_ptr<Transport>> make(bool networksOnly);
+  Status open(bool networksOnly);
   void closeEndpoint(Endpoint& endpoint);
 
   static ucp_request_param_t recvParam(Request& request, ucp_tag_recv_info_t& info);

@@ -1,0 +1,70 @@
+#pragma once
+
+#include <span>
+#include <vector>
+
+#include "backend/collective/host_algorithms.h"
+
+// What hierarchical collectives do in the memory of a host: any size, in pieces.
+namespace farandole::collective::hierarchy {
+
+// Slices one after the other, as one range of bytes.
+class Stream {
+ public:
+  Stream() = default;
+  explicit Stream(std::vector<Slice> slices) : slices_(std::move(slices)), bytes_(totalBytes(slices_)) {}
+
+  std::size_t bytes() const { return bytes_; }
+  // Runs run(slice, offset) for what lies in `bytes` from `first`; `offset` counts from there.
+  template <typename Run>
+  void forEach(std::size_t first, std::size_t bytes, const Run& run) const {
+    std::size_t begin = 0;  // of the slice
+    const std::size_t end = std::min(first + bytes, bytes_);
+    for (const Slice& slice : slices_) {
+      const std::size_t from = std::max(first, begin);
+      const std::size_t to = std::min(end, begin + slice.bytes);
+      if (from < to) run(Slice{slice.data + (from - begin), to - from}, from - first);
+      begin += slice.bytes;
+    }
+  }
+
+ private:
+  std::vector<Slice> slices_;
+  std::size_t bytes_ = 0;
+};
+
+// Rank `owners[i]` combines all ranks' inputs[i], one after the other, into `output`, which
+// may be the memory of its own. Others than owners give `output` as null.
+void reduceToOwners(Program& program, HostSegment& host, const Contract& contract, const Combiner& sum,
+                    std::span<const int> owners, std::byte* output, std::span<const Stream> inputs);
+
+// Ranks 0 up to blocks.size() have blocks[i] in their memory and give it to all the others.
+// The contract is null where the ranks have met already.
+void shareBlocks(Program& program, HostSegment& host, const Contract* contract, std::span<const Stream> blocks);
+
+// One rank gives its data to the others. What it does before a piece passes is up to `prepare`, with what of the
+// data it is; only that rank calls it.
+constexpr std::size_t kPieceBytes = HostSegment::kWindowBytes;
+template <typename Prepare>
+void passOn(Program& program, HostSegment& host, const Contract& contract, int from, Slice data,
+            const Prepare& prepare) {
+  const std::size_t pieces = std::max<std::size_t>(1, (data.bytes + kPieceBytes - 1) / kPieceBytes);
+  const HostTurn turn = beginTurn(program, host, contract, pieces + 1);
+  program.signal(turn.base + 1);
+  program.meet(turn);
+  for (std::size_t i = 0; i < pieces; ++i) {
+    const std::size_t first = i * kPieceBytes;
+    const Slice piece{data.data + first, std::min(kPieceBytes, data.bytes - first)};
+    if (host.index() == from) {
+      prepare(i);
+      if (i >= 2) program.await(turn.base + i);  // piece i - 2 is taken
+      program.copy(host.window(from, i), piece.data, piece.bytes);
+    } else {
+      program.awaitRank(from, turn.base + i + 2);
+      program.copy(piece.data, host.window(from, i), piece.bytes);
+    }
+    program.signal(turn.base + i + 2);
+  }
+}
+
+}  // namespace farandole::collective::hierarchy
