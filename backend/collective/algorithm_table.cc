@@ -20,7 +20,8 @@ constexpr Range upTo(std::size_t last) { return {0, last}; }
 // Where the limits lie was measured over TCP (docs/design.md, Collectives).
 constexpr std::array kRules = {
     Rule{kAllReduce, kAny, kAny, kAny, kSeveral, kHierarchical},
-    Rule{kAllReduce, kAny, upTo(2), kAny, kOne, kFlat},
+    Rule{kAllReduce, upTo(64 << 10), upTo(2), kAny, kOne, kFlat},
+    Rule{kAllReduce, kAny, upTo(2), kAny, kOne, kRabenseifner},
     Rule{kAllReduce, upTo(16 << 10), upTo(4), kAny, kOne, kFlat},
     Rule{kAllReduce, upTo(4 << 10), upTo(8), kAny, kOne, kFlat},
     Rule{kAllReduce, upTo(16 << 10), kAny, kAny, kOne, kRecursiveDoubling},
@@ -33,7 +34,6 @@ constexpr std::array kRules = {
     Rule{kReduce, kAny, kAny, kAny, kOne, kDirect},
     Rule{kBroadcast, kAny, kAny, kAny, kSeveral, kHierarchical},
     Rule{kBroadcast, upTo(256 << 10), kAny, kAny, kOne, kBinomial},
-    Rule{kBroadcast, kAny, upTo(2), kAny, kOne, kBinomial},
     Rule{kBroadcast, kAny, kAny, kAny, kOne, kChain},
     Rule{kAllGather, kAny, kAny, kAny, kSeveral, kHierarchical},
     Rule{kAllGather, kAny, upTo(16), kAny, kOne, kDirect},

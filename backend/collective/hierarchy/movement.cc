@@ -4,62 +4,64 @@
 namespace farandole::collective::hierarchy {
 namespace {
 
-// Of the chain of leaders: receives all pieces from the one before, and hands each on when it has come.
-class ChainLink {
- public:
-  ChainLink(Program& program, const Team& team, int root, Slice data) : program_(program), team_(team), data_(data) {
-    hasNext_ = team.after(1) != root;
-    if (team.index == root) return;
-    for (std::size_t i = 0; i * kPieceBytes < data.bytes; ++i) {
-      recvs_.push_back(program.recv(team.ranks[team.before(1)], piece(i).data, piece(i).bytes));
+// From one leader to the next, and from each to the ranks of its host: chunk by chunk, so that all of it goes on at a
+// time. On a host each rank copies out of its leader's memory by itself.
+void broadcastAlongChain(Program& program, const Place& place, const Team& leaders, int leader, int rootHost,
+                         Slice data) {
+  const Chunks chunks(data.bytes, 1);
+  const std::vector<int>& here = place.layout().ranksOf(place.host());
+  const bool isLeader = place.index() == leader;
+  std::vector<int> recvs;
+  if (!isLeader || place.host() != rootHost) {
+    const int from = isLeader ? leaders.ranks[leaders.before(1)] : here[leader];
+    for (std::size_t i = 0; i < chunks.count(); ++i) {
+      recvs.push_back(program.recv(from, chunks.of(data, i).data, chunks.of(data, i).bytes));
     }
   }
-
-  void pass(std::size_t i) {
-    if (piece(i).bytes == 0) return;
-    if (!recvs_.empty()) program_.waitFor(recvs_[i]);
-    if (hasNext_) program_.send(team_.ranks[team_.after(1)], piece(i).data, piece(i).bytes);
+  if (!isLeader) return;
+  const bool hasNext = leaders.after(1) != rootHost;
+  for (std::size_t i = 0; i < chunks.count(); ++i) {
+    const Slice chunk = chunks.of(data, i);
+    if (!recvs.empty()) program.waitFor(recvs[i]);
+    if (hasNext) program.send(leaders.ranks[leaders.after(1)], chunk.data, chunk.bytes);
+    for (const int rank : here) {
+      if (rank != here[leader]) program.send(rank, chunk.data, chunk.bytes);
+    }
   }
-  void passAll() {
-    for (std::size_t i = 0; i * kPieceBytes < data_.bytes; ++i) pass(i);
-  }
-
- private:
-  Slice piece(std::size_t i) const {
-    const std::size_t first = std::min(i * kPieceBytes, data_.bytes);
-    return {data_.data + first, std::min(kPieceBytes, data_.bytes - first)};
-  }
-
-  Program& program_;
-  const Team& team_;
-  const Slice data_;
-  bool hasNext_;
-  std::vector<int> recvs_;
-};
+}
 
 }  // namespace
 
 // Through one rank of each host, which on the root's is the root.
 void broadcast(Program& program, const Topology& topology, int root, Slice data) {
   const Place place(topology);
-  const Contract contract{CollectiveKind::kBroadcast, 0, static_cast<std::uint32_t>(root), data.bytes};
-  HostSegment* const host = place.segment();
-  const int leader = place.leaderIndex(root);
-  const auto nothing = [](std::size_t) {};
-  if (place.index() != leader) return passOn(program, *host, contract, leader, data, nothing);
-
-  const Team team = place.leaders(root);
   const int rootHost = place.layout().hostOf(root);
+  const int leader = place.leaderIndex(root);
+  const Team leaders = place.leaders(root);
+  const Contract contract{CollectiveKind::kBroadcast, 0, static_cast<std::uint32_t>(root), data.bytes};
   const Algorithm algorithm = place.choose(CollectiveKind::kBroadcast, data.bytes);
   if (algorithm == Algorithm::kChain) {
-    ChainLink link(program, team, rootHost, data);
-    if (host == nullptr) return link.passAll();
-    return passOn(program, *host, contract, leader, data, [&](std::size_t i) { link.pass(i); });
+    announce(program, topology, contract);
+    return broadcastAlongChain(program, place, leaders, leader, rootHost, data);
   }
-  if (host == nullptr) return between::broadcast(algorithm, program, team, rootHost, data);
-  passOn(program, *host, contract, leader, data, [&](std::size_t i) {
-    if (i == 0) between::broadcast(algorithm, program, team, rootHost, data);
-  });
+  HostSegment* const host = place.segment();
+  if (host == nullptr) return between::broadcast(algorithm, program, leaders, rootHost, data);
+  if (data.bytes > HostSegment::kSlotBytes) {
+    announce(program, topology, contract);
+    if (place.index() == leader) between::broadcast(algorithm, program, leaders, rootHost, data);
+    return between::broadcastBinomial(program, {place.layout().ranksOf(place.host()), place.index()}, leader, data);
+  }
+  const HostTurn turn = beginTurn(program, *host, contract, 2);
+  program.signal(turn.base + (place.index() == leader ? 1 : 2));
+  program.meet(turn);
+  if (place.index() == leader) {
+    between::broadcast(algorithm, program, leaders, rootHost, data);
+    program.copy(host->slot(leader, turn), data.data, data.bytes);
+    program.signal(turn.base + 2);
+  } else {
+    program.awaitRank(leader, turn.base + 2);
+    program.copy(data.data, host->slot(leader, turn), data.bytes);
+  }
 }
 
 // A lane carries what the ranks with its index give, and those that have no lane of their own.

@@ -42,29 +42,4 @@ void reduceToOwners(Program& program, HostSegment& host, const Contract& contrac
 // The contract is null where the ranks have met already.
 void shareBlocks(Program& program, HostSegment& host, const Contract* contract, std::span<const Stream> blocks);
 
-// One rank gives its data to the others. What it does before a piece passes is up to `prepare`, with what of the
-// data it is; only that rank calls it.
-constexpr std::size_t kPieceBytes = HostSegment::kWindowBytes;
-template <typename Prepare>
-void passOn(Program& program, HostSegment& host, const Contract& contract, int from, Slice data,
-            const Prepare& prepare) {
-  const std::size_t pieces = std::max<std::size_t>(1, (data.bytes + kPieceBytes - 1) / kPieceBytes);
-  const HostTurn turn = beginTurn(program, host, contract, pieces + 1);
-  program.signal(turn.base + 1);
-  program.meet(turn);
-  for (std::size_t i = 0; i < pieces; ++i) {
-    const std::size_t first = i * kPieceBytes;
-    const Slice piece{data.data + first, std::min(kPieceBytes, data.bytes - first)};
-    if (host.index() == from) {
-      prepare(i);
-      if (i >= 2) program.await(turn.base + i);  // piece i - 2 is taken
-      program.copy(host.window(from, i), piece.data, piece.bytes);
-    } else {
-      program.awaitRank(from, turn.base + i + 2);
-      program.copy(piece.data, host.window(from, i), piece.bytes);
-    }
-    program.signal(turn.base + i + 2);
-  }
-}
-
 }  // namespace farandole::collective::hierarchy

@@ -33,7 +33,7 @@ TEST(AlgorithmTable, AnOverrideCountsInItsRangeOnly) {
   EXPECT_EQ(allReduce((64 << 10) - 1), Algorithm::kFlat);
   EXPECT_EQ(allReduce(64 << 10), Algorithm::kRing);
   EXPECT_EQ(allReduce(1 << 20), Algorithm::kRing);
-  EXPECT_EQ(allReduce((1 << 20) + 1), Algorithm::kFlat);
+  EXPECT_EQ(allReduce((1 << 20) + 1), Algorithm::kRabenseifner);
   EXPECT_EQ(table.choose(CollectiveKind::kBroadcast, {4096, 2, 2, 1}), Algorithm::kChain);
   EXPECT_EQ(table.choose(CollectiveKind::kBroadcast, {4097, 2, 2, 1}), Algorithm::kBinomial);
 }

@@ -13,9 +13,9 @@ import os
 import random
 
 import pytest
-from rounds import KINDS, run_rounds
 
 from support.processes import run_ranks
+from support.rounds import KINDS, run_rounds
 
 SECONDS = float(os.environ.get("FARANDOLE_DIFFERENTIAL_SECONDS", "6"))
 
