@@ -11,6 +11,14 @@ Slice shards(int first, int last, int count, std::size_t elementSize, Slice data
   return {begin.data, static_cast<std::size_t>(end.data + end.bytes - begin.data)};
 }
 
+// In chunks: from some tens of megabytes on a message of its own would wait for its receiver first.
+void exchange(Program& program, int partner, Slice in, Slice out, std::size_t elementSize) {
+  const Chunks ins(in.bytes, elementSize);
+  const Chunks outs(out.bytes, elementSize);
+  for (std::size_t i = 0; i < ins.count(); ++i) program.recv(partner, ins.of(in, i).data, ins.of(in, i).bytes);
+  for (std::size_t i = 0; i < outs.count(); ++i) program.send(partner, outs.of(out, i).data, outs.of(out, i).bytes);
+}
+
 }  // namespace
 
 void allReduceRabenseifner(Program& program, const Team& team, const Combiner& sum, Slice data) {
@@ -52,10 +60,8 @@ void allReduceRabenseifner(Program& program, const Team& team, const Combiner& s
       const int partner = number ^ distance;
       const int theirs = partner / distance * distance;
       const int ours = number / distance * distance;
-      const Slice in = span(theirs, theirs + distance);
-      const Slice out = span(ours, ours + distance);
-      program.recv(team.ranks[folding.indexOf(partner)], in.data, in.bytes);
-      program.send(team.ranks[folding.indexOf(partner)], out.data, out.bytes);
+      exchange(program, team.ranks[folding.indexOf(partner)], span(theirs, theirs + distance),
+               span(ours, ours + distance), sum.elementSize());
       program.wait();
     }
   });

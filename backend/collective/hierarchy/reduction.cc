@@ -1,3 +1,5 @@
+#include <numeric>
+
 #include "backend/collective/hierarchy/hierarchy.h"
 #include "backend/collective/hierarchy/on_host.h"
 
@@ -47,8 +49,8 @@ void reduceScatter(Program& program, const Topology& topology, const Reduction& 
   }
   std::byte* const combined = place.hasLane() ? program.scratch(streams[lane].bytes()) : nullptr;
   if (place.segment() != nullptr) {
-    std::vector<int> owners;
-    for (int i = 0; i < lanes; ++i) owners.push_back(i);
+    std::vector<int> owners(lanes);
+    std::iota(owners.begin(), owners.end(), 0);
     const Contract contract{CollectiveKind::kReduceScatter, reduction.code, 0, totalBytes(inputs)};
     reduceToOwners(program, *place.segment(), contract, sum, owners, combined, streams);
   } else {
