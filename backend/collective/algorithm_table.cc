@@ -91,6 +91,7 @@ Algorithm AlgorithmTable::choose(CollectiveKind operation, const Situation& situ
 
 std::vector<std::string> AlgorithmTable::describe() const {
   std::vector<std::string> lines{"every operation: 1 host: shared memory"};
+  lines.reserve(1 + overriding_.size() + kRules.size());
   for (const Rule& rule : overriding_) lines.push_back(describeRule(rule) + " (FARANDOLE_ALGORITHMS)");
   for (const Rule& rule : kRules) lines.push_back(describeRule(rule));
   return lines;

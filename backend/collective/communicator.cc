@@ -14,6 +14,7 @@ namespace {
 
 std::vector<std::string> hostIdentities(const std::vector<Member>& members) {
   std::vector<std::string> identities;
+  identities.reserve(members.size());
   for (const Member& member : members) identities.push_back(member.hostIdentity);
   return identities;
 }

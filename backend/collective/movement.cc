@@ -33,6 +33,7 @@ void allGather(Program& program, Topology topology, Slice input, std::span<const
   announce(program, topology, {CollectiveKind::kAllGather, 0, 0, bytes});
   program.copy(outputs[topology.rank].data, input.data, input.bytes);
   between::Blocks blocks;
+  blocks.reserve(outputs.size());
   for (const Slice& output : outputs) blocks.push_back({output});
   between::allGather(algorithm, program, Team::all(topology.rank, topology.size), blocks);
 }

@@ -46,6 +46,7 @@ void allReduce(Program& program, const Topology& topology, const Reduction& redu
   const auto shard = [&](int owner) { return shardOf(owner, lanes, reduction.elementSize, data); };
   const Slice own = place.hasLane() ? shard(place.index()) : Slice{nullptr, 0};
   std::vector<Stream> shards;
+  shards.reserve(lanes);
   for (int owner = 0; owner < lanes; ++owner) shards.emplace_back(std::vector{shard(owner)});
   if (host != nullptr) {
     std::vector<int> owners(lanes);

@@ -79,11 +79,13 @@ void allGather(Program& program, const Topology& topology, Slice input, std::spa
   if (place.segment() != nullptr) {
     const Contract contract{CollectiveKind::kAllGather, 0, 0, totalBytes(outputs)};
     std::vector<Stream> local;
+    local.reserve(layout.ranksOf(place.host()).size());
     for (const int rank : layout.ranksOf(place.host())) local.emplace_back(std::vector{outputs[rank]});
     shareBlocks(program, *place.segment(), &contract, local);
   }
   if (place.hasLane()) {
     between::Blocks blocks;
+    blocks.reserve(layout.numHosts());
     for (int host = 0; host < layout.numHosts(); ++host) blocks.push_back(blockOf(host, place.index()));
     between::allGather(place.choose(CollectiveKind::kAllGather, totalBytes(outputs)), program, place.lane(), blocks);
     program.wait();
