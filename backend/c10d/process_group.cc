@@ -25,14 +25,15 @@ ProcessGroupFarandole::ProcessGroupFarandole(const c10::intrusive_ptr<::c10d::St
                     p2p::kMaxRanks);
   TORCH_CHECK_VALUE(rank >= 0 && rank < size, "farandole: rank is ", rank, "; expected 0 to ", size - 1);
   TORCH_CHECK_VALUE(store != nullptr, "farandole: store is None; expected a store that all ranks share");
+  auto table = valueOrThrow(collective::AlgorithmTable::fromEnvironment());
   context_ = valueOrThrow(ProcessContext::acquire());
   const std::uint32_t group = valueOrThrow(context_->takeGroupNumber());
   // The number is free again once nothing that carries it is in flight.
   std::shared_ptr<void> lease(nullptr, [context = context_, group](void*) { context->returnGroupNumber(group); });
 
-  Meeting met = valueOrThrow(meetMembers(*store, *context_, rank, size, group, options_->timeout));
-  communicator_ =
-      std::make_shared<Communicator>(context_->connections(), std::move(lease), rank, std::move(met.members));
+  Meeting met = valueOrThrow(meetMembers(*store, *context_, rank, size, group, table.overrides(), options_->timeout));
+  communicator_ = std::make_shared<Communicator>(context_->connections(), std::move(lease), rank,
+                                                 std::move(met.members), std::move(table));
   if (!met.controls.empty()) {
     watch_ = valueOrThrow(ControlWatch::join(context_, communicator_, met, counts_));
     communicator_->setWatch(watch_);

@@ -132,6 +132,8 @@ class ProcessGroupFarandole final : public ::c10d::Backend {
 
   // What carries messages to a rank, for people.
   std::string transportOf(int rank);
+  // Which algorithms the collectives of this group use, a line for each rule, for people.
+  std::vector<std::string> algorithms() const { return communicator_->algorithms().describe(); }
 
  private:
   // Between startCoalescing and endCoalescing: what the calling thread issues is kept, not posted.
@@ -160,7 +162,7 @@ class ProcessGroupFarandole final : public ::c10d::Backend {
   c10::intrusive_ptr<CollectiveWork> startBarrierPart(const WorkOptions& options, Tensors kept,
                                                       const BuildProgram& build);
   WorkOptions workOptions(::c10d::OpType type, const char* title, std::chrono::milliseconds timeout);
-  collective::Topology topology() const { return {rank_, size_, communicator_->host()}; }
+  const collective::Topology& topology() const { return communicator_->topology(); }
 
   // torch splits and merges once for each device that this one backend serves, over one store.
   c10::intrusive_ptr<::c10d::Store> storeForChild(const c10::intrusive_ptr<::c10d::Store>& store);

@@ -100,14 +100,20 @@ struct Xor {
   }
 };
 
+template <typename A>
+[[gnu::always_inline]] inline A divided(A sum, int numParts) {
+  if constexpr (kIsComplex<A>) {
+    return sum / static_cast<typename A::value_type>(numParts);
+  } else if constexpr (std::is_integral_v<A>) {
+    return static_cast<A>(sum / numParts);  // as wide as numParts: that may be more than A holds
+  } else {
+    return sum / static_cast<A>(numParts);
+  }
+}
+
 template <typename T, bool kAverage>
 [[gnu::always_inline]] inline T finish(Accumulator<T> value, int numSources) {
-  using A = Accumulator<T>;
-  if constexpr (kAverage && kIsComplex<A>) {
-    value /= static_cast<typename A::value_type>(numSources);
-  } else if constexpr (kAverage) {
-    value = static_cast<A>(value / static_cast<A>(numSources));
-  }
+  if constexpr (kAverage) value = divided(value, numSources);
   return static_cast<T>(value);
 }
 
@@ -149,61 +155,83 @@ FARANDOLE_VECTOR_CLONES void reduceBlocks(void* dst, const void* const* sources,
   }
 }
 
+// The end of an average whose sum was made in steps.
 template <typename T>
-ReduceFunction functionFor(ReduceOp::RedOpType op) {
+FARANDOLE_VECTOR_CLONES void divide(void* dst, const void* const* sources, int numParts, std::size_t count) {
+  const T* const source = static_cast<const T*>(sources[0]);
+  T* const out = static_cast<T*>(dst);
+  for (std::size_t i = 0; i < count; ++i) {
+    out[i] = static_cast<T>(divided(static_cast<Accumulator<T>>(source[i]), numParts));
+  }
+}
+
+// What a Reduction calls, where it is defined.
+struct Kernels {
+  ReduceFunction function = nullptr;
+  ReduceFunction partial = nullptr;
+  ReduceFunction finish = nullptr;
+  Kernels() = default;
+  Kernels(ReduceFunction all) : function(all) {}
+  Kernels(ReduceFunction all, ReduceFunction some, ReduceFunction end) : function(all), partial(some), finish(end) {}
+};
+
+template <typename T>
+Kernels kernelsFor(ReduceOp::RedOpType op) {
   constexpr bool kOrdered = !kIsComplex<T>;
   constexpr bool kBitwise = std::is_integral_v<T>;
   switch (op) {
     case ReduceOp::SUM: return &reduceBlocks<T, Sum, false>;
     case ReduceOp::PREMUL_SUM:
       if constexpr (!kBitwise && !kIsByteFloat<T>) return &reduceBlocks<T, Sum, false>;
-      return nullptr;
+      return {};
     case ReduceOp::PRODUCT: return &reduceBlocks<T, Product, false>;
     case ReduceOp::AVG:
-      if constexpr (!std::is_same_v<T, bool>) return &reduceBlocks<T, Sum, true>;
-      return nullptr;
+      if constexpr (!std::is_same_v<T, bool>) {
+        return {&reduceBlocks<T, Sum, true>, &reduceBlocks<T, Sum, false>, &divide<T>};
+      }
+      return {};
     case ReduceOp::MIN:
       if constexpr (kOrdered) return &reduceBlocks<T, Min, false>;
-      return nullptr;
+      return {};
     case ReduceOp::MAX:
       if constexpr (kOrdered) return &reduceBlocks<T, Max, false>;
-      return nullptr;
+      return {};
     case ReduceOp::BAND:
       if constexpr (kBitwise) return &reduceBlocks<T, And, false>;
-      return nullptr;
+      return {};
     case ReduceOp::BOR:
       if constexpr (kBitwise) return &reduceBlocks<T, Or, false>;
-      return nullptr;
+      return {};
     case ReduceOp::BXOR:
       if constexpr (kBitwise) return &reduceBlocks<T, Xor, false>;
-      return nullptr;
-    default: return nullptr;
+      return {};
+    default: return {};
   }
 }
 
-ReduceFunction lookUp(ReduceOp::RedOpType op, at::ScalarType dtype) {
+Kernels lookUp(ReduceOp::RedOpType op, at::ScalarType dtype) {
   switch (dtype) {
-    case at::kByte: return functionFor<std::uint8_t>(op);
-    case at::kChar: return functionFor<std::int8_t>(op);
-    case at::kShort: return functionFor<std::int16_t>(op);
-    case at::kInt: return functionFor<std::int32_t>(op);
-    case at::kLong: return functionFor<std::int64_t>(op);
-    case at::kUInt16: return functionFor<std::uint16_t>(op);
-    case at::kUInt32: return functionFor<std::uint32_t>(op);
-    case at::kUInt64: return functionFor<std::uint64_t>(op);
-    case at::kBool: return functionFor<bool>(op);
-    case at::kHalf: return functionFor<c10::Half>(op);
-    case at::kBFloat16: return functionFor<c10::BFloat16>(op);
-    case at::kFloat: return functionFor<float>(op);
-    case at::kDouble: return functionFor<double>(op);
-    case at::kComplexFloat: return functionFor<c10::complex<float>>(op);
-    case at::kComplexDouble: return functionFor<c10::complex<double>>(op);
-    case at::kComplexHalf: return functionFor<c10::complex<c10::Half>>(op);
-    case at::kFloat8_e4m3fn: return functionFor<c10::Float8_e4m3fn>(op);
-    case at::kFloat8_e4m3fnuz: return functionFor<c10::Float8_e4m3fnuz>(op);
-    case at::kFloat8_e5m2: return functionFor<c10::Float8_e5m2>(op);
-    case at::kFloat8_e5m2fnuz: return functionFor<c10::Float8_e5m2fnuz>(op);
-    default: return nullptr;
+    case at::kByte: return kernelsFor<std::uint8_t>(op);
+    case at::kChar: return kernelsFor<std::int8_t>(op);
+    case at::kShort: return kernelsFor<std::int16_t>(op);
+    case at::kInt: return kernelsFor<std::int32_t>(op);
+    case at::kLong: return kernelsFor<std::int64_t>(op);
+    case at::kUInt16: return kernelsFor<std::uint16_t>(op);
+    case at::kUInt32: return kernelsFor<std::uint32_t>(op);
+    case at::kUInt64: return kernelsFor<std::uint64_t>(op);
+    case at::kBool: return kernelsFor<bool>(op);
+    case at::kHalf: return kernelsFor<c10::Half>(op);
+    case at::kBFloat16: return kernelsFor<c10::BFloat16>(op);
+    case at::kFloat: return kernelsFor<float>(op);
+    case at::kDouble: return kernelsFor<double>(op);
+    case at::kComplexFloat: return kernelsFor<c10::complex<float>>(op);
+    case at::kComplexDouble: return kernelsFor<c10::complex<double>>(op);
+    case at::kComplexHalf: return kernelsFor<c10::complex<c10::Half>>(op);
+    case at::kFloat8_e4m3fn: return kernelsFor<c10::Float8_e4m3fn>(op);
+    case at::kFloat8_e4m3fnuz: return kernelsFor<c10::Float8_e4m3fnuz>(op);
+    case at::kFloat8_e5m2: return kernelsFor<c10::Float8_e5m2>(op);
+    case at::kFloat8_e5m2fnuz: return kernelsFor<c10::Float8_e5m2fnuz>(op);
+    default: return {};
   }
 }
 
@@ -212,10 +240,11 @@ constexpr const char* kNames[] = {"SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND",
 }  // namespace
 
 collective::Reduction reductionFor(const ReduceOp& op, at::ScalarType dtype) {
-  const ReduceFunction function = lookUp(op.op_, dtype);
-  TORCH_CHECK_TYPE(function != nullptr, "farandole: ReduceOp.", op.op_ < std::size(kNames) ? kNames[op.op_] : "UNUSED",
-                   " is not defined for dtype ", dtype);
-  return {function, c10::elementSize(dtype), static_cast<std::uint16_t>(op.op_ << 8 | static_cast<int>(dtype))};
+  const Kernels kernels = lookUp(op.op_, dtype);
+  TORCH_CHECK_TYPE(kernels.function != nullptr, "farandole: ReduceOp.",
+                   op.op_ < std::size(kNames) ? kNames[op.op_] : "UNUSED", " is not defined for dtype ", dtype);
+  return {kernels.function, c10::elementSize(dtype), static_cast<std::uint16_t>(op.op_ << 8 | static_cast<int>(dtype)),
+          kernels.partial, kernels.finish};
 }
 
 std::string describeReduction(std::uint16_t code) {

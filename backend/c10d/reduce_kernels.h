@@ -12,7 +12,9 @@ namespace farandole::backend {
 
 // The reduction for a dtype; throws an error that names both where there is
 // none. half, bfloat16 and the 8-bit kinds are accumulated in float (complex
-// half in complex float) and rounded once. For PREMUL_SUM it is the sum.
+// half in complex float) and rounded once; in a reduction of several steps, after
+// each of them, in one of averages too: a sum beyond the dtype is lost there. For
+// PREMUL_SUM it is the sum.
 collective::Reduction reductionFor(const ::c10d::ReduceOp& op, at::ScalarType dtype);
 
 // Of its code: "SUM of Float".

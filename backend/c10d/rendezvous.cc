@@ -13,7 +13,7 @@ namespace {
 using collective::Member;
 
 // Changes whenever ranks of different versions could not talk to each other.
-constexpr std::uint32_t kWireVersion = 3;
+constexpr std::uint32_t kWireVersion = 4;
 
 template <typename T>
 void putNumber(std::string& blob, T number) {
@@ -33,6 +33,7 @@ std::vector<std::uint8_t> encode(const Member& member) {
   putText(blob, member.host);
   putText(blob, member.hostIdentity);
   putText(blob, member.address);
+  putText(blob, member.algorithms);
   return {blob.begin(), blob.end()};
 }
 
@@ -115,6 +116,7 @@ Result<Member> decode(int rank, const std::vector<std::uint8_t>& blob) {
   member.host = reader.text();
   member.hostIdentity = reader.text();
   member.address = reader.text();
+  member.algorithms = reader.text();
   if (!reader.ok()) return malformed(rank);
   return member;
 }
@@ -154,8 +156,8 @@ class Board {
 }  // namespace
 
 Result<Meeting> meetMembers(::c10d::Store& store, ProcessContext& context, int rank, int size, std::uint32_t group,
-                            std::chrono::milliseconds timeout) {
-  Member self{"", group, hostName(), getpid(), context.hostIdentity()};
+                            const std::string& algorithms, std::chrono::milliseconds timeout) {
+  Member self{"", group, hostName(), getpid(), context.hostIdentity(), algorithms};
   {
     transport::ProgressEngine::Access access(context.connections().engine());
     self.address = access.transport().address();
@@ -168,6 +170,7 @@ Result<Meeting> meetMembers(::c10d::Store& store, ProcessContext& context, int r
     if (!blob) return blob.status();
     Result<Member> member = decode(other, *blob);
     if (!member) return member.status();
+    FARANDOLE_RETURN_IF_ERROR(collective::checkSameAlgorithms(rank, self, other, *member));
     met.members.push_back(std::move(member).value());
   }
 

@@ -21,8 +21,8 @@ struct Meeting {
 
 // Meets the other ranks of a group through the store: tells how this process is
 // reached and reads how they are. `group` is this process's number for it. Waits
-// for ranks that are late, up to `timeout`.
+// for ranks that are late, up to `timeout`. `algorithms` must be the same on all.
 Result<Meeting> meetMembers(::c10d::Store& store, ProcessContext& context, int rank, int size, std::uint32_t group,
-                            std::chrono::milliseconds timeout);
+                            const std::string& algorithms, std::chrono::milliseconds timeout);
 
 }  // namespace farandole::backend

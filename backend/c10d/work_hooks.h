@@ -43,8 +43,8 @@ using CompletionHook = CompletionHookOf<::c10d::Backend>::Hook;
 // Who listens to the works of one group, and what it is told. While nobody
 // does, a work costs one relaxed load.
 //
-// Thread: any. Hooks run on the thread that completes the work, with nothing
-// held; what they throw is logged.
+// Thread: any. Hooks run on the thread that completes the work (those of a failure
+// never on the loop), with nothing held; what they throw is logged.
 class WorkHooks : public std::enable_shared_from_this<WorkHooks> {
  public:
   using OnDone = std::function<void(const WorkReport&)>;

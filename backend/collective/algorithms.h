@@ -5,41 +5,22 @@
 #include <vector>
 
 #include "backend/collective/program.h"
+#include "backend/collective/reduction.h"
+#include "backend/collective/topology.h"
 
 namespace farandole::collective {
-
-// Where a program is built for. With `host` all ranks share memory.
-struct Topology {
-  int rank;
-  int size;
-  HostSegment* host = nullptr;
-};
-
-// A piece of memory, in bytes.
-struct Slice {
-  std::byte* data;
-  std::size_t bytes;
-};
-
-struct Reduction {
-  ReduceFunction function;
-  std::size_t elementSize;  // bytes
-  std::uint16_t code = 0;   // dtype and operation, for ranks to compare
-};
 
 // Each adds to `program` what one rank does. Every rank must build the same kind
 // with the same sizes. Memory is read and written until the program has ended.
 
 // On one host the ranks first tell each other what they are about to do, and
 // stop with an error where that differs. Data that reduces, and small data, goes
-// through the memory that they share; large data from process to process.
+// through the memory that they share; large data from process to process. Between
+// hosts the AlgorithmTable says how it goes.
 
-// Binomial tree from the root.
 void broadcast(Program& program, Topology topology, int root, Slice data);
 
-// In place. Small: everybody sends to everybody and adds in rank order. Large:
-// direct reduce-scatter and all-gather in chunks that stay in the cache. The
-// result is the same bits on every rank, whatever the size.
+// In place. The result is the same bits on every rank.
 void allReduce(Program& program, Topology topology, const Reduction& reduction, Slice data);
 
 // In place on the root; the other ranks' memory is left as it was.
@@ -61,7 +42,6 @@ void reduceScatter(Program& program, Topology topology, const Reduction& reducti
 // inputs[i] goes to rank i's outputs[rank].
 void allToAll(Program& program, Topology topology, std::span<const Slice> outputs, std::span<const Slice> inputs);
 
-// Dissemination: ceil(log2(size)) rounds.
 void barrier(Program& program, Topology topology);
 
 }  // namespace farandole::collective

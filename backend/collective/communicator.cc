@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cassert>
 #include <thread>
+#include <utility>
 
 #include "backend/collective/program.h"
 
@@ -10,18 +11,40 @@ namespace farandole::collective {
 
 using transport::ProgressEngine;
 
+namespace {
+
+std::vector<std::string> hostIdentities(const std::vector<Member>& members) {
+  std::vector<std::string> identities;
+  identities.reserve(members.size());
+  for (const Member& member : members) identities.push_back(member.hostIdentity);
+  return identities;
+}
+
+}  // namespace
+
+Status checkSameAlgorithms(int rank, const Member& member, int otherRank, const Member& other) {
+  if (member.algorithms == other.algorithms) return Status::ok();
+  return Status::invalidArgument("FARANDOLE_ALGORITHMS is '" + member.algorithms + "' on rank " + std::to_string(rank) +
+                                 ", '" + other.algorithms + "' on rank " + std::to_string(otherRank) +
+                                 "; expected the same on all ranks");
+}
+
 Communicator::Communicator(transport::Connections& connections, std::shared_ptr<void> keepAlive, int rank,
-                           std::vector<Member> members)
+                           std::vector<Member> members, AlgorithmTable table)
     : connections_(connections),
       keepAlive_(std::move(keepAlive)),
       rank_(rank),
       members_(std::move(members)),
-      peers_(members_.size()) {
+      layout_(hostIdentities(members_)),
+      table_(std::move(table)),
+      peers_(members_.size()),
+      topology_{rank, size()} {
+  topology_.layout = layout_.numHosts() > 1 ? &layout_ : nullptr;
+  topology_.table = layout_.numHosts() > 1 ? &table_ : nullptr;
   engine().addListener(*this);
-  const Member& own = members_[rank];
-  engine().noteRanksOnHost(static_cast<int>(std::count_if(members_.begin(), members_.end(), [&](const Member& member) {
-    return member.host == own.host && member.hostIdentity == own.hostIdentity;
-  })));
+  // By the host's name, whether they can share its memory or not: they share its cores.
+  engine().noteRanksOnHost(static_cast<int>(std::count_if(
+      members_.begin(), members_.end(), [&](const Member& member) { return member.host == members_[rank_].host; })));
 }
 
 Communicator::~Communicator() {
@@ -32,12 +55,14 @@ Communicator::~Communicator() {
 void Communicator::abort(const Status& status) {
   ProgressEngine::Access access(engine());
   failAll(status);
+  isReasonKnown_ = true;
 }
 
 void Communicator::abortAll(const Status& status) {
   ProgressEngine::Access access(engine());
   if (host_ != nullptr && aborted_) host_->abort(rank_);
   failAll(status);
+  isReasonKnown_ = true;
 }
 
 void Communicator::setWatch(std::shared_ptr<GroupWatch> watch) {
@@ -49,7 +74,19 @@ void Communicator::rankFailed(int rank, const Status& status) {
   ProgressEngine::Access access(engine());
   const bool died = status.code() == StatusCode::kPeerFailed;
   if (host_ != nullptr && !died) host_->abort(rank);
-  failAll(status, died ? rank : HostSegment::kNobody);
+  const int culprit = died ? rank : HostSegment::kNobody;
+  failAll(status, culprit);
+  if (std::exchange(isReasonKnown_, true)) return;
+  // What ended the group before, a broken connection or a rank that gave up, followed from this.
+  aborted_ = status;
+  if (host_ != nullptr) host_->abandon(culprit, status.toString());
+}
+
+void Communicator::abandon(const Status& status) {
+  // Between hosts a broken connection does not tell a death from a farewell; the watch will.
+  const bool isLoss =
+      status.code() == StatusCode::kPeerFailed || (status.code() == StatusCode::kPeerLeft && watch_ != nullptr);
+  failAll(status, isLoss ? lost_ : HostSegment::kNobody);
 }
 
 bool Communicator::lookAround() {
@@ -76,66 +113,70 @@ void Communicator::failAll(const Status& status, int culprit) {
   if (!aborted_) return;
   aborted_ = status;
   if (host_ != nullptr) {
-    host_->abandon(culprit);
+    host_->abandon(culprit, status.toString());
     if (!turns_.empty()) engine().removePoller(*this);
     turns_.clear();
-    for (int rank = 0; rank < size(); ++rank) {
-      if (rank != rank_) engine().transport().nudge(peers_[rank].id);
-    }
+    nudgeHost();
   }
   failPending([&](Operation&) { return status; });
 }
 
 Status Communicator::connectHost(transport::Clock::time_point deadline) {
-  const auto isHere = [&](const Member& member) {
-    return !member.hostIdentity.empty() && member.hostIdentity == members_[rank_].hostIdentity;
-  };
+  const std::vector<int>& here = localRanks();
+  if (here.size() == 1) return Status::ok();
   {
     ProgressEngine::Access access(engine());
-    for (int rank = 0; rank < size(); ++rank) {
-      // One that cannot be reached says so when it is used.
-      if (rank != rank_ && isHere(members_[rank])) (void)peerOf(rank);
+    for (const int rank : here) {
+      if (rank == rank_) continue;
+      const Result<transport::PeerId> peer = peerOf(rank);
+      if (!peer) return peer.status().wrap(describe(rank));
+      hostNeighbours_.push_back(*peer);
     }
   }
-  if (size() == 1 || !std::all_of(members_.begin(), members_.end(), isHere)) return Status::ok();
   Result<transport::SharedMemory> memory = meetHost(deadline);
-  if (!memory)
-    return memory.status().wrap("sharing memory among the " + std::to_string(size()) + " ranks of the group");
+  if (!memory) {
+    return memory.status().wrap("sharing memory among the " + std::to_string(here.size()) + " ranks of host " +
+                                members_[rank_].host);
+  }
   memory->closeDescriptor();
-  auto host = std::make_unique<HostSegment>(std::move(memory).value(), rank_, size());
+  auto host =
+      std::make_unique<HostSegment>(std::move(memory).value(), layout_.indexOf(rank_), static_cast<int>(here.size()));
   ProgressEngine::Access access(engine());  // the loop looks at it
   if (!aborted_) return aborted_;
   host_ = std::move(host);
+  topology_.segment = host_.get();
   return Status::ok();
 }
 
-// Rank 0 makes the memory and passes it to the others, who know it by their number for the group.
+// The first rank of the host makes the memory and passes it to the others, who know it by their number for the group.
 Result<transport::SharedMemory> Communicator::meetHost(transport::Clock::time_point deadline) {
-  const std::size_t bytes = HostSegment::bytes(size());
-  if (rank_ == 0) {
+  const std::vector<int>& here = localRanks();
+  const std::size_t bytes = HostSegment::bytes(static_cast<int>(here.size()));
+  const int first = here[0];
+  if (rank_ == first) {
     Result<transport::SharedMemory> memory = transport::SharedMemory::create("farandole-group", bytes);
-    for (int rank = 1; memory && rank < size(); ++rank) {
+    for (std::size_t i = 1; memory && i < here.size(); ++i) {
       ProgressEngine::Access access(engine());
-      const Result<transport::PeerId> peer = peerOf(rank);
+      const Result<transport::PeerId> peer = peerOf(here[i]);
       if (!peer) return peer.status();
       FARANDOLE_RETURN_IF_ERROR(access.transport()
-                                    .shareMemory(*peer, members_[rank].group, memory->descriptor())
-                                    .wrapUnlessOk(describe(rank)));
+                                    .shareMemory(*peer, members_[here[i]].group, memory->descriptor())
+                                    .wrapUnlessOk(describe(here[i])));
     }
     return memory;
   }
   while (transport::Clock::now() < deadline) {
     {
       ProgressEngine::Access access(engine());
-      const Result<transport::PeerId> peer = peerOf(0);
+      const Result<transport::PeerId> peer = peerOf(first);
       if (!peer) return peer.status();
       transport::Descriptor descriptor = access.transport().takeSharedMemory(*peer, members_[rank_].group);
       if (descriptor) return transport::SharedMemory::open(std::move(descriptor), bytes);
-      FARANDOLE_RETURN_IF_ERROR(access.transport().failure(*peer).wrapUnlessOk(describe(0)));
+      FARANDOLE_RETURN_IF_ERROR(access.transport().failure(*peer).wrapUnlessOk(describe(first)));
     }
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
-  return Status::timeout(describe(0) + " passed none in time");
+  return Status::timeout(describe(first) + " passed none in time");
 }
 
 bool Communicator::begin(ProgramOperation& operation) {
@@ -154,23 +195,28 @@ void Communicator::end(ProgramOperation& operation) {
 
 void Communicator::signal(std::uint64_t value) {
   host_->signal(value);
-  for (int rank = 0; rank < size(); ++rank) {
-    if (rank != rank_) engine().transport().nudge(peers_[rank].id);
-  }
+  nudgeHost();
 }
 
-Status Communicator::canCome(int rank) const {
+void Communicator::nudgeHost() {
+  for (const transport::PeerId peer : hostNeighbours_) engine().transport().nudge(peer);
+}
+
+Status Communicator::canCome(int index) const {
   if (const int by = host_->abortedBy(); by != HostSegment::kNobody) {
     return Status::aborted(describe(by) + " aborted the group");
   }
+  const int rank = rankOnHost(index);
   if (!peers_[rank].failure) return peers_[rank].failure.wrap(describe(rank) + " is gone");
-  if (!host_->isAbandoned(rank)) return Status::ok();
+  if (!host_->isAbandoned(index)) return Status::ok();
   // Who gave up may have seen a death before this rank did: the dead one is to be named.
-  const int culprit = host_->culpritOf(rank);
+  const int culprit = host_->culpritOf(index);
   if (culprit == HostSegment::kNobody) {
-    return Status::aborted(describe(rank) + " has left the group, or has given it up after an error");
+    return Status::aborted(describe(rank) + " has left or given up the group: " + host_->reasonOf(index));
   }
-  return Status(StatusCode::kPeerFailed, "its process died").wrap(describe(culprit) + " failed");
+  return Status(StatusCode::kPeerFailed,
+                watch_ == nullptr ? "its process died" : "its process died, or cannot be reached")
+      .wrap(describe(culprit) + " failed");
 }
 
 bool Communicator::poll() {
@@ -297,7 +343,9 @@ void Communicator::peerFailed(transport::PeerId id, const Status& status) {
     if (!peer.connected || peer.id != id) continue;
     peer.failure = status;
     // One that has left the group before may end as it likes.
-    const bool hasLeft = host_ != nullptr && host_->isAbandoned(rank);
+    const bool isHere = host_ != nullptr && layout_.hostOf(rank) == layout_.hostOf(rank_);
+    const bool hasLeft = isHere && host_->isAbandoned(layout_.indexOf(rank));
+    noteLost(rank);
     // Where there is a watch, its word follows: it can tell that the rank has left.
     if (status.code() == StatusCode::kPeerFailed && !hasLeft && watch_ == nullptr) {
       failAll(status.wrap(describe(rank) + " failed"), rank);

@@ -7,9 +7,12 @@
 #include <string>
 #include <vector>
 
+#include "backend/collective/algorithm_table.h"
 #include "backend/collective/group_watch.h"
+#include "backend/collective/host_layout.h"
 #include "backend/collective/host_segment.h"
 #include "backend/collective/operation.h"
+#include "backend/collective/topology.h"
 #include "backend/transport/connections.h"
 
 namespace farandole::collective {
@@ -22,7 +25,12 @@ struct Member {
   int pid = 0;
   // Equal on ranks that can share memory; empty where that is not used.
   std::string hostIdentity;
+  // AlgorithmTable::overrides() of its process.
+  std::string algorithms;
 };
+
+// Ok, or who of two ranks has which FARANDOLE_ALGORITHMS: they would wait for different messages.
+Status checkSameAlgorithms(int rank, const Member& member, int otherRank, const Member& other);
 
 // One group over the process's connections: ranks instead of peers, and what is
 // in flight among them.
@@ -34,7 +42,7 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
  public:
   // `keepAlive` is held for as long as the communicator: the owner of `connections`.
   Communicator(transport::Connections& connections, std::shared_ptr<void> keepAlive, int rank,
-               std::vector<Member> members);
+               std::vector<Member> members, AlgorithmTable table = {});
   ~Communicator() override;
 
   int rank() const { return rank_; }
@@ -54,11 +62,14 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   // What is in flight, for people: "ALLREDUCE number 3 on rank 0 and 2 more are pending". Any thread, nothing held.
   std::string describePending();
   // Connects to the ranks of this host, so that the death of any of them is seen,
-  // and shares memory with them when they are all of the group. Before the first
-  // operation, on every rank; waits for the others until `deadline`. Nothing held.
+  // and shares memory with them when there are any. Before the first operation, on
+  // every rank; waits for the others until `deadline`. Nothing held.
   Status connectHost(transport::Clock::time_point deadline);
-  // Null when the group spans hosts or does not share memory.
-  HostSegment* host() const { return host_.get(); }
+  // What collectives are built for. Valid as long as the communicator; after connectHost().
+  const Topology& topology() const { return topology_; }
+  const AlgorithmTable& algorithms() const { return table_; }
+  // By index in the segment that the ranks of this host share, which is that among them.
+  int rankOnHost(int index) const { return localRanks()[index]; }
   // Ends this operation with a timeout, unless it is done. Any thread, nothing held.
   void timeOut(Operation& operation, std::chrono::milliseconds timeout);
 
@@ -90,14 +101,17 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   // Of programs that use the host's memory: whether it is this one's turn; that it has ended.
   bool begin(ProgramOperation& operation);
   void end(ProgramOperation& operation);
+  void noteLost(int rank) { lost_ = rank; }
   // Ends the group: a rank has left its part in a collective undone.
-  void abandon(const Status& status) { failAll(status); }
+  void abandon(const Status& status);
   void signal(std::uint64_t value);
-  // Ok, or why a rank will never get as far as it is waited for.
-  Status canCome(int rank) const;
+  // Ok, or why the rank with this index will never get as far as it is waited for.
+  Status canCome(int index) const;
   bool poll() override;
   bool isReady() const override;
   Result<transport::SharedMemory> meetHost(transport::Clock::time_point deadline);
+  const std::vector<int>& localRanks() const { return layout_.ranksOf(layout_.hostOf(rank_)); }
+  void nudgeHost();
 
   struct Peer {
     bool connected = false;
@@ -109,11 +123,17 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   const std::shared_ptr<void> keepAlive_;
   const int rank_;
   const std::vector<Member> members_;
+  const HostLayout layout_;
+  const AlgorithmTable table_;
   std::vector<Peer> peers_;
   Status aborted_;
+  bool isReasonKnown_ = false;       // of it; a watch's word may still replace what it looked like
+  int lost_ = HostSegment::kNobody;  // whose connection broke last
   std::shared_ptr<GroupWatch> watch_;
-  bool asked_ = false;  // the watch, about operations whose time is over
-  std::unique_ptr<HostSegment> host_;
+  bool asked_ = false;                             // the watch, about operations whose time is over
+  std::unique_ptr<HostSegment> host_;              // of the ranks of this host, when there are two or more
+  std::vector<transport::PeerId> hostNeighbours_;  // the others of them
+  Topology topology_;
   std::deque<ProgramOperation*> turns_;  // the first one runs
   Operation* pending_ = nullptr;         // the head of the list, oldest last
 };

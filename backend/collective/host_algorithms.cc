@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "backend/collective/host_pipeline.h"
+
 namespace farandole::collective {
 namespace {
 
@@ -26,57 +28,19 @@ Shard shardOf(int rank, int size, std::size_t elementSize, std::size_t bytes) {
   return {first * elementSize, (last - first) * elementSize};
 }
 
-// Pieces pass in a pipeline of three stages. In round i, a rank takes out the
-// results of piece i - 2, puts in piece i, and reduces its shard of piece i - 1.
-// It signals after putting in and after reducing; the values are these.
-struct Rounds {
-  HostTurn turn;
-  std::uint64_t pieces;
-
-  static std::uint64_t steps(std::uint64_t pieces) { return 2 * pieces + 2; }
-  std::uint64_t putIn(std::uint64_t piece) const { return turn.base + 2 * piece + 1; }
-  std::uint64_t reduced(std::uint64_t piece) const { return turn.base + 2 * piece + 4; }
-};
-
-template <typename TakeOut, typename PutIn, typename Reduce>
-void pipeline(Program& program, const Topology& topology, const Contract& contract, std::size_t pieces,
-              const TakeOut& takeOut, const PutIn& putIn, const Reduce& reduce) {
-  const Rounds rounds{beginTurn(program, topology, contract, Rounds::steps(pieces)), pieces};
-  for (std::uint64_t i = 0; i < pieces + 2; ++i) {
-    if (i >= 2) {
-      program.await(rounds.reduced(i - 2));
-      takeOut(i - 2);
-    }
-    if (i < pieces) {
-      putIn(i);
-      program.signal(rounds.putIn(i));
-    }
-    if (i >= 1 && i <= pieces) {
-      if (i == 1) {
-        program.meet(rounds.turn);
-      } else {
-        program.await(rounds.putIn(i - 1));
-      }
-      reduce(i - 1);
-      program.signal(rounds.reduced(i - 1));
-    }
-  }
-}
-
 Contract contractOf(const Reduction& reduction, int root, Slice data) {
   return {root < 0 ? CollectiveKind::kAllReduce : CollectiveKind::kReduce, reduction.code,
           static_cast<std::uint32_t>(std::max(root, 0)), data.bytes};
 }
 
-void reduceFlat(Program& program, const Topology& topology, const Reduction& reduction, int root, Slice data) {
-  HostSegment& host = *topology.host;
-  const HostTurn turn = beginTurn(program, topology, contractOf(reduction, root, data), 1);
-  program.copy(host.slot(topology.rank, turn), data.data, data.bytes);
+void reduceFlat(Program& program, HostSegment& host, const Reduction& reduction, int root, Slice data) {
+  const HostTurn turn = beginTurn(program, host, contractOf(reduction, root, data), 1);
+  program.copy(host.slot(host.index(), turn), data.data, data.bytes);
   program.signal(turn.base + 1);
-  if (root >= 0 && root != topology.rank) return;
+  if (root >= 0 && root != host.index()) return;
   program.meet(turn);
-  std::vector<const void*> parts(topology.size);
-  for (int rank = 0; rank < topology.size; ++rank) parts[rank] = host.slot(rank, turn);
+  std::vector<const void*> parts(host.size());
+  for (int rank = 0; rank < host.size(); ++rank) parts[rank] = host.slot(rank, turn);
   program.reduce(reduction.function, data.data, parts, data.bytes / reduction.elementSize);
 }
 
@@ -88,48 +52,44 @@ std::size_t totalBytes(std::span<const Slice> slices) {
   return bytes;
 }
 
-HostTurn beginTurn(Program& program, const Topology& topology, const Contract& contract, std::uint64_t steps) {
-  const HostTurn turn = program.takeTurn(*topology.host, steps);
+HostTurn beginTurn(Program& program, HostSegment& host, const Contract& contract, std::uint64_t steps) {
+  const HostTurn turn = program.takeTurn(host, steps);
   program.await(turn.base);
   program.setContract(turn, contract);
   return turn;
 }
 
 void announce(Program& program, const Topology& topology, const Contract& contract) {
-  if (topology.host == nullptr) return;
-  const HostTurn turn = beginTurn(program, topology, contract, 1);
+  if (topology.segment == nullptr) return;
+  const HostTurn turn = beginTurn(program, *topology.segment, contract, 1);
   program.signal(turn.base + 1);
   program.meet(turn);
 }
 
-void broadcastOnHost(Program& program, const Topology& topology, int root, Slice data) {
-  HostSegment& host = *topology.host;
-  const Contract contract{CollectiveKind::kBroadcast, 0, static_cast<std::uint32_t>(root), data.bytes};
-  const HostTurn turn = beginTurn(program, topology, contract, 1);
-  if (topology.rank == root) program.copy(host.slot(root, turn), data.data, data.bytes);
+void broadcastOnHost(Program& program, HostSegment& host, const Contract& contract, int root, Slice data) {
+  const HostTurn turn = beginTurn(program, host, contract, 1);
+  if (host.index() == root) program.copy(host.slot(root, turn), data.data, data.bytes);
   program.signal(turn.base + 1);
-  if (topology.rank == root) return;
+  if (host.index() == root) return;
   program.meet(turn, root);
   program.copy(data.data, host.slot(root, turn), data.bytes);
 }
 
-void allGatherOnHost(Program& program, const Topology& topology, Slice input, std::span<const Slice> outputs) {
-  HostSegment& host = *topology.host;
-  const HostTurn turn = beginTurn(program, topology, {CollectiveKind::kAllGather, 0, 0, totalBytes(outputs)}, 1);
-  program.copy(host.slot(topology.rank, turn), input.data, input.bytes);
+void allGatherOnHost(Program& program, HostSegment& host, Slice input, std::span<const Slice> outputs) {
+  const HostTurn turn = beginTurn(program, host, {CollectiveKind::kAllGather, 0, 0, totalBytes(outputs)}, 1);
+  program.copy(host.slot(host.index(), turn), input.data, input.bytes);
   program.signal(turn.base + 1);
-  program.copy(outputs[topology.rank].data, input.data, input.bytes);
+  program.copy(outputs[host.index()].data, input.data, input.bytes);
   program.meet(turn);
-  for (int rank = 0; rank < topology.size; ++rank) {
-    if (rank != topology.rank) program.copy(outputs[rank].data, host.slot(rank, turn), outputs[rank].bytes);
+  for (int rank = 0; rank < host.size(); ++rank) {
+    if (rank != host.index()) program.copy(outputs[rank].data, host.slot(rank, turn), outputs[rank].bytes);
   }
 }
 
-void reduceOnHost(Program& program, const Topology& topology, const Reduction& reduction, int root, Slice data) {
-  if (data.bytes <= kFlatBytes) return reduceFlat(program, topology, reduction, root, data);
-  const int rank = topology.rank;
-  const int size = topology.size;
-  HostSegment* const host = topology.host;
+void reduceOnHost(Program& program, HostSegment& host, const Reduction& reduction, int root, Slice data) {
+  if (data.bytes <= kFlatBytes) return reduceFlat(program, host, reduction, root, data);
+  const int rank = host.index();
+  const int size = host.size();
   const std::size_t pieceBytes = HostSegment::kWindowBytes / reduction.elementSize * reduction.elementSize;
   const auto shard = [&](int owner, std::size_t bytes) { return shardOf(owner, size, reduction.elementSize, bytes); };
   const auto takeOut = [&](std::size_t i) {
@@ -137,56 +97,54 @@ void reduceOnHost(Program& program, const Topology& topology, const Reduction& r
     const Slice piece = pieceOf(data, i, pieceBytes);
     for (int owner = 0; owner < size; ++owner) {
       const Shard part = shard(owner, piece.bytes);
-      program.copy(piece.data + part.begin, host->result(owner, i), part.bytes);
+      program.copy(piece.data + part.begin, host.result(owner, i), part.bytes);
     }
   };
   const auto putIn = [&](std::size_t i) {  // all but the own shard
     const Slice piece = pieceOf(data, i, pieceBytes);
     const Shard own = shard(rank, piece.bytes);
     const std::size_t end = own.begin + own.bytes;
-    program.copy(host->window(rank, i), piece.data, own.begin);
-    program.copy(host->window(rank, i) + end, piece.data + end, piece.bytes - end);
+    program.copy(host.window(rank, i), piece.data, own.begin);
+    program.copy(host.window(rank, i) + end, piece.data + end, piece.bytes - end);
   };
   const auto reduce = [&](std::size_t i) {
     const Slice piece = pieceOf(data, i, pieceBytes);
     const Shard own = shard(rank, piece.bytes);
     std::vector<const void*> parts(size);
     for (int from = 0; from < size; ++from) {
-      parts[from] = (from == rank ? piece.data : host->window(from, i)) + own.begin;
+      parts[from] = (from == rank ? piece.data : host.window(from, i)) + own.begin;
     }
-    program.reduce(reduction.function, host->result(rank, i), parts, own.bytes / reduction.elementSize);
+    program.reduce(reduction.function, host.result(rank, i), parts, own.bytes / reduction.elementSize);
   };
-  pipeline(program, topology, contractOf(reduction, root, data), (data.bytes + pieceBytes - 1) / pieceBytes, takeOut,
-           putIn, reduce);
+  pipeline(program, host, contractOf(reduction, root, data), (data.bytes + pieceBytes - 1) / pieceBytes, takeOut, putIn,
+           reduce);
 }
 
-void reduceScatterOnHost(Program& program, const Topology& topology, const Reduction& reduction, Slice output,
+void reduceScatterOnHost(Program& program, HostSegment& host, const Reduction& reduction, Slice output,
                          std::span<const Slice> inputs) {
-  const int rank = topology.rank;
-  const int size = topology.size;
-  HostSegment* const host = topology.host;
+  const int rank = host.index();
+  const int size = host.size();
   const std::size_t share = HostSegment::kWindowBytes / size;  // of a window, for each rank's piece
   const std::size_t pieceBytes = share / reduction.elementSize * reduction.elementSize;
   const std::size_t longest = std::ranges::max_element(inputs, {}, &Slice::bytes)->bytes;
   const auto putIn = [&](std::size_t i) {
     for (int owner = 0; owner < size; ++owner) {
       const Slice piece = pieceOf(inputs[owner], i, pieceBytes);
-      if (owner != rank) program.copy(host->window(rank, i) + owner * pieceBytes, piece.data, piece.bytes);
+      if (owner != rank) program.copy(host.window(rank, i) + owner * pieceBytes, piece.data, piece.bytes);
     }
   };
   const auto reduce = [&](std::size_t i) {
     const Slice piece = pieceOf(output, i, pieceBytes);
     std::vector<const void*> parts(size);
     for (int from = 0; from < size; ++from) {
-      parts[from] =
-          from == rank ? pieceOf(inputs[rank], i, pieceBytes).data : host->window(from, i) + rank * pieceBytes;
+      parts[from] = from == rank ? pieceOf(inputs[rank], i, pieceBytes).data : host.window(from, i) + rank * pieceBytes;
     }
     program.reduce(reduction.function, piece.data, parts, piece.bytes / reduction.elementSize);
   };
   const std::size_t pieces = std::max<std::size_t>(1, (longest + pieceBytes - 1) / pieceBytes);
   const Contract contract{CollectiveKind::kReduceScatter, reduction.code, 0, totalBytes(inputs)};
   pipeline(
-      program, topology, contract, pieces, [](std::size_t) {}, putIn, reduce);
+      program, host, contract, pieces, [](std::size_t) {}, putIn, reduce);
 }
 
 }  // namespace farandole::collective

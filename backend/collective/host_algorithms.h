@@ -2,22 +2,23 @@
 
 #include "backend/collective/algorithms.h"
 
-// The forms of the collectives over memory that all ranks share.
+// The forms of the collectives over memory that the ranks of a host share. Those of
+// groups that span hosts use them too: a rank is named by its index in the segment.
 namespace farandole::collective {
 
 // Waits until the memory can be written for this turn, and tells the contract.
-HostTurn beginTurn(Program& program, const Topology& topology, const Contract& contract, std::uint64_t steps);
-// Nothing but meeting the others, before messages are sent.
+HostTurn beginTurn(Program& program, HostSegment& host, const Contract& contract, std::uint64_t steps);
+// Nothing but meeting the other ranks of this host, before messages are sent.
 void announce(Program& program, const Topology& topology, const Contract& contract);
 std::size_t totalBytes(std::span<const Slice> slices);
 
 // Up to HostSegment::kSlotBytes.
-void broadcastOnHost(Program& program, const Topology& topology, int root, Slice data);
-void allGatherOnHost(Program& program, const Topology& topology, Slice input, std::span<const Slice> outputs);
+void broadcastOnHost(Program& program, HostSegment& host, const Contract& contract, int root, Slice data);
+void allGatherOnHost(Program& program, HostSegment& host, Slice input, std::span<const Slice> outputs);
 
 // Any size. Without a root (-1) everybody gets the result.
-void reduceOnHost(Program& program, const Topology& topology, const Reduction& reduction, int root, Slice data);
-void reduceScatterOnHost(Program& program, const Topology& topology, const Reduction& reduction, Slice output,
+void reduceOnHost(Program& program, HostSegment& host, const Reduction& reduction, int root, Slice data);
+void reduceScatterOnHost(Program& program, HostSegment& host, const Reduction& reduction, Slice output,
                          std::span<const Slice> inputs);
 
 }  // namespace farandole::collective

@@ -16,8 +16,8 @@ std::size_t HostSegment::bytes(int size) {
   return roundUp(ranks * sizeof(Line)) + ranks * kAreaBytes;
 }
 
-HostSegment::HostSegment(transport::SharedMemory memory, int rank, int size)
-    : memory_(std::move(memory)), rank_(rank), size_(size) {}
+HostSegment::HostSegment(transport::SharedMemory memory, int index, int size)
+    : memory_(std::move(memory)), index_(index), size_(size) {}
 
 HostTurn HostSegment::nextTurn(std::uint64_t steps) {
   const HostTurn turn{nextBase_, static_cast<int>(turns_++ % 2)};
@@ -25,14 +25,20 @@ HostTurn HostSegment::nextTurn(std::uint64_t steps) {
   return turn;
 }
 
+void HostSegment::abandon(int culprit, std::string_view reason) {
+  Line& own = line(index_);
+  if (!isAbandoned(index_)) reason.copy(own.reason, kReasonBytes - 1);
+  own.abandonedFor.store(culprit + 2);
+}
+
 void HostSegment::abort(int rank) {
   int nobody = 0;
   line(0).abortedBy.compare_exchange_strong(nobody, rank + 1);
 }
 
-std::byte* HostSegment::area(int rank) const {
+std::byte* HostSegment::area(int index) const {
   return memory_.data() + roundUp(static_cast<std::size_t>(size_) * sizeof(Line)) +
-         static_cast<std::size_t>(rank) * kAreaBytes;
+         static_cast<std::size_t>(index) * kAreaBytes;
 }
 
 }  // namespace farandole::collective

@@ -3,6 +3,8 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <string>
+#include <string_view>
 
 #include "backend/transport/shm/memory.h"
 
@@ -36,8 +38,9 @@ struct HostTurn {
   int parity = 0;
 };
 
-// Memory that the ranks of a group share when all of them are on one host. Each
-// rank has an area that it alone writes, and a counter that says how far it is.
+// Memory that the ranks of a group share that are on one host. Each has an area
+// that it alone writes, and a counter that says how far it is. Ranks are named by
+// their index among those of the host, which is the rank when the group is all there.
 //
 // The collectives of a group run one after the other, and each counts every
 // rank's counter up by the same number of steps. So a counter that has come to
@@ -53,56 +56,61 @@ class HostSegment {
   static constexpr std::size_t kResultBytes = kWindowBytes / 2;
 
   static std::size_t bytes(int size);
-  // Over zeroed memory of bytes(size), which all ranks map.
-  HostSegment(transport::SharedMemory memory, int rank, int size);
+  // Over zeroed memory of bytes(size), which all ranks of the host map.
+  HostSegment(transport::SharedMemory memory, int index, int size);
 
+  int index() const { return index_; }
   int size() const { return size_; }
 
   // In the order in which the collectives are called, equal on all ranks.
   HostTurn nextTurn(std::uint64_t steps);
 
   // This rank's counter.
-  void signal(std::uint64_t value) { line(rank_).counter.store(value); }  // a full fence
-  bool hasCome(int rank, std::uint64_t value) const {
-    return line(rank).counter.load(std::memory_order_acquire) >= value;
+  void signal(std::uint64_t value) { line(index_).counter.store(value); }  // a full fence
+  bool hasCome(int index, std::uint64_t value) const {
+    return line(index).counter.load(std::memory_order_acquire) >= value;
   }
 
-  // This rank gives up, because `culprit` died or for a reason of its own (kNobody):
+  // This rank gives up, because `culprit`, a rank of the group, died or for a reason of its own (kNobody):
   // who waits for it need not.
   static constexpr int kNobody = -1;
-  void abandon(int culprit) { line(rank_).abandonedFor.store(culprit + 2); }
-  bool isAbandoned(int rank) const { return line(rank).abandonedFor.load(std::memory_order_relaxed) != 0; }
-  int culpritOf(int rank) const { return line(rank).abandonedFor.load() - 2; }
+  // The first reason stays, cut to what has room; the culprit may be found out later.
+  void abandon(int culprit, std::string_view reason);
+  bool isAbandoned(int index) const { return line(index).abandonedFor.load(std::memory_order_acquire) != 0; }
+  int culpritOf(int index) const { return line(index).abandonedFor.load() - 2; }
+  std::string reasonOf(int index) const { return line(index).reason; }  // of one that is abandoned
 
   // `rank` has aborted the group: nobody's operations shall go on. The first one counts.
   void abort(int rank);
   int abortedBy() const { return line(0).abortedBy.load() - 1; }  // or kNobody
 
   // Written before the first signal of a turn, read after it.
-  void setContract(HostTurn turn, const Contract& contract) { line(rank_).contracts[turn.parity] = contract; }
-  const Contract& contract(int rank, HostTurn turn) const { return line(rank).contracts[turn.parity]; }
+  void setContract(HostTurn turn, const Contract& contract) { line(index_).contracts[turn.parity] = contract; }
+  const Contract& contract(int index, HostTurn turn) const { return line(index).contracts[turn.parity]; }
 
-  std::byte* slot(int rank, HostTurn turn) const { return area(rank) + turn.parity * kSlotBytes; }
-  std::byte* window(int rank, std::size_t piece) const {
-    return area(rank) + 2 * kSlotBytes + piece % 2 * kWindowBytes;
+  std::byte* slot(int index, HostTurn turn) const { return area(index) + turn.parity * kSlotBytes; }
+  std::byte* window(int index, std::size_t piece) const {
+    return area(index) + 2 * kSlotBytes + piece % 2 * kWindowBytes;
   }
-  std::byte* result(int rank, std::size_t piece) const {
-    return area(rank) + 2 * kSlotBytes + 2 * kWindowBytes + piece % 2 * kResultBytes;
+  std::byte* result(int index, std::size_t piece) const {
+    return area(index) + 2 * kSlotBytes + 2 * kWindowBytes + piece % 2 * kResultBytes;
   }
 
  private:
+  static constexpr std::size_t kReasonBytes = 2048;
   struct alignas(64) Line {
     std::atomic<std::uint64_t> counter;
     std::atomic<int> abandonedFor;  // 0: it goes on; else the culprit, plus 2
     std::atomic<int> abortedBy;     // of the first line alone, for all: the rank, plus 1; or 0
     Contract contracts[2];
+    char reason[kReasonBytes];  // ends with a zero
   };
 
-  Line& line(int rank) const { return reinterpret_cast<Line*>(memory_.data())[rank]; }
-  std::byte* area(int rank) const;
+  Line& line(int index) const { return reinterpret_cast<Line*>(memory_.data())[index]; }
+  std::byte* area(int index) const;
 
   const transport::SharedMemory memory_;
-  const int rank_;
+  const int index_;
   const int size_;
   std::uint64_t nextBase_ = 0;
   std::uint64_t turns_ = 0;

@@ -1,43 +1,41 @@
 // The collectives that only move data.
 #include <algorithm>
 
+#include "backend/collective/between/between_algorithms.h"
+#include "backend/collective/hierarchy/hierarchy.h"
 #include "backend/collective/host_algorithms.h"
+#include "backend/collective/selection.h"
 
 namespace farandole::collective {
 
 void broadcast(Program& program, Topology topology, int root, Slice data) {
-  if (topology.host != nullptr && data.bytes <= HostSegment::kSlotBytes) {
-    return broadcastOnHost(program, topology, root, data);
+  const Contract contract{CollectiveKind::kBroadcast, 0, static_cast<std::uint32_t>(root), data.bytes};
+  HostSegment* const host = topology.wholeSegment();
+  if (host != nullptr && data.bytes <= HostSegment::kSlotBytes) {
+    return broadcastOnHost(program, *host, contract, root, data);
   }
-  announce(program, topology, {CollectiveKind::kBroadcast, 0, static_cast<std::uint32_t>(root), data.bytes});
-  const int rank = topology.rank;
-  const int size = topology.size;
-  const int relative = (rank - root + size) % size;
-  int mask = 1;
-  for (; mask < size; mask <<= 1) {
-    if ((relative & mask) == 0) continue;
-    program.recv((relative - mask + root) % size, data.data, data.bytes);
-    program.wait();
-    break;
-  }
-  for (mask >>= 1; mask > 0; mask >>= 1) {
-    if (relative + mask < size) program.send((relative + mask + root) % size, data.data, data.bytes);
-  }
+  const Algorithm algorithm = host != nullptr ? Algorithm::kBinomial  // from process to process
+                                              : choose(topology, CollectiveKind::kBroadcast, data.bytes);
+  if (algorithm == Algorithm::kHierarchical) return hierarchy::broadcast(program, topology, root, data);
+  announce(program, topology, contract);
+  between::broadcast(algorithm, program, Team::all(topology.rank, topology.size), root, data);
 }
 
 void allGather(Program& program, Topology topology, Slice input, std::span<const Slice> outputs) {
-  if (topology.host != nullptr && std::ranges::max(outputs, {}, &Slice::bytes).bytes <= HostSegment::kSlotBytes) {
-    return allGatherOnHost(program, topology, input, outputs);
+  HostSegment* const host = topology.wholeSegment();
+  if (host != nullptr && std::ranges::max(outputs, {}, &Slice::bytes).bytes <= HostSegment::kSlotBytes) {
+    return allGatherOnHost(program, *host, input, outputs);
   }
-  announce(program, topology, {CollectiveKind::kAllGather, 0, 0, totalBytes(outputs)});
-  const int rank = topology.rank;
-  const int size = topology.size;
-  for (int i = 1; i < size; ++i) {
-    const int source = (rank - i + size) % size;
-    program.recv(source, outputs[source].data, outputs[source].bytes);
-  }
-  for (int i = 1; i < size; ++i) program.send((rank + i) % size, input.data, input.bytes);
-  program.copy(outputs[rank].data, input.data, input.bytes);
+  const std::size_t bytes = totalBytes(outputs);
+  const Algorithm algorithm =
+      host != nullptr ? Algorithm::kDirect : choose(topology, CollectiveKind::kAllGather, bytes);
+  if (algorithm == Algorithm::kHierarchical) return hierarchy::allGather(program, topology, input, outputs);
+  announce(program, topology, {CollectiveKind::kAllGather, 0, 0, bytes});
+  program.copy(outputs[topology.rank].data, input.data, input.bytes);
+  between::Blocks blocks;
+  blocks.reserve(outputs.size());
+  for (const Slice& output : outputs) blocks.push_back({output});
+  between::allGather(algorithm, program, Team::all(topology.rank, topology.size), blocks);
 }
 
 void gather(Program& program, Topology topology, int root, Slice input, std::span<const Slice> outputs) {
@@ -82,14 +80,12 @@ void allToAll(Program& program, Topology topology, std::span<const Slice> output
 }
 
 void barrier(Program& program, Topology topology) {
-  if (topology.host != nullptr) return announce(program, topology, {CollectiveKind::kBarrier, 0, 0, 0});
-  const int rank = topology.rank;
-  const int size = topology.size;
-  for (int distance = 1; distance < size; distance <<= 1) {
-    program.recv((rank - distance + size) % size, nullptr, 0);
-    program.send((rank + distance) % size, nullptr, 0);
-    program.wait();
+  if (topology.wholeSegment() != nullptr) return announce(program, topology, {CollectiveKind::kBarrier, 0, 0, 0});
+  if (choose(topology, CollectiveKind::kBarrier, 0) == Algorithm::kHierarchical) {
+    return hierarchy::barrier(program, topology);
   }
+  announce(program, topology, {CollectiveKind::kBarrier, 0, 0, 0});
+  between::barrier(program, Team::all(topology.rank, topology.size));
 }
 
 }  // namespace farandole::collective

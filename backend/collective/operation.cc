@@ -26,6 +26,7 @@ void Operation::run() {
   do {
     // One more than is posted: what completes at once must not end the round.
     ++outstanding_;
+    awaited_ = nullptr;
     const bool more = !isDone() && postNext();
     --outstanding_;
     if (!more) {
@@ -109,7 +110,7 @@ void Operation::noteMessage(Message& message) {
     if (Status status = check(message); !status) fail(status);
   }
   // Counted last: a failure above must not end this object under our feet.
-  if (--outstanding_ == 0) run();
+  if (--outstanding_ == 0 || &message == awaited_) run();
 }
 
 Status Operation::check(Message& message) const {
@@ -118,6 +119,7 @@ Status Operation::check(Message& message) const {
                                    std::to_string(message.expectedBytes) + " bytes of the buffer here");
   }
   if (!message.status) {
+    communicator_->noteLost(message.peer);
     return message.status.wrap((message.isSend ? "sending to " : "receiving from ") +
                                communicator_->describe(message.peer));
   }

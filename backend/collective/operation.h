@@ -65,6 +65,8 @@ class Operation {
   // Posts what comes next; returns false when nothing is left to do. Called when
   // all that was posted has completed.
   virtual bool postNext() = 0;
+  // For postNext(), which then returns true: it is called again as soon as this message is done.
+  void await(const Message& message) { awaited_ = &message; }
   // Whether it waits, after postNext() returned true, for something other than messages.
   virtual bool isBlocked() const { return false; }
   // The ranks that keep it from going on, for errors: "rank 1 (host a, pid 7)"; or nothing.
@@ -94,6 +96,7 @@ class Operation {
   std::atomic<bool> done_{false};
   bool registered_ = false;
   int outstanding_ = 0;
+  const Message* awaited_ = nullptr;
   std::chrono::milliseconds timeout_ = std::chrono::milliseconds::max();
   transport::Clock::time_point deadline_ = transport::kNoDeadline;
   Status status_;

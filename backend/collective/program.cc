@@ -13,17 +13,21 @@ constexpr std::size_t kWorkBytes = 128 << 10;
 
 }  // namespace
 
-void Program::send(int peer, const void* data, std::size_t bytes) {
+int Program::send(int peer, const void* data, std::size_t bytes) {
   steps_.push_back({Kind::kSend, peer, data, nullptr, bytes, 0, nullptr});
-  ++numMessages_;
+  return numMessages_++;
 }
 
-void Program::recv(int peer, void* data, std::size_t bytes) {
+int Program::recv(int peer, void* data, std::size_t bytes) {
   steps_.push_back({Kind::kRecv, peer, nullptr, data, bytes, 0, nullptr});
-  ++numMessages_;
+  return numMessages_++;
 }
 
 void Program::wait() { steps_.push_back({Kind::kWait, 0, nullptr, nullptr, 0, 0, nullptr}); }
+
+void Program::waitFor(int message) {
+  steps_.push_back({Kind::kWaitFor, 0, nullptr, nullptr, static_cast<std::size_t>(message), 0, nullptr});
+}
 
 void Program::copy(void* dst, const void* src, std::size_t bytes) {
   if (dst == src || bytes == 0) return;
@@ -34,6 +38,12 @@ void Program::reduce(ReduceFunction function, void* dst, std::span<const void* c
   if (count == 0) return;
   steps_.push_back({Kind::kReduce, static_cast<int>(sources.size()), nullptr, dst, count, sources_.size(), function});
   sources_.insert(sources_.end(), sources.begin(), sources.end());
+}
+
+void Program::finish(ReduceFunction function, void* data, int parts, std::size_t count) {
+  if (count == 0) return;
+  steps_.push_back({Kind::kReduce, parts, nullptr, data, count, sources_.size(), function});
+  sources_.push_back(data);
 }
 
 std::byte* Program::scratch(std::size_t bytes) {
@@ -55,8 +65,8 @@ void Program::signal(std::uint64_t value) { steps_.push_back({Kind::kSignal, 0, 
 
 void Program::await(std::uint64_t value) { awaitRank(kAllRanks, value); }
 
-void Program::awaitRank(int rank, std::uint64_t value) {
-  steps_.push_back({Kind::kAwait, rank, nullptr, nullptr, value, 0, nullptr});
+void Program::awaitRank(int index, std::uint64_t value) {
+  steps_.push_back({Kind::kAwait, index, nullptr, nullptr, value, 0, nullptr});
 }
 
 void Program::setContract(HostTurn turn, const Contract& contract) {
@@ -64,32 +74,32 @@ void Program::setContract(HostTurn turn, const Contract& contract) {
   steps_.push_back({Kind::kTell, 0, nullptr, nullptr, 0, contracts_.size() - 1, nullptr});
 }
 
-void Program::meet(HostTurn turn, int rank) {
-  steps_.push_back({Kind::kMeet, rank, nullptr, nullptr, turn.base + 1, contracts_.size() - 1, nullptr});
+void Program::meet(HostTurn turn, int index) {
+  steps_.push_back({Kind::kMeet, index, nullptr, nullptr, turn.base + 1, contracts_.size() - 1, nullptr});
 }
 
 int ProgramOperation::missing(const Program::Step& step) const {
   const HostSegment& host = *program_.host_;
   const bool isOne = step.peer != Program::kAllRanks;
-  for (int rank = isOne ? step.peer : 0; rank < (isOne ? step.peer + 1 : host.size()); ++rank) {
-    if (!host.hasCome(rank, step.size)) return rank;
+  for (int index = isOne ? step.peer : 0; index < (isOne ? step.peer + 1 : host.size()); ++index) {
+    if (!host.hasCome(index, step.size)) return index;
   }
   return -1;
 }
 
 bool ProgramOperation::isReady() const {
-  const int rank = missing(program_.steps_[next_]);
-  return rank < 0 || !communicator_->canCome(rank);
+  const int index = missing(program_.steps_[next_]);
+  return index < 0 || !communicator_->canCome(index);
 }
 
 std::string ProgramOperation::missingRanks() const {
   std::set<int> ranks;
   if (waitsForTurn_) return {};
-  if (blocked_) ranks.insert(missing(program_.steps_[next_]));
+  const int index = blocked_ ? missing(program_.steps_[next_]) : -1;
+  if (index >= 0) ranks.insert(communicator_->rankOnHost(index));  // else it is blocked no more
   for (int i = 0; i < posted_; ++i) {
     if (messages_[i].isPending) ranks.insert(messages_[i].peer);
   }
-  ranks.erase(-1);  // blocked no more
   std::string text;
   for (const int rank : ranks) text += (text.empty() ? "" : ", ") + communicator_->describe(rank);
   return text;
@@ -97,13 +107,13 @@ std::string ProgramOperation::missingRanks() const {
 
 Status ProgramOperation::compareContracts(const Program::Step& step) const {
   const auto& [turn, own] = program_.contracts_[step.firstSource];
-  for (int rank = 0; rank < program_.host_->size(); ++rank) {
-    if (step.peer != Program::kAllRanks && step.peer != rank) continue;
-    const Contract& other = program_.host_->contract(rank, turn);
+  for (int index = 0; index < program_.host_->size(); ++index) {
+    if (step.peer != Program::kAllRanks && step.peer != index) continue;
+    const Contract& other = program_.host_->contract(index, turn);
     if (other == own) continue;
     return Status::invalidArgument("rank " + std::to_string(communicator_->rank()) + " called " + describe(own) + ", " +
-                                   communicator_->describe(rank) + " called " + describe(other) +
-                                   "; expected the same on all ranks");
+                                   communicator_->describe(communicator_->rankOnHost(index)) + " called " +
+                                   describe(other) + "; expected the same on all ranks");
   }
   return Status::ok();
 }
@@ -113,9 +123,7 @@ std::string ProgramOperation::describeReduction(std::uint16_t code) const {
 }
 
 std::string ProgramOperation::describe(const Contract& contract) const {
-  constexpr const char* kNames[] = {"broadcast", "all_reduce",     "reduce",     "all_gather", "gather",
-                                    "scatter",   "reduce_scatter", "all_to_all", "barrier"};
-  std::string text = kNames[static_cast<std::size_t>(contract.kind)];
+  std::string text(toString(contract.kind));
   const bool hasRoot = contract.kind == CollectiveKind::kBroadcast || contract.kind == CollectiveKind::kReduce ||
                        contract.kind == CollectiveKind::kGather || contract.kind == CollectiveKind::kScatter;
   const bool reduces = contract.kind == CollectiveKind::kAllReduce || contract.kind == CollectiveKind::kReduce ||
@@ -156,6 +164,12 @@ bool ProgramOperation::postNext() {
         worked += step.size;
         break;
       case Program::Kind::kWait: ++next_; return true;
+      case Program::Kind::kWaitFor:
+        if (messages_[step.size].isPending) {
+          await(messages_[step.size]);
+          return true;
+        }
+        break;
       case Program::Kind::kTell: {
         const auto& [turn, contract] = program_.contracts_[step.firstSource];
         program_.host_->setContract(turn, contract);
@@ -164,8 +178,8 @@ bool ProgramOperation::postNext() {
       case Program::Kind::kSignal: communicator_->signal(step.size); break;
       case Program::Kind::kAwait:
       case Program::Kind::kMeet:
-        if (const int rank = missing(step); rank >= 0) {
-          if (Status status = communicator_->canCome(rank); !status) {
+        if (const int index = missing(step); index >= 0) {
+          if (Status status = communicator_->canCome(index); !status) {
             fail(status);
             return false;
           }

@@ -20,26 +20,33 @@ using ReduceFunction = void (*)(void* dst, const void* const* sources, int numSo
 // local work. Built by the algorithms, carried out by a ProgramOperation.
 class Program {
  public:
-  void send(int peer, const void* data, std::size_t bytes);
-  void recv(int peer, void* data, std::size_t bytes);
+  // Return the message's number in the program. What one rank sends to another
+  // arrives in the order in which it is received there.
+  int send(int peer, const void* data, std::size_t bytes);
+  int recv(int peer, void* data, std::size_t bytes);
   // What comes after it starts when all that was posted before it is done.
   void wait();
+  // When this message is done; others may be under way.
+  void waitFor(int message);
   void copy(void* dst, const void* src, std::size_t bytes);
   void reduce(ReduceFunction function, void* dst, std::span<const void* const> sources, std::size_t count);
+  // In place, of data in which `parts` are combined: Reduction::finish.
+  void finish(ReduceFunction function, void* data, int parts, std::size_t count);
 
   // Over the memory that the ranks of a host share. A program that uses it runs
   // when those before it have ended, and takes its turn when it is built.
   HostTurn takeTurn(HostSegment& host, std::uint64_t steps);
   // Says that this rank has come to `value`.
   void signal(std::uint64_t value);
-  // What comes after it starts when all ranks, or one, have come to `value`.
+  // What comes after it starts when all ranks of the host, or one, have come to
+  // `value`. Here and below a rank is named by its index in the segment.
   void await(std::uint64_t value);
-  void awaitRank(int rank, std::uint64_t value);
+  void awaitRank(int index, std::uint64_t value);
   // What this rank does in the turn, which the others' is compared with: told
   // with the first signal, compared by the next await.
   void setContract(HostTurn turn, const Contract& contract);
   // Awaits the first step of all ranks, or of one, and compares their contracts with the own one.
-  void meet(HostTurn turn, int rank = kAllRanks);
+  void meet(HostTurn turn, int index = kAllRanks);
 
   static constexpr int kAllRanks = -1;
 
@@ -51,13 +58,13 @@ class Program {
 
  private:
   friend class ProgramOperation;
-  enum class Kind : std::uint8_t { kSend, kRecv, kWait, kCopy, kReduce, kTell, kSignal, kAwait, kMeet };
+  enum class Kind : std::uint8_t { kSend, kRecv, kWait, kWaitFor, kCopy, kReduce, kTell, kSignal, kAwait, kMeet };
   struct Step {
     Kind kind;
-    int peer;            // or the number of sources, or kAllRanks
+    int peer;            // a rank; of the host's steps its index there, or kAllRanks; or the number of sources
     const void* source;  // or null
     void* destination;
-    std::size_t size;  // bytes, or elements of a reduction, or a counter's value
+    std::size_t size;  // bytes, or elements of a reduction, or a counter's value, or a message's number
     std::size_t firstSource;
     ReduceFunction function;
   };
@@ -93,7 +100,7 @@ class ProgramOperation : public Operation {
 
   // While it is blocked: whether the ranks that it waits for have come, or one of them never will.
   bool isReady() const;
-  // The first of the ranks that a step waits for that has not come; -1 when all have.
+  // The index of the first of the ranks that a step waits for that has not come; -1 when all have.
   int missing(const Program::Step& step) const;
   std::string describe(const Contract& contract) const;
   Status compareContracts(const Program::Step& step) const;

@@ -57,10 +57,10 @@ int pollTimeout(Clock::time_point deadline) {
 ProgressEngine::ProgressEngine(std::unique_ptr<Transport> transport, net::EventLoop& loop)
     : transport_(std::move(transport)),
       loop_(loop),
+      spins_(kSpins),
       descriptor_(loop.context(), dup(transport_->eventFd())),
       tick_(loop.context()),
       deadlineTimer_(loop.context()),
-      spins_(kSpins),
       tickInterval_(kTick),
       patience_(kYieldingWaits + static_cast<int>(getpid() % 7)) {
   transport_->onPeerFailed([this](PeerId peer, const Status& status) {

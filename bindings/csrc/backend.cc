@@ -74,7 +74,8 @@ void bindBackend(py::module_& module) {
       // torch 2.11 binds no way to set it.
       .def("set_timeout", &ProcessGroupFarandole::setTimeout, py::arg("timeout"))
       .def("transport_of", &ProcessGroupFarandole::transportOf, py::arg("rank"),
-           py::call_guard<py::gil_scoped_release>());
+           py::call_guard<py::gil_scoped_release>())
+      .def("algorithms", &ProcessGroupFarandole::algorithms);
 
   module.def("nccl_status", &ncclStatus, "The version of the NCCL that torch has loaded, or why it cannot be used.");
   module.def("leave", &backend::ProcessContext::leaveAtExit, py::call_guard<py::gil_scoped_release>(),

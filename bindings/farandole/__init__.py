@@ -15,9 +15,9 @@ from farandole import _build
 _build.check(torch.__version__)
 
 from farandole import _C  # noqa: E402
-from farandole._backend import batch_p2p, create_backend, transport_report  # noqa: E402
+from farandole._backend import algorithms, batch_p2p, create_backend, transport_report  # noqa: E402
 
 __version__ = "0.1.0"
-__all__ = ["_C", "batch_p2p", "create_backend", "transport_report"]
+__all__ = ["_C", "algorithms", "batch_p2p", "create_backend", "transport_report"]
 
 farandole_autoload.register()

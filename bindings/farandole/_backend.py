@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing.util
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +15,16 @@ from farandole import _C
 
 # Before the interpreter is torn down: callbacks of what then fails must not enter it any more.
 atexit.register(_C.leave)
+_finalized_pid = 0
+
+
+def _leave_with_multiprocessing() -> None:
+    """The same in a child of multiprocessing, which ends without what atexit has."""
+    global _finalized_pid
+    if _finalized_pid == os.getpid():
+        return
+    _finalized_pid = os.getpid()
+    multiprocessing.util.Finalize(None, _C.leave, exitpriority=0)
 
 
 def create_backend(options: Any, backend_options: Any = None) -> Any:
@@ -25,6 +37,7 @@ def create_backend(options: Any, backend_options: Any = None) -> Any:
     """
     if backend_options is not None and not isinstance(backend_options, _C.ProcessGroupFarandole.Options):
         raise ValueError(f"pg_options is {backend_options!r}; expected None or ProcessGroupFarandole.Options")
+    _leave_with_multiprocessing()
     return _C.create_backend(options)
 
 
@@ -66,6 +79,16 @@ def transport_report(group: dist.ProcessGroup | None = None) -> dict[int, str]:
     """What carries this rank's CPU messages to every rank of the group, e.g. ``{0: "self", 1: "ucx: posix, cma"}``."""
     backend = _backend_of(group if group is not None else dist.group.WORLD, torch.device("cpu"))
     return {rank: backend.transport_of(rank) for rank in range(backend.size())}
+
+
+def algorithms(group: dist.ProcessGroup | None = None) -> list[str]:
+    """Which algorithms the group's collectives on CPU use: one line for each rule, of which the first that fits counts.
+
+    The setting ``FARANDOLE_ALGORITHMS`` puts rules before the others, on all ranks alike. Entries are
+    ``operation=algorithm`` or ``operation:bytes-bytes=algorithm`` with commas between them, e.g.
+    ``all_reduce:64K-=ring,broadcast=hierarchical/chain``: what follows ``hierarchical/`` is used between the hosts.
+    """
+    return _backend_of(group if group is not None else dist.group.WORLD, torch.device("cpu")).algorithms()
 
 
 def _backend_of(group: Any, device: torch.device) -> Any:

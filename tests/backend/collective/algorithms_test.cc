@@ -58,7 +58,7 @@ class AlgorithmsTest : public ::testing::TestWithParam<std::size_t> {
     std::vector<std::shared_ptr<TestOperation>> operations;
     for (int rank = 0; rank < size; ++rank) {
       Program program;
-      build(program, {rank, size, group[rank]->host()});
+      build(program, group[rank]->topology());
       operations.push_back(TestOperation::launch(group[rank], std::move(program), 1));
     }
     for (auto& operation : operations) {
@@ -166,7 +166,7 @@ TEST_P(AlgorithmsTest, NoRankLeavesABarrierBeforeTheLastHasEntered) {
     for (int rank = 0; rank < size; ++rank) {
       for (auto& operation : operations) EXPECT_FALSE(operation->wait(transport::Clock::now()));
       Program program;
-      barrier(program, {rank, size});
+      barrier(program, group[rank]->topology());
       operations.push_back(TestOperation::launch(group[rank], std::move(program), 1));
     }
     for (auto& operation : operations) EXPECT_TRUE(operation->wait(transport::kNoDeadline));
@@ -196,7 +196,7 @@ TEST_P(AlgorithmsTest, CollectivesThatAreInFlightTogetherDoNotDisturbEachOther) 
       }
       for (int rank = 0; rank < size; ++rank) {
         Program program;
-        const Topology topology{rank, size, group[rank]->host()};
+        const Topology topology = group[rank]->topology();
         if (kinds[i] == 0) broadcast(program, topology, root, sliceOf(data[i][rank]));
         if (kinds[i] == 1) allReduce(program, topology, kSum, sliceOf(data[i][rank]));
         if (kinds[i] == 2) barrier(program, topology);
@@ -220,7 +220,7 @@ TEST(HostAlgorithms, RanksThatCallDifferentCollectivesAreToldWhoCalledWhat) {
   for (int rank = 0; rank < 3; ++rank) {
     Program program;
     if (rank == 1) data[rank].resize(5);
-    allReduce(program, {rank, 3, group[rank]->host()}, kSum, sliceOf(data[rank]));
+    allReduce(program, group[rank]->topology(), kSum, sliceOf(data[rank]));
     operations.push_back(TestOperation::launch(group[rank], std::move(program), 1));
   }
   for (int rank = 0; rank < 3; ++rank) {
@@ -235,7 +235,7 @@ TEST(HostAlgorithms, ARankThatGivesUpEndsTheWaitOfTheOthers) {
   Group group(2, Group::kSharedMemory);
   Data data[2] = {Data(100'000, 1), Data(100'000, 1)};
   Program program;
-  allReduce(program, {0, 2, group[0]->host()}, kSum, sliceOf(data[0]));
+  allReduce(program, group[0]->topology(), kSum, sliceOf(data[0]));
   auto operation = TestOperation::launch(group[0], std::move(program), 1);
   EXPECT_FALSE(operation->wait(transport::Clock::now() + std::chrono::milliseconds(50)));
   group[1]->abort(Status::aborted("enough"));

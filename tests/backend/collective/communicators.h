@@ -7,6 +7,7 @@
 #include "backend/collective/communicator.h"
 #include "backend/collective/program.h"
 #include "backend/transport/loopback/loopback_transport.h"
+#include "backend/transport/routing/routing_transport.h"
 #include "backend/transport/shm/shm_transport.h"
 
 namespace farandole::collective::testing {
@@ -22,16 +23,39 @@ class Group {
       auto& loop = *loops_.emplace_back(std::make_unique<net::EventLoop>("rank-" + std::to_string(rank)));
       auto transport = isShared ? makeShm() : fabric_->makeTransport();
       members.push_back(
-          {transport->address(), static_cast<std::uint32_t>(rank) + 1, "host", rank, isShared ? "host" : ""});
+          {transport->address(), static_cast<std::uint32_t>(rank) + 1, "host", rank, isShared ? "host" : "", ""});
       connections_.push_back(std::make_unique<transport::Connections>(std::move(transport), loop));
     }
     for (int rank = 0; rank < size; ++rank) {
       communicators_.push_back(std::make_shared<Communicator>(*connections_[rank], nullptr, rank, members));
     }
-    for (auto& communicator : communicators_) {
-      const Status status = communicator->connectHost(transport::Clock::now() + std::chrono::seconds(10));
-      if (!status) throw std::runtime_error(status.toString());
+    connectHosts();
+  }
+  // Rank r is on host hosts[r]: shared memory there, loopback between the hosts.
+  Group(const std::vector<int>& hosts, std::size_t eagerBytes, const AlgorithmTable& table)
+      : fabric_(transport::LoopbackFabric::create(eagerBytes)) {
+    std::vector<Member> members;
+    std::vector<std::string> networkAddresses;
+    for (std::size_t rank = 0; rank < hosts.size(); ++rank) {
+      auto& loop = *loops_.emplace_back(std::make_unique<net::EventLoop>("rank-" + std::to_string(rank)));
+      auto transport = transport::RoutingTransport::create(
+          makeShm(), [this]() -> Result<std::unique_ptr<transport::Transport>> { return fabric_->makeTransport(); });
+      if (!transport) throw std::runtime_error(transport.status().toString());
+      const std::string host = "host-" + std::to_string(hosts[rank]);
+      members.push_back({(*transport)->address(), static_cast<std::uint32_t>(rank) + 1, host, static_cast<int>(rank),
+                         host, table.overrides()});
+      networkAddresses.push_back((*transport)->networkAddress().value());
+      connections_.push_back(std::make_unique<transport::Connections>(std::move(transport).value(), loop));
     }
+    for (std::size_t rank = 0; rank < hosts.size(); ++rank) {
+      std::vector<Member> seen = members;
+      for (std::size_t other = 0; other < hosts.size(); ++other) {
+        if (hosts[other] != hosts[rank]) seen[other].address = networkAddresses[other];
+      }
+      communicators_.push_back(
+          std::make_shared<Communicator>(*connections_[rank], nullptr, static_cast<int>(rank), std::move(seen), table));
+    }
+    connectHosts();
   }
   static constexpr std::size_t kSharedMemory = ~std::size_t{0};
 
@@ -44,6 +68,12 @@ class Group {
   int size() const { return static_cast<int>(communicators_.size()); }
 
  private:
+  void connectHosts() {
+    for (auto& communicator : communicators_) {
+      const Status status = communicator->connectHost(transport::Clock::now() + std::chrono::seconds(10));
+      if (!status) throw std::runtime_error(status.toString());
+    }
+  }
   static std::unique_ptr<transport::Transport> makeShm() {
     auto transport = transport::ShmTransport::create({});
     if (!transport) throw std::runtime_error(transport.status().toString());

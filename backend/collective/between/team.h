@@ -1,0 +1,62 @@
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <numeric>
+#include <vector>
+
+#include "backend/collective/reduction.h"
+
+namespace farandole::collective {
+
+// Ranks that exchange messages among themselves: all of a group, or one of each host.
+struct Team {
+  std::vector<int> ranks;
+  int index;  // this rank's, in `ranks`
+
+  static Team all(int rank, int size) {
+    Team team{std::vector<int>(size), rank};
+    std::iota(team.ranks.begin(), team.ranks.end(), 0);
+    return team;
+  }
+  int size() const { return static_cast<int>(ranks.size()); }
+  // The rank `distance` places after this one, around the end.
+  int after(int distance) const { return (index + distance) % size(); }
+  int before(int distance) const { return (index - distance % size() + size()) % size(); }
+};
+
+// The part of `data` that belongs to `owner` of `size`, in whole elements.
+inline Slice shardOf(int owner, int size, std::size_t elementSize, Slice data) {
+  const std::size_t elements = data.bytes / elementSize;
+  const std::size_t first = elements * owner / size;
+  const std::size_t last = elements * (owner + 1) / size;
+  return {data.data + first * elementSize, (last - first) * elementSize};
+}
+
+// Data that passes in pieces, so that its messages, and the work on it, overlap.
+class Chunks {
+ public:
+  static constexpr std::size_t kBytes = 256 << 10;
+  // How many of them are under way at a time.
+  static constexpr std::size_t kDepth = 8;
+
+  // Of data up to `longest` bytes, at least one.
+  Chunks(std::size_t longest, std::size_t elementSize)
+      : bytes_(std::max(elementSize, std::min(kBytes / elementSize * elementSize, longest))),
+        count_(std::max<std::size_t>(1, (longest + bytes_ - 1) / bytes_)) {}
+
+  std::size_t count() const { return count_; }
+  std::size_t bytes() const { return bytes_; }
+  std::size_t depth() const { return std::min(count_, kDepth); }
+  // Empty past the end of shorter data.
+  Slice of(Slice data, std::size_t chunk) const {
+    const std::size_t first = std::min(chunk * bytes_, data.bytes);
+    return {data.data + first, std::min(bytes_, data.bytes - first)};
+  }
+
+ private:
+  std::size_t bytes_;
+  std::size_t count_;
+};
+
+}  // namespace farandole::collective

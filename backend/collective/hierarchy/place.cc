@@ -1,0 +1,21 @@
+#include "backend/collective/hierarchy/hierarchy.h"
+
+namespace farandole::collective::hierarchy {
+
+Team Place::lane() const {
+  Team team{{}, host()};
+  team.ranks.reserve(layout_.numHosts());
+  for (int host = 0; host < layout_.numHosts(); ++host) team.ranks.push_back(layout_.ranksOf(host)[index()]);
+  return team;
+}
+
+Team Place::leaders(int special) const {
+  Team team{{}, host()};
+  team.ranks.reserve(layout_.numHosts());
+  for (int host = 0; host < layout_.numHosts(); ++host) {
+    team.ranks.push_back(host == layout_.hostOf(special) ? special : layout_.ranksOf(host)[0]);
+  }
+  return team;
+}
+
+}  // namespace farandole::collective::hierarchy

@@ -1,0 +1,44 @@
+#pragma once
+
+#include "backend/collective/host_algorithms.h"
+
+namespace farandole::collective {
+
+// Pieces that pass through the windows in a pipeline of three stages. In round i, a rank
+// takes out the results of piece i - 2, puts in piece i, and reduces its shard of piece
+// i - 1. It signals after putting in and after reducing; the values are these.
+struct Rounds {
+  HostTurn turn;
+  std::uint64_t pieces;
+
+  static std::uint64_t steps(std::uint64_t pieces) { return 2 * pieces + 2; }
+  std::uint64_t putIn(std::uint64_t piece) const { return turn.base + 2 * piece + 1; }
+  std::uint64_t reduced(std::uint64_t piece) const { return turn.base + 2 * piece + 4; }
+};
+
+template <typename TakeOut, typename PutIn, typename Reduce>
+void pipeline(Program& program, HostSegment& host, const Contract& contract, std::size_t pieces, const TakeOut& takeOut,
+              const PutIn& putIn, const Reduce& reduce) {
+  const Rounds rounds{beginTurn(program, host, contract, Rounds::steps(pieces)), pieces};
+  for (std::uint64_t i = 0; i < pieces + 2; ++i) {
+    if (i >= 2) {
+      program.await(rounds.reduced(i - 2));
+      takeOut(i - 2);
+    }
+    if (i < pieces) {
+      putIn(i);
+      program.signal(rounds.putIn(i));
+    }
+    if (i >= 1 && i <= pieces) {
+      if (i == 1) {
+        program.meet(rounds.turn);
+      } else {
+        program.await(rounds.putIn(i - 1));
+      }
+      reduce(i - 1);
+      program.signal(rounds.reduced(i - 1));
+    }
+  }
+}
+
+}  // namespace farandole::collective
