@@ -75,8 +75,8 @@ class PythonExecutor {
     config.description = std::move(description);
     config.rankName = std::move(rankName);
     config.describeError = [this] { return raised_.describe(); };
-    auto backend = group ? group->getBackend(c10::DeviceType::CPU) : c10::intrusive_ptr<c10d::Backend>();
-    auto executor = pipeline::Executor::create(plan, rank, std::move(backend), std::move(config));
+    const auto backend = group ? group->getBackend(c10::DeviceType::CPU) : c10::intrusive_ptr<c10d::Backend>();
+    auto executor = pipeline::Executor::create(plan, rank, backend, std::move(config));
     if (!executor) throw py::value_error(executor.status().toString());
     executor_ = std::move(executor).value();
   }

@@ -38,7 +38,8 @@ Status checkSendable(const std::vector<at::Tensor>& outputs) {
 }  // namespace
 
 Result<std::unique_ptr<Executor>> Executor::create(const Plan& lowered, int rank,
-                                                   c10::intrusive_ptr<c10d::Backend> backend, ExecutorConfig config) {
+                                                   const c10::intrusive_ptr<c10d::Backend>& backend,
+                                                   ExecutorConfig config) {
   Result<Program> program = compileProgram(lowered, rank);
   if (!program) return program.status();
   if (lowered.numRanks() > 1 && !backend) {

@@ -59,7 +59,8 @@ class Executor {
  public:
   // `backend` reaches the ranks of the plan; null when there is one rank.
   static Result<std::unique_ptr<Executor>> create(const Plan& lowered, int rank,
-                                                  c10::intrusive_ptr<c10d::Backend> backend, ExecutorConfig config);
+                                                  const c10::intrusive_ptr<c10d::Backend>& backend,
+                                                  ExecutorConfig config);
 
   // Runs one step on all ranks. `relearn` when inputs changed their shapes here.
   Status step(bool relearn);
