@@ -4,6 +4,8 @@
 
 #include <utility>
 
+#include "ddp/abandonment.h"
+
 namespace farandole::ddp {
 namespace {
 
@@ -27,8 +29,8 @@ void Bucket::issue(c10d::ProcessGroup& group) {
   work_ = group.allreduce(tensors);
 }
 
-void Bucket::wait() {
-  if (auto work = std::exchange(work_, nullptr)) work->wait();
+void Bucket::wait(c10d::ProcessGroup& group) {
+  if (auto work = std::exchange(work_, nullptr)) await(group, data_.device().type(), *work);
 }
 
 void Bucket::reset() {

@@ -25,7 +25,7 @@ class Bucket {
 
   // Blocks the host (or, on CUDA, the current stream) until the average is there.
   // Releases what issue() started, also when it throws.
-  void wait();
+  void wait(c10d::ProcessGroup& group);
 
   void reset();
 

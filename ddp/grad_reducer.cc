@@ -9,6 +9,8 @@
 #include <exception>
 #include <utility>
 
+#include "ddp/abandonment.h"
+
 namespace farandole::ddp {
 namespace {
 
@@ -121,12 +123,15 @@ void GradReducer::attachHooks() {
 
 void GradReducer::setRequireSync(bool requireSync) {
   std::lock_guard lock(mutex_);
+  checkUsable();
   requireSync_ = requireSync;
+  if (!requireSync) synchronized_ = false;
 }
 
 void GradReducer::prepareForward(bool requireSync) {
   {
     std::lock_guard lock(mutex_);
+    checkUsable();
     requireSync_ = requireSync;
     if (!inRound_) return;
   }
@@ -135,6 +140,7 @@ void GradReducer::prepareForward(bool requireSync) {
 
 void GradReducer::startSync() {
   std::lock_guard lock(mutex_);
+  checkUsable();
   TORCH_CHECK(!inRound_,
               "farandole.ddp: start_grad_sync() while a synchronization is open: call finish_grad_sync() first");
   c10::NoGradGuard noGrad;
@@ -145,7 +151,38 @@ void GradReducer::startSync() {
   }
 }
 
-void GradReducer::finishSync() { finishRound(RoundEnd::kExplicit); }
+void GradReducer::finishSync() {
+  {
+    std::lock_guard lock(mutex_);
+    checkUsable();
+  }
+  finishRound(RoundEnd::kExplicit);
+}
+
+void GradReducer::abandon(const std::string& why) {
+  {
+    std::lock_guard lock(mutex_);
+    if (!abandoned_.empty()) return;
+    abandoned_ = why;
+  }
+  abandonGroup(*group_, why);
+}
+
+void GradReducer::beginStep() {
+  std::lock_guard lock(mutex_);
+  checkUsable();
+  synchronized_ = false;
+}
+
+bool GradReducer::isSynchronized() {
+  std::lock_guard lock(mutex_);
+  return synchronized_;
+}
+
+void GradReducer::checkUsable() const {
+  TORCH_CHECK(abandoned_.empty(), "farandole.ddp: rank ", group_->getRank(),
+              " of the group cannot average gradients any more: ", abandoned_);
+}
 
 void GradReducer::zeroGradBuffers() {
   std::lock_guard lock(mutex_);
@@ -159,6 +196,7 @@ void GradReducer::onGradReady(int parameter, bool hasGradient) {
   TORCH_CHECK(!hasGradient || tensor.grad().defined(), "farandole.ddp: the gradient of parameter '", name,
               "' was removed by a hook before it could be reduced");
   std::lock_guard lock(mutex_);
+  if (!abandoned_.empty()) return;
   if (!requireSync_) {
     if (tensor.grad().defined()) adoptGrad(parameter);
     return;
@@ -201,7 +239,15 @@ void GradReducer::markReady(int parameter) {
   ready_[parameter] = 1;
   ++readyCount_;
   buckets_[layout_.slots[parameter].bucket].markReady();
-  while (nextBucket_ < buckets_.size() && buckets_[nextBucket_].isReady()) buckets_[nextBucket_++].issue(*group_);
+  issueReady();
+}
+
+void GradReducer::issueReady() {
+  try {
+    while (nextBucket_ < buckets_.size() && buckets_[nextBucket_].isReady()) buckets_[nextBucket_++].issue(*group_);
+  } catch (const std::exception&) {
+    rethrowWithReason();
+  }
 }
 
 void GradReducer::onBackwardEnd() {
@@ -235,16 +281,26 @@ void GradReducer::finishRound(RoundEnd end) {
       if (!inRound_) return;
       unused = issueRest();
     }
-    for (Bucket& bucket : buckets_) bucket.wait();
+    awaitBuckets();
   } catch (...) {
     failure = std::current_exception();
   }
   {
     std::lock_guard lock(mutex_);
     resetRound();
+    synchronized_ = !failure;
   }
   if (failure) std::rethrow_exception(failure);
   throwUnused(unused, end);
+}
+
+void GradReducer::awaitBuckets() {
+  try {
+    for (Bucket& bucket : buckets_) bucket.wait(*group_);
+  } catch (const std::exception&) {
+    std::lock_guard lock(mutex_);
+    rethrowWithReason();
+  }
 }
 
 void GradReducer::resetRound() {
@@ -253,6 +309,12 @@ void GradReducer::resetRound() {
   readyCount_ = 0;
   nextBucket_ = 0;
   inRound_ = false;
+}
+
+void GradReducer::rethrowWithReason() {
+  if (abandoned_.empty()) abandoned_ = abandonmentOf(*group_);
+  checkUsable();
+  throw;
 }
 
 void GradReducer::throwUnused(const std::vector<int>& unused, RoundEnd end) const {

@@ -67,6 +67,17 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   void startSync();
   void finishSync();
 
+  // For a rank that failed and will not call what the others call: gives the group
+  // up (abandonment.h). `why` names this rank. Then, as on every rank that has
+  // learned of it, all but this method throws, and gradients are left alone: the
+  // parameters may be given to another reducer.
+  void abandon(const std::string& why);
+
+  // Whether a round has ended since the last beginStep() or setRequireSync(false):
+  // a rank that fails after that is not waited for.
+  void beginStep();
+  bool isSynchronized();
+
   void zeroGradBuffers();
 
   const Layout& layout() const { return layout_; }
@@ -83,13 +94,18 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   void onGradReady(int parameter, bool hasGradient);
   void onBackwardEnd();
   void finishRound(RoundEnd end);
+  void awaitBuckets();
 
   // With mutex_ held:
   void adoptGrad(int parameter);
   void queueBackwardEnd();
   void markReady(int parameter);
   std::vector<int> issueRest();
+  void issueReady();
   void resetRound();
+  void checkUsable() const;
+  // Inside a catch block: throws why the group was abandoned if it was, else what was caught.
+  [[noreturn]] void rethrowWithReason();
 
   void throwUnused(const std::vector<int>& unused, RoundEnd end) const;
 
@@ -108,6 +124,8 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   size_t readyCount_ = 0;
   size_t nextBucket_ = 0;  // the first that is not issued
   bool inRound_ = false;
+  bool synchronized_ = false;
+  std::string abandoned_;  // why, once this rank knows
   int callbackTask_ = -1;  // id of the graph task that has our callback
 };
 

@@ -42,9 +42,10 @@ class ProcessGroupFarandole final : public ::c10d::Backend {
   struct Options final : ::c10d::Backend::Options {
     explicit Options(std::chrono::milliseconds timeout = kBackendDefaultTimeout)
         : ::c10d::Backend::Options("farandole", timeout) {}
-    // Overrides where torch has it (2.15), as all that says `virtual` below.
-    // NOLINTNEXTLINE(modernize-use-override)
+    // What says `virtual` overrides where torch has it (2.15), and is new where it does not (2.11).
+    // NOLINTBEGIN(modernize-use-override)
     virtual c10::intrusive_ptr<::c10d::Backend::Options> clone() const { return c10::make_intrusive<Options>(*this); }
+    // NOLINTEND(modernize-use-override)
   };
 
   // Meets the other ranks through the store; throws when one is missing after the timeout.
@@ -57,7 +58,9 @@ class ProcessGroupFarandole final : public ::c10d::Backend {
   c10::intrusive_ptr<::c10d::Backend::Options> getBackendOptions() override { return copyOptions(); }
   c10::intrusive_ptr<Options> copyOptions() const;
   void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout; }
+  // NOLINTBEGIN(modernize-use-override)
   virtual void addEphemeralTimeout(const std::chrono::milliseconds& timeout) { hooks_->extendTimeout(timeout); }
+  // NOLINTEND(modernize-use-override)
   std::uint64_t getSequenceNumberForGroup() override;
   void setSequenceNumberForGroup() override {}  // they start at 0 everywhere
   ::c10d::ErrorType getError() override;
@@ -84,12 +87,14 @@ class ProcessGroupFarandole final : public ::c10d::Backend {
   void registerOnCompletionHook(WorkHooks::InfoHook&& hook) override;
   void waitForPendingWorks() override { hooks_->waitForFollowed(); }
   void enableCollectivesTiming() override { hooks_->enableTiming(); }
+  // NOLINTBEGIN(modernize-use-override)
   virtual bool supportsCompletionHooks() const { return true; }
   virtual void registerCompletionHook(std::int64_t id, CompletionHook hook);
   virtual void unregisterCompletionHook(std::int64_t id) { hooks_->removeCompletionHook(id); }
   virtual bool supportsAbortHooks() const { return true; }
   virtual void registerAbortHook(std::int64_t id, std::function<void()> hook);
   virtual void unregisterAbortHook(std::int64_t id) { hooks_->removeAbortHook(id); }
+  // NOLINTEND(modernize-use-override)
 
   // Point to point (point_to_point.cc).
   WorkPtr send(Tensors& tensors, int dstRank, int tag) override;
@@ -115,7 +120,9 @@ class ProcessGroupFarandole final : public ::c10d::Backend {
   WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const ::c10d::AllgatherOptions& opts) override;
   WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const ::c10d::GatherOptions& opts) override;
+  // NOLINTBEGIN(modernize-use-override)
   virtual WorkPtr gather_into_tensor(at::Tensor& output, at::Tensor& input, const ::c10d::GatherOptions& opts);
+  // NOLINTEND(modernize-use-override)
   WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs, const ::c10d::ScatterOptions& opts) override;
   WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                          const ::c10d::ReduceScatterOptions& opts) override;

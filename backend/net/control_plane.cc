@@ -5,6 +5,7 @@
 #include <future>
 #include <map>
 #include <mutex>
+#include <new>
 #include <utility>
 
 #include "backend/net/control_plane_impl.h"
@@ -65,8 +66,7 @@ ControlPlane::ControlPlane(std::shared_ptr<Impl> impl, std::string address)
 
 ControlPlane::~ControlPlane() {
   if (getpid() != pid_) {
-    // The parent's sockets: let go of them untouched.
-    new std::shared_ptr<Impl>(std::move(impl_));  // NOLINT(bugprone-unhandled-exception-at-new)
+    new (std::nothrow) std::shared_ptr<Impl>(std::move(impl_));  // the parent's sockets: let go of them untouched
     return;
   }
   if (impl_->loop().context().stopped()) {

@@ -107,7 +107,7 @@ ControlChannel::Ptr ControlPlane::Impl::channelTo(const ControlAddress& address)
     const bool vouched = channel->isOutbound() || channel->isTrusted();
     if (channel->remotePlane() == address.plane && vouched && !channel->isEnding()) return channel;
   }
-  const auto channel = ControlChannel::connect(loop_, *this, times_, address_.plane, address, address_.machine);
+  auto channel = ControlChannel::connect(loop_, *this, times_, address_.plane, address, address_.machine);
   channels_.insert(channel);
   return channel;
 }

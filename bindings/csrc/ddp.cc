@@ -1,6 +1,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "bindings/csrc/layers.h"
+#include "ddp/abandonment.h"
 #include "ddp/grad_reducer.h"
 
 namespace farandole::python {
@@ -37,11 +38,21 @@ void bindDdp(py::module_& module) {
       .value("error", ddp::UnusedParameters::kError)
       .value("zero_fill", ddp::UnusedParameters::kZeroFill);
 
+  module.def(
+      "abandon_group",
+      [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& why) {
+        ddp::abandonGroup(*group, why);
+      },
+      py::arg("group"), py::arg("why"), ReleaseGil());
+
   py::class_<ddp::GradReducer, std::shared_ptr<ddp::GradReducer>>(module, "GradReducer")
       .def(py::init(&createReducer), py::arg("group"), py::arg("parameters"), py::arg("buffers"),
            py::arg("bucket_size"), py::arg("unused_parameters"), ReleaseGil())
       .def("set_require_sync", &ddp::GradReducer::setRequireSync, py::arg("require_sync"), ReleaseGil())
       .def("prepare_forward", &ddp::GradReducer::prepareForward, py::arg("require_sync"), ReleaseGil())
+      .def("abandon", &ddp::GradReducer::abandon, py::arg("why"), ReleaseGil())
+      .def("begin_step", &ddp::GradReducer::beginStep, ReleaseGil())
+      .def("is_synchronized", &ddp::GradReducer::isSynchronized, ReleaseGil())
       .def("start_sync", &ddp::GradReducer::startSync, ReleaseGil())
       .def("finish_sync", &ddp::GradReducer::finishSync, ReleaseGil())
       .def("zero_grad_buffers", &ddp::GradReducer::zeroGradBuffers, ReleaseGil())

@@ -22,7 +22,8 @@ std::optional<std::vector<pipeline::TensorMeta>> toMetas(const std::optional<Dec
 
 std::shared_ptr<PythonStage> makeStage(int index, bool isFirst, bool isLast, py::object module, py::object lossFn,
                                        const std::optional<DeclaredTensors>& inputs,
-                                       const std::optional<DeclaredTensors>& outputs, py::object requireGradSync) {
+                                       const std::optional<DeclaredTensors>& outputs, py::object requireGradSync,
+                                       py::object abandonGradSync) {
   pipeline::StageSpec spec;
   spec.index = index;
   spec.declaredInputs = toMetas(inputs);
@@ -33,6 +34,18 @@ std::shared_ptr<PythonStage> makeStage(int index, bool isFirst, bool isLast, py:
     spec.requireGradSync = [callable](bool required) {
       const py::gil_scoped_acquire gil;
       (*callable)(required);
+    };
+  }
+  if (!abandonGradSync.is_none()) {
+    auto callable = std::make_shared<py::object>(std::move(abandonGradSync));
+    spec.abandonGradSync = [callable](const std::string& reason) {
+      const py::gil_scoped_acquire gil;
+      const py::error_scope current;  // the error that is the reason may be the thread's pending one
+      try {
+        (*callable)(reason);
+      } catch (py::error_already_set& error) {
+        error.discard_as_unraisable("abandoning the reduction of gradients");
+      }
     };
   }
   return std::make_shared<PythonStage>(std::move(spec), isFirst, isLast, std::move(module), std::move(lossFn));
@@ -54,14 +67,16 @@ std::shared_ptr<PythonStage> makeStage(int index, bool isFirst, bool isLast, py:
 class PythonExecutor {
  public:
   PythonExecutor(const pipeline::Plan& plan, int rank, const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                 const std::vector<std::shared_ptr<PythonStage>>& stages, double lossScale, std::string description) {
+                 const std::vector<std::shared_ptr<PythonStage>>& stages, double lossScale, std::string description,
+                 std::string rankName) {
     pipeline::ExecutorConfig config;
     for (const auto& stage : stages) config.stages.push_back(PythonStage::bind(stage, &inputs_));
     config.lossScale = lossScale;
     config.description = std::move(description);
+    config.rankName = std::move(rankName);
     config.describeError = [this] { return raised_.describe(); };
-    auto backend = group ? group->getBackend(c10::DeviceType::CPU) : c10::intrusive_ptr<c10d::Backend>();
-    auto executor = pipeline::Executor::create(plan, rank, std::move(backend), std::move(config));
+    const auto backend = group ? group->getBackend(c10::DeviceType::CPU) : c10::intrusive_ptr<c10d::Backend>();
+    auto executor = pipeline::Executor::create(plan, rank, backend, std::move(config));
     if (!executor) throw py::value_error(executor.status().toString());
     executor_ = std::move(executor).value();
   }
@@ -124,12 +139,12 @@ void bindPipelineExecutor(py::module_& module) {
   py::class_<PythonStage, std::shared_ptr<PythonStage>>(module, "PipelineStage")
       .def(py::init(&makeStage), py::kw_only(), py::arg("index"), py::arg("is_first"), py::arg("is_last"),
            py::arg("module"), py::arg("loss_fn"), py::arg("declared_inputs"), py::arg("declared_outputs"),
-           py::arg("require_grad_sync"));
+           py::arg("require_grad_sync"), py::arg("abandon_grad_sync"));
   py::class_<PythonExecutor>(module, "PipelineExecutor")
       .def(py::init<const pipeline::Plan&, int, const c10::intrusive_ptr<c10d::ProcessGroup>&,
-                    const std::vector<std::shared_ptr<PythonStage>>&, double, std::string>(),
+                    const std::vector<std::shared_ptr<PythonStage>>&, double, std::string, std::string>(),
            py::kw_only(), py::arg("plan"), py::arg("rank"), py::arg("group").none(true), py::arg("stages"),
-           py::arg("loss_scale"), py::arg("description"))
+           py::arg("loss_scale"), py::arg("description"), py::arg("rank_name"))
       .def("step", &PythonExecutor::step, py::kw_only(), py::arg("args"), py::arg("kwargs"), py::arg("targets"),
            py::arg("loss_kwargs"), py::arg("outputs"), py::arg("losses"), py::arg("relearn"))
       .def("refuse", &PythonExecutor::refuse, py::arg("reason"))

@@ -38,7 +38,8 @@ Status checkSendable(const std::vector<at::Tensor>& outputs) {
 }  // namespace
 
 Result<std::unique_ptr<Executor>> Executor::create(const Plan& lowered, int rank,
-                                                   c10::intrusive_ptr<c10d::Backend> backend, ExecutorConfig config) {
+                                                   const c10::intrusive_ptr<c10d::Backend>& backend,
+                                                   ExecutorConfig config) {
   Result<Program> program = compileProgram(lowered, rank);
   if (!program) return program.status();
   if (lowered.numRanks() > 1 && !backend) {
@@ -58,14 +59,15 @@ Result<std::unique_ptr<Executor>> Executor::create(const Plan& lowered, int rank
     return Status::invalidArgument("the group has " + std::to_string(backend->getSize()) + " ranks, expected " +
                                    std::to_string(numRanks) + " as the plan has");
   }
-  return std::unique_ptr<Executor>(new Executor(std::move(program).value(), std::move(backend), std::move(config)));
+  return std::unique_ptr<Executor>(new Executor(std::move(program).value(), backend, std::move(config)));
 }
 
-Executor::Executor(Program program, c10::intrusive_ptr<c10d::Backend> backend, ExecutorConfig config)
+Executor::Executor(Program program, const c10::intrusive_ptr<c10d::Backend>& backend, ExecutorConfig config)
     : program_(std::move(program)),
       config_(std::move(config)),
       agreement_(backend, backend ? backend->getSize() : 1),
       traffic_(program_, stages_, std::make_unique<ProcessGroupChannel>(backend)) {
+  if (config_.rankName.empty()) config_.rankName = "rank " + std::to_string(program_.rank);
   for (StageSpec& spec : config_.stages) {
     stages_.emplace_back(std::move(spec), program_.numStages, program_.numMicrobatches);
     Stage& stage = stages_.back();
@@ -105,7 +107,7 @@ Status Executor::step(bool relearn) {
 Status Executor::refuse(std::string reason) {
   if (!broken_.isOk()) return broken_;
   failed_ = agreed_ = false;
-  failure_ = {true, systemTimeNs(), "rank " + std::to_string(program_.rank) + ": " + std::move(reason)};
+  failure_ = {true, systemTimeNs(), config_.rankName + ": " + std::move(reason)};
   try {
     agreement_.postVote({true, true, program_.digest});
     return agree();
@@ -120,7 +122,7 @@ Status Executor::agree() {
   agreed_ = true;
   if (outcome.refused || !outcome.samePlan) {
     if (!outcome.samePlan && !failure_.failed) {
-      failure_ = {true, 0, "rank " + std::to_string(program_.rank) + " runs " + config_.description};
+      failure_ = {true, 0, config_.rankName + " runs " + config_.description};
     }
     const std::string text = describeFailures(agreement_.exchangeReports(failure_));
     traffic_.reset(true);
@@ -175,9 +177,14 @@ Status Executor::forward(const Step& step, TimedStep& time) {
       takeLocalInputs(stage, step.microbatch);
     } else if (Status status = traffic_.awaitActivation(stage, step.microbatch); !status.isOk()) {
       broken_ = status;  // what else is on the wire is unknown
+      abandonGradSync(config_.rankName + ": " + status.toString());
       return status;
     }
-    if (slot.inputPoisoned) failed_ = true;
+    if (slot.inputPoisoned && !failed_) {
+      failed_ = true;
+      abandonGradSync(config_.rankName + ": a stage before stage " + std::to_string(stage.spec.index) +
+                      " of its pipeline failed");
+    }
   }
   time.start = now();
   if (!failed_) compute(stage, step.microbatch);
@@ -339,7 +346,15 @@ void Executor::fail(const Stage& stage, std::int32_t microbatch, const std::stri
   failed_ = true;
   if (failure_.failed) return;
   const std::string where = "stage " + std::to_string(stage.spec.index) + ", microbatch " + std::to_string(microbatch);
-  failure_ = {true, systemTimeNs(), "rank " + std::to_string(program_.rank) + ", " + where + ": " + text};
+  failure_ = {true, systemTimeNs(), config_.rankName + ", " + where + ": " + text};
+  abandonGradSync(failure_.text);
+}
+
+void Executor::abandonGradSync(const std::string& reason) {
+  if (!program_.hasBackward) return;
+  for (Stage& stage : stages_) {
+    if (stage.spec.abandonGradSync) stage.spec.abandonGradSync(reason);
+  }
 }
 
 std::string Executor::currentError() const {
@@ -356,9 +371,10 @@ std::string Executor::currentError() const {
 }
 
 Status Executor::transportBroke(const std::string& during) {
-  broken_ = Status(StatusCode::kPeerFailed, "rank " + std::to_string(program_.rank) + ", during " + during +
-                                                ": communication failed (" + currentError() +
-                                                "); the pipeline cannot be used again with this group");
+  broken_ =
+      Status(StatusCode::kPeerFailed, config_.rankName + ", during " + during + ": communication failed (" +
+                                          currentError() + "); the pipeline cannot be used again with this group");
+  abandonGradSync(broken_.toString());
   return broken_;
 }
 

@@ -33,6 +33,7 @@ struct ExecutorConfig {
   std::vector<StageSpec> stages;  // this rank's, ascending
   double lossScale = 1;           // the gradient of each microbatch's loss
   std::string description;        // of what is run: shown when ranks run different things
+  std::string rankName;           // in errors; by default "rank N", of the plan
 
   // Called inside a catch block: says what was thrown. Default: what().
   std::function<std::string()> describeError;
@@ -50,11 +51,16 @@ struct ExecutorConfig {
 // if so, they exchange texts, all of them return the same error, and the next
 // step learns shapes anew. Gradients of a failed step are undefined. What the
 // transport itself throws is final: the executor refuses to run again.
+//
+// Replicas wait for each other within a step, in the reduction of gradients. A
+// rank that will not get there abandons it as soon as it knows, not at the end of
+// the step: that end may wait for a stage that waits for its replica.
 class Executor {
  public:
   // `backend` reaches the ranks of the plan; null when there is one rank.
   static Result<std::unique_ptr<Executor>> create(const Plan& lowered, int rank,
-                                                  c10::intrusive_ptr<c10d::Backend> backend, ExecutorConfig config);
+                                                  const c10::intrusive_ptr<c10d::Backend>& backend,
+                                                  ExecutorConfig config);
 
   // Runs one step on all ranks. `relearn` when inputs changed their shapes here.
   Status step(bool relearn);
@@ -67,7 +73,7 @@ class Executor {
   const StepTrace& lastTrace() const { return trace_; }
 
  private:
-  Executor(Program program, c10::intrusive_ptr<c10d::Backend> backend, ExecutorConfig config);
+  Executor(Program program, const c10::intrusive_ptr<c10d::Backend>& backend, ExecutorConfig config);
 
   Status replay();
   Status agree();
@@ -82,6 +88,7 @@ class Executor {
 
   // Enters failed mode; the first failure is the one reported.
   void fail(const Stage& stage, std::int32_t microbatch, const std::string& text);
+  void abandonGradSync(const std::string& reason);
   std::string currentError() const;
   Status transportBroke(const std::string& during);
   double now() const;

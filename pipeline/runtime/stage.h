@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "pipeline/runtime/p2p_channel.h"
@@ -27,6 +28,10 @@ struct StageSpec {
   // Optional: turns gradient reduction across replicas off before the first
   // forward of a step, and on before the last backward.
   std::function<void(bool)> requireGradSync;
+
+  // Optional: called when this rank will not finish a step that began, so that
+  // replicas do not wait for a reduction of it. Must not throw.
+  std::function<void(const std::string& reason)> abandonGradSync;
 
   std::optional<std::vector<TensorMeta>> declaredInputs, declaredOutputs;  // per microbatch
 };

@@ -23,9 +23,9 @@ TEST(Bucket, HoldsTheAverageAfterTheWait) {
     at::Tensor data = at::full({64}, self.rank + 1.0, at::kDouble);
     Bucket bucket(data, {0});
     bucket.issue(*self.group);
-    bucket.wait();
+    bucket.wait(*self.group);
     EXPECT_TRUE(at::allclose(data, at::full({64}, 2.0, at::kDouble)));
-    bucket.wait();  // nothing is left to wait for
+    bucket.wait(*self.group);  // nothing is left to wait for
     EXPECT_EQ(self.backend->events, (std::vector<std::string>{"allreduce 64", "wait"}));
   });
 }
@@ -35,7 +35,7 @@ TEST(Bucket, ReducesComplexGradientsAsPairs) {
     at::Tensor data = at::full({64}, c10::complex<float>(self.rank, 2), at::kComplexFloat);
     Bucket bucket(data, {0});
     bucket.issue(*self.group);
-    bucket.wait();
+    bucket.wait(*self.group);
     EXPECT_TRUE(data.equal(at::full({64}, c10::complex<float>(0.5, 2), at::kComplexFloat)));
     EXPECT_EQ(self.backend->events.front(), "allreduce 128");
   });
@@ -46,14 +46,14 @@ TEST(Bucket, NeedsNoCollectiveAloneOrWhenEmpty) {
     at::Tensor data = at::ones({64});
     Bucket alone(data, {0});
     alone.issue(*self.group);
-    alone.wait();
+    alone.wait(*self.group);
     EXPECT_TRUE(data.equal(at::ones({64})));
     EXPECT_TRUE(self.backend->events.empty());
   });
   runThreads(2, [](ThreadRank& self) {
     Bucket empty(at::zeros({0}), {0});
     empty.issue(*self.group);
-    empty.wait();
+    empty.wait(*self.group);
     EXPECT_TRUE(self.backend->events.empty());
   });
 }
@@ -63,9 +63,9 @@ TEST(Bucket, AFailedWaitThrowsAndLeavesNothingBehind) {
     self.backend->failure = "the wire broke";
     Bucket bucket(at::ones({64}), {0});
     bucket.issue(*self.group);
-    EXPECT_THROW(bucket.wait(), c10::Error);
+    EXPECT_THROW(bucket.wait(*self.group), c10::Error);
     self.backend->failure.clear();
-    bucket.wait();
+    bucket.wait(*self.group);
     EXPECT_EQ(self.backend->events.size(), 2U);
   });
 }

@@ -228,6 +228,54 @@ TEST(GradReducer, AFailedCollectiveComesOutOfBackwardAndTheNextRoundWorks) {
   });
 }
 
+TEST(GradReducer, ARankThatAbandonsEndsTheRoundOfTheOthersWithItsReason) {
+  for (const bool hasBegun : {false, true}) {  // its own round
+    runThreads(3, [&](ThreadRank& self) {
+      std::vector<at::Tensor> tensors = {parameter(10), parameter(20)};
+      auto reducer = GradReducer::create(self.group, modelOf(tensors), {.bucketSize = 1});
+      const std::string expected = "rank " + std::to_string(self.rank) +
+                                   " of the group cannot average gradients any more: rank 1 ran out of memory";
+      if (self.rank == 1) {
+        ReadyHook bomb(tensors[1], [](bool) { TORCH_CHECK(false, "bomb"); });
+        if (hasBegun) {
+          EXPECT_EQ(errorOf([&] { backward(lossOf(tensors, {1, 0}, 1)); }), "bomb");
+        }
+        EXPECT_FALSE(reducer->isSynchronized());
+        reducer->abandon("rank 1 ran out of memory");
+        reducer->abandon("and then");
+      } else {
+        const std::string error = errorOf([&] { backward(lossOf(tensors, {0, 1}, 1)); });
+        EXPECT_NE(error.find(expected), std::string::npos) << error;
+        EXPECT_FALSE(reducer->isSynchronized());
+      }
+      for (const auto& use : std::vector<std::function<void()>>{
+               [&] { reducer->prepareForward(true); }, [&] { reducer->setRequireSync(false); },
+               [&] { reducer->beginStep(); }, [&] { reducer->startSync(); }, [&] { reducer->finishSync(); }}) {
+        EXPECT_NE(errorOf(use).find(expected), std::string::npos);
+      }
+      for (at::Tensor& tensor : tensors) tensor.mutable_grad().reset();
+      backward(lossOf(tensors, {0, 1}, 3));
+      EXPECT_TRUE(isEverywhere(tensors[0].grad(), 3)) << "the hooks leave gradients alone";
+    });
+  }
+}
+
+TEST(GradReducer, KnowsWhetherThisStepHasReduced) {
+  runThreads(2, [](ThreadRank& self) {
+    std::vector<at::Tensor> tensors = {parameter(10), parameter(20)};
+    auto reducer = GradReducer::create(self.group, modelOf(tensors), {});
+    for (int step = 0; step < 2; ++step) {
+      step == 0 ? reducer->beginStep() : reducer->setRequireSync(false);
+      EXPECT_FALSE(reducer->isSynchronized());
+      reducer->setRequireSync(true);
+      EXPECT_FALSE(reducer->isSynchronized());
+      // A parameter that one rank leaves out is an error after the round, on that rank alone.
+      (void)errorOf([&] { backward(lossOf(tensors, self.rank == 0 ? std::vector<size_t>{0} : allOf(tensors), 1)); });
+      EXPECT_TRUE(reducer->isSynchronized());
+    }
+  });
+}
+
 TEST(GradReducer, AnExplicitRoundAveragesWhatAccumulated) {
   runThreads(2, [](ThreadRank& self) {
     std::vector<at::Tensor> tensors = {parameter(10), parameter(20), parameter(30)};

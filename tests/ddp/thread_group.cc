@@ -2,6 +2,7 @@
 
 #include <exception>
 #include <thread>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <utility>
 
 namespace farandole::ddp {
@@ -29,6 +30,7 @@ class ThreadWork : public c10d::Work {
 
 void ThreadHub::arrive(size_t sequence, int rank, std::vector<at::Tensor> tensors, const Combine& combine) {
   std::lock_guard lock(mutex_);
+  TORCH_CHECK(!aborted_, "aborted");
   Collective& collective = collectives_[sequence];
   collective.tensorsByRank.resize(size_);
   collective.tensorsByRank[rank] = std::move(tensors);
@@ -42,8 +44,15 @@ void ThreadHub::arrive(size_t sequence, int rank, std::vector<at::Tensor> tensor
 
 void ThreadHub::await(size_t sequence) {
   std::unique_lock lock(mutex_);
-  const bool done = changed_.wait_for(lock, kTimeout, [&] { return collectives_[sequence].done; });
+  const bool done = changed_.wait_for(lock, kTimeout, [&] { return aborted_ || collectives_[sequence].done; });
+  TORCH_CHECK(!aborted_ || collectives_[sequence].done, "aborted");
   TORCH_CHECK(done, "collective ", sequence, ": ", size_ - collectives_[sequence].arrived, " ranks never came");
+}
+
+void ThreadHub::abort() {
+  std::lock_guard lock(mutex_);
+  aborted_ = true;
+  changed_.notify_all();
 }
 
 ThreadBackend::ThreadBackend(std::shared_ptr<ThreadHub> hub, int rank)
@@ -88,12 +97,13 @@ c10::intrusive_ptr<c10d::Work> ThreadBackend::allgather(std::vector<std::vector<
 
 void runThreads(int size, const std::function<void(ThreadRank&)>& body) {
   auto hub = std::make_shared<ThreadHub>(size);
+  const auto store = c10::make_intrusive<c10d::HashStore>();
   std::vector<std::exception_ptr> failures(size);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < size; ++rank) {
     threads.emplace_back([&, rank] {
       try {
-        auto group = c10::make_intrusive<c10d::ProcessGroup>(rank, size);
+        auto group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size);
         auto backend = c10::make_intrusive<ThreadBackend>(hub, rank);
         group->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::CUSTOM, backend);
         ThreadRank self{rank, group, backend};

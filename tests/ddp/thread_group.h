@@ -13,7 +13,7 @@
 
 namespace farandole::ddp {
 
-// A process group whose ranks are threads of this process. Collectives are
+// A process group whose ranks are threads of this process, with a store in memory. Collectives are
 // asynchronous: a rank's tensors change only once every rank has called. Waits
 // are bounded, so that a missing rank fails the test instead of hanging it.
 class ThreadHub {
@@ -29,6 +29,9 @@ class ThreadHub {
   void arrive(size_t sequence, int rank, std::vector<at::Tensor> tensors, const Combine& combine);
   void await(size_t sequence);
 
+  // Ends all waits, and what comes, with an error.
+  void abort();
+
  private:
   static constexpr std::chrono::seconds kTimeout{10};
 
@@ -42,6 +45,7 @@ class ThreadHub {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::map<size_t, Collective> collectives_;
+  bool aborted_ = false;
 };
 
 // One rank's end of a hub. Owner: its thread.
@@ -58,6 +62,8 @@ class ThreadBackend : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> allgather(std::vector<std::vector<at::Tensor>>& outputs,
                                            std::vector<at::Tensor>& inputs,
                                            const c10d::AllgatherOptions& options) override;
+
+  void abort() override { hub_->abort(); }
 
   // What happened on this rank, e.g. "allreduce 64", "wait". Tests may add their own.
   std::vector<std::string> events;

@@ -1,37 +1,46 @@
-"""How a pipeline tells data parallelism which backward of a step is the last."""
+"""How a pipeline tells data parallelism which backward of a step is the last, and that there will be none."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from farandole import _C
 
-def grad_sync_switch(submodule: nn.Module) -> Callable[[bool], None] | None:
-    """What turns gradient reduction of all data-parallel wrappers in a module off and on.
 
-    A wrapper is farandole's (any module with ``_set_require_sync(bool)``) or torch's. None when
-    there is none. The switch is called with False before the first forward of a step and with True
-    before its last backward.
+class GradSync:
+    """The gradient reductions of all data-parallel wrappers in a module.
+
+    A wrapper is farandole's (any module with ``_set_require_sync(bool)`` and ``_abandon_step(str)``)
+    or torch's.
     """
-    switches: list[Callable[[bool], None]] = []
-    for module in submodule.modules():
-        switch = getattr(module, "_set_require_sync", None)
-        if callable(switch):
-            switches.append(switch)
-        elif isinstance(module, DistributedDataParallel):
-            switches.append(_torch_switch(module))
-    if not switches:
-        return None
-    if len(switches) == 1:
-        return switches[0]
 
-    def switch_all(required: bool) -> None:
-        for switch in switches:
+    def __init__(self, wrappers: list[tuple[Callable[[bool], None], Callable[[str], None]]]):
+        self._wrappers = wrappers
+
+    @classmethod
+    def of(cls, submodule: nn.Module) -> GradSync | None:
+        """None when the module has no wrapper."""
+        wrappers: list[tuple[Callable[[bool], None], Callable[[str], None]]] = []
+        for module in submodule.modules():
+            if callable(getattr(module, "_set_require_sync", None)):
+                wrappers.append((module._set_require_sync, module._abandon_step))
+            elif isinstance(module, DistributedDataParallel):
+                wrappers.append((_torch_switch(module), _torch_abandon(module)))
+        return cls(wrappers) if wrappers else None
+
+    def require(self, required: bool) -> None:
+        """Called with False before the first forward of a step and with True before its last backward."""
+        for switch, _ in self._wrappers:
             switch(required)
 
-    return switch_all
+    def abandon(self, reason: str) -> None:
+        """Called when this rank will not finish its step: replicas must not wait for it."""
+        for _, abandon in self._wrappers:
+            abandon(reason)
 
 
 def _torch_switch(module: DistributedDataParallel) -> Callable[[bool], None]:
@@ -53,3 +62,11 @@ def _torch_switch(module: DistributedDataParallel) -> Callable[[bool], None]:
             module.reducer.prepare_for_backward([])
 
     return switch
+
+
+def _torch_abandon(module: DistributedDataParallel) -> Callable[[str], None]:
+    def abandon(reason: str) -> None:
+        # Torch's wrapper does not look for the reason: its error is what the backend's abort says.
+        _C.abandon_group(module.process_group, f"global rank {dist.get_rank()} abandoned the group: {reason}")
+
+    return abandon

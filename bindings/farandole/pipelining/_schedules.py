@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from farandole import _C
 from farandole.pipelining import _plans
-from farandole.pipelining._grad_sync import grad_sync_switch
+from farandole.pipelining._grad_sync import GradSync
 from farandole.pipelining._inputs import Batch, Inputs, InputSplitter
 from farandole.pipelining._microbatches import merge_outputs
 from farandole.pipelining._stage import PipelineStage
@@ -72,7 +73,7 @@ class _Schedule:
                 f"{type(self).__name__} runs stage i on rank i of the group"
             )
         self._stage = stage
-        self._grad_sync = grad_sync_switch(stage.submod)
+        self._grad_sync = GradSync.of(stage.submod)
         self._n_microbatches = n_microbatches
         self._loss_fn = loss_fn
         self._splitter = InputSplitter(stage, n_microbatches, args_chunk_spec, kwargs_chunk_spec)
@@ -113,7 +114,10 @@ class _Schedule:
 
         Raises:
             RuntimeError: a stage failed on some rank. It names rank, stage and microbatch; the
-                gradients of the step are undefined, and the next step runs.
+                gradients of the step are undefined, and the next step runs. Where the stage is
+                wrapped for data parallelism, its ranks abandon the data-parallel groups whose
+                reduction they will not get to: all replicas raise, and the step needs new groups
+                and wrappers before it can be repeated.
             ValueError: this rank's arguments do not fit. Other ranks raise RuntimeError.
         """
         batch = Batch(args, kwargs, target, loss_kwargs, arg_mbs, kwarg_mbs, target_mbs)
@@ -196,6 +200,7 @@ class _Schedule:
     def _compiled(self, train: bool) -> _Run:
         if train not in self._runs:
             stage, count = self._stage, self._n_microbatches
+            sync = self._grad_sync if train else None
             described = f"{type(self).__name__} {'step' if train else 'forward only'}, stage {stage.stage_index}"
             native = _C.PipelineStage(
                 index=stage.stage_index,
@@ -205,7 +210,8 @@ class _Schedule:
                 loss_fn=self._loss_fn,
                 declared_inputs=stage.declared_inputs,
                 declared_outputs=stage.declared_outputs,
-                require_grad_sync=self._grad_sync if train else None,
+                require_grad_sync=sync.require if sync is not None else None,
+                abandon_grad_sync=sync.abandon if sync is not None else None,
             )
             executor = _C.PipelineExecutor(
                 plan=self.plan(forward_only=not train),
@@ -214,6 +220,7 @@ class _Schedule:
                 stages=[native],
                 loss_scale=1 / count if self.scale_grads else 1.0,
                 description=f"{described}, n_microbatches={count}",
+                rank_name=_rank_name(stage),
             )
             self._runs[train] = _Run(executor)
         return self._runs[train]
@@ -230,6 +237,12 @@ class _Schedule:
         # The others are told before this rank raises; what they then see is of no interest here.
         with contextlib.suppress(RuntimeError):
             run.executor.refuse(f"stage {self._stage.stage_index}: {type(error).__name__}: {error}")
+
+
+def _rank_name(stage: PipelineStage) -> str:
+    # Several pipelines have a rank 0: an error that crosses over to another one must tell which.
+    rank = dist.get_rank()
+    return f"rank {stage.group_rank}" + ("" if rank == stage.group_rank else f" (global rank {rank})")
 
 
 class ScheduleGPipe(_Schedule):

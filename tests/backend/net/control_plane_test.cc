@@ -306,7 +306,8 @@ TEST(ControlPlane, DoesNotWaitForARankThatIsLateToJoin) {
 TEST(ControlPlane, RefusesMisuseByName) {
   ControlCluster cluster(2);
   const auto listener = cluster.sharedListener(0);
-  auto message = [&](int rank, std::vector<ControlMember> members, const std::string& token, const std::string& group) {
+  auto message = [&](int rank, const std::vector<ControlMember>& members, const std::string& token,
+                     const std::string& group) {
     return cluster.plane(0).joinGroup(group, rank, members, token, listener).toString();
   };
   EXPECT_NE(message(2, cluster.members(), kTestToken, "g").find("rank is 2"), std::string::npos);
@@ -383,6 +384,7 @@ TEST(ControlPlane, DropsStrangersAndTellsThemNothing) {
     EXPECT_EQ(pretender.hear().size(), hello.size());
   }
   std::vector<std::unique_ptr<Stranger>> crowd;
+  crowd.reserve(400);
   for (int i = 0; i < 400; ++i) crowd.push_back(std::make_unique<Stranger>(address));
   ASSERT_TRUE(cluster.plane(1).abort("g", "after the strangers").isOk());
   EXPECT_TRUE(cluster.listener(0).waitForAbortBy(1));

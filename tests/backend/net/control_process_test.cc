@@ -326,8 +326,8 @@ TEST(ControlProcesses, LeaveInOrderWithoutAReport) {
 TEST(ControlProcesses, DoNothingWhileNothingHappens) {
   ControlProcesses ranks(4);
   std::this_thread::sleep_for(1500ms);  // until every timer of the start has passed
-  std::vector<std::string> before;
-  for (int rank = 0; rank < 4; ++rank) before.push_back(ranks.ask(rank, "usage"));
+  std::vector<std::string> before(4);
+  for (int rank = 0; rank < 4; ++rank) before[static_cast<std::size_t>(rank)] = ranks.ask(rank, "usage");
   std::this_thread::sleep_for(3s);
   for (int rank = 0; rank < 4; ++rank) {
     long switches[2] = {};

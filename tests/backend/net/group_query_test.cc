@@ -28,8 +28,8 @@ TEST(GroupQuery, GathersTheReportOfEveryRankForEveryAsker) {
     ControlCluster cluster(size);
     cluster.joinAll();
     std::this_thread::sleep_for(200ms);
-    std::vector<std::future<GroupAnswers>> all;
-    for (int i = 0; i < 5; ++i) all.push_back(ask(cluster, static_cast<int>(random() % size), 5s));
+    std::vector<std::future<GroupAnswers>> all(5);
+    for (auto& future : all) future = ask(cluster, static_cast<int>(random() % size), 5s);
     for (auto& future : all) {
       ASSERT_EQ(future.wait_for(4s), std::future_status::ready);
       const GroupAnswers answers = future.get();

@@ -14,19 +14,19 @@ constexpr std::uint64_t kExact = ~std::uint64_t{0};
 class Model {
  public:
   int takeReceive(std::uint64_t tag) {
-    for (auto it = receives_.begin(); it != receives_.end(); ++it) {
+    for (auto it = receives.begin(); it != receives.end(); ++it) {
       if (((it->wanted ^ tag) & it->mask) != 0) continue;
       const int id = it->id;
-      receives_.erase(it);
+      receives.erase(it);
       return id;
     }
     return -1;
   }
   int takeMessage(std::uint64_t wanted, std::uint64_t mask) {
-    for (auto it = messages_.begin(); it != messages_.end(); ++it) {
+    for (auto it = messages.begin(); it != messages.end(); ++it) {
       if (((it->first ^ wanted) & mask) != 0) continue;
       const int id = it->second;
-      messages_.erase(it);
+      messages.erase(it);
       return id;
     }
     return -1;
@@ -36,8 +36,8 @@ class Model {
     std::uint64_t mask;
     int id;
   };
-  std::list<Receive> receives_;
-  std::list<std::pair<std::uint64_t, int>> messages_;
+  std::list<Receive> receives;
+  std::list<std::pair<std::uint64_t, int>> messages;
 };
 
 TEST(Matcher, MatchesAsTwoListsWalkedFromTheOldestDo) {
@@ -67,7 +67,7 @@ TEST(Matcher, MatchesAsTwoListsWalkedFromTheOldestDo) {
           message->peer = tag % 3;
           message->remote = tag % 2 == 0 ? reinterpret_cast<const std::byte*>(&random) : nullptr;
           matcher.addMessage(std::move(message));
-          model.messages_.emplace_back(tag, messages++);
+          model.messages.emplace_back(tag, messages++);
           break;
         }
         case 2:
@@ -84,19 +84,19 @@ TEST(Matcher, MatchesAsTwoListsWalkedFromTheOldestDo) {
           request.mask = mask;
           request.bytes = requests.size() - 1;
           matcher.addReceive(request);
-          model.receives_.push_back({tag, mask, static_cast<int>(request.bytes)});
+          model.receives.push_back({tag, mask, static_cast<int>(request.bytes)});
           break;
         }
         default: {  // one goes
           if (!requests.empty()) {
             Request& request = *requests[random() % requests.size()];
-            const auto size = model.receives_.size();
-            std::erase_if(model.receives_, [&](const auto& r) { return r.id == static_cast<int>(request.bytes); });
-            ASSERT_EQ(matcher.removeReceive(request), model.receives_.size() != size);
+            const auto size = model.receives.size();
+            std::erase_if(model.receives, [&](const auto& r) { return r.id == static_cast<int>(request.bytes); });
+            ASSERT_EQ(matcher.removeReceive(request), model.receives.size() != size);
           }
           if (step % 50 == 0) {
             matcher.dropRemote(1);
-            std::erase_if(model.messages_, [](const auto& m) { return m.first % 3 == 1 && m.first % 2 == 0; });
+            std::erase_if(model.messages, [](const auto& m) { return m.first % 3 == 1 && m.first % 2 == 0; });
           }
         }
       }

@@ -27,7 +27,7 @@ struct Flagged : Request {
 
 // Two engines that talk over a loopback fabric, each with a loop of its own.
 class ProgressEngineTest : public testing::Test {
- protected:
+ public:
   ProgressEngineTest()
       : fabric_(LoopbackFabric::create(0)),
         a_(fabric_->makeTransport(), loopA_),
@@ -37,6 +37,7 @@ class ProgressEngineTest : public testing::Test {
     loopB_.stop();
   }
 
+ protected:
   void send(std::uint64_t tag, const int& value, Flagged& request) {
     request.engine = &a_;
     ProgressEngine::Access access(a_);
@@ -82,6 +83,7 @@ TEST_F(ProgressEngineTest, ManyThreadsWaitAtOnceAndEachIsWokenByItsOwnMessage) {
   constexpr int kThreads = 8;
   constexpr int kRounds = 300;
   std::vector<std::thread> threads;
+  threads.reserve(kThreads);
   std::atomic<int> wrong{0};
   for (int t = 0; t < kThreads; ++t) {
     threads.emplace_back([&, t] {

@@ -78,11 +78,15 @@ struct Model {
 
 class Ranks {
  public:
-  explicit Ranks(Model& model) : world_(std::make_shared<ThreadWorld>(model.plan.numRanks())) {
+  explicit Ranks(Model& model)
+      : abandoned(model.plan.numRanks()), world_(std::make_shared<ThreadWorld>(model.plan.numRanks())) {
     for (int rank = 0; rank < world_->size; ++rank) {
       ExecutorConfig config;
       for (int stage = 0; stage < model.plan.numStages; ++stage) {
         if (model.plan.rankOfStage[stage] == rank) config.stages.push_back(model.spec(stage));
+      }
+      for (StageSpec& spec : config.stages) {
+        spec.abandonGradSync = [this, rank](const std::string& reason) { abandoned[rank].push_back(reason); };
       }
       backends.push_back(c10::make_intrusive<ThreadBackend>(world_, rank));
       Result<std::unique_ptr<Executor>> executor =
@@ -113,6 +117,7 @@ class Ranks {
 
   std::vector<c10::intrusive_ptr<ThreadBackend>> backends;
   std::vector<std::unique_ptr<Executor>> executors;
+  std::vector<std::vector<std::string>> abandoned;  // by rank: reasons for which its stages abandoned reductions
 
  private:
   std::shared_ptr<ThreadWorld> world_;
@@ -239,6 +244,46 @@ TEST(Executor, TellsReductionOfGradientsWhichBackwardIsTheLast) {
   ASSERT_TRUE(executor);
   ASSERT_TRUE(executor.value()->step(false).isOk());
   EXPECT_EQ(events, (std::vector<std::string>{"off", "backward", "backward", "on", "backward"}));
+}
+
+TEST(Executor, EachRankThatWillNotFinishAStepAbandonsItsReductionAndOnlyThen) {
+  constexpr int kRanks = 3;
+  constexpr int kFailing = 1;
+  for (const bool learned : {false, true}) {
+    Model model(*lower(*makePlan("1F1B", {kRanks, kRanks, 4, false})), 7);
+    Ranks all(model);
+    all.stepOk();
+    for (const auto& reasons : all.abandoned) EXPECT_TRUE(reasons.empty());
+    model.failStage = kFailing;
+    model.failMicrobatch = 2;
+    for (const Status& status : all.step(/*relearn=*/!learned)) EXPECT_EQ(status.code(), StatusCode::kInternal);
+    const std::string reason = "rank 1, stage 1, microbatch 2: forward: it broke";
+    EXPECT_EQ(all.abandoned[kFailing], (std::vector<std::string>{reason}));
+    // Those before it get zeros as gradients, and finish. Those after it, too, where shapes are known.
+    EXPECT_TRUE(all.abandoned[0].empty());
+    const std::string after = "rank 2: a stage before stage 2 of its pipeline failed";
+    EXPECT_EQ(all.abandoned[2], learned ? std::vector<std::string>{} : std::vector<std::string>{after});
+
+    model.failStage = -1;
+    all.stepOk();
+    for (auto& reasons : all.abandoned) reasons.clear();
+    all.breakWorld();
+    all.step();
+    for (const auto& reasons : all.abandoned) {
+      ASSERT_EQ(reasons.size(), 1u);
+      EXPECT_NE(reasons[0].find("the world is broken"), std::string::npos) << reasons[0];
+    }
+  }
+}
+
+TEST(Executor, ARefusedStepAbandonsNothing) {
+  Model model(*lower(*makePlan("1F1B", {2, 2, 4, false})), 7);
+  Ranks all(model);
+  std::thread other([&] { EXPECT_FALSE(all.executors[1]->step(false).isOk()); });
+  EXPECT_FALSE(all.executors[0]->refuse("bad arguments").isOk());
+  other.join();
+  for (const auto& reasons : all.abandoned) EXPECT_TRUE(reasons.empty());
+  all.stepOk();
 }
 
 TEST(Executor, RefusesStagesThatThePlanDoesNotPlaceThere) {

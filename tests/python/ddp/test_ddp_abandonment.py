@@ -1,0 +1,144 @@
+"""A rank that gives its data-parallel group up: the others learn at once who did, and why."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_models import BACKENDS
+
+from farandole.ddp import DistributedDataParallel
+from support.processes import run_ranks
+
+RANKS, CULPRIT = 3, 1
+GROUP_TIMEOUT, AT_ONCE = 60, 5.0
+
+
+class _Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise MemoryError("too much")
+
+
+class _Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.front, self.back, self.spare = (torch.nn.Linear(2, 2) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, fail_in: str = "") -> torch.Tensor:
+        if fail_in == "forward":
+            raise MemoryError("too much")
+        x = self.front(x)
+        x = self.back(_Raises.apply(x) if fail_in == "backward" else x)
+        return (x if fail_in == "unused" else self.spare(x)).square().sum()
+
+
+def _error_of(body: Callable[[], object]) -> tuple[str, float]:
+    start = time.monotonic()
+    try:
+        body()
+    except (RuntimeError, MemoryError) as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    return "", time.monotonic() - start
+
+
+def _step(model: DistributedDataParallel, fail_in: str = "") -> None:
+    with model.abandon_on_error():
+        if fail_in == "input":
+            raise MemoryError("too much")
+        if fail_in == "no_sync":
+            with model.no_sync():
+                model(torch.ones(2, 2), "forward")
+        model(torch.ones(2, 2), fail_in).backward()
+
+
+def _fail_in_a_step(rank: int, world_size: int, fail_in: str, learned: bool) -> list[tuple[str, float]]:
+    group = dist.new_group(list(range(world_size)))  # not the world: the barriers need that
+    model = DistributedDataParallel(_Model(), group, bucket_size=1)
+    if learned:
+        _step(model)
+    dist.barrier()
+    first = _error_of(lambda: _step(model, fail_in if rank == CULPRIT else ""))
+    second = _error_of(lambda: _step(model))
+    with torch.no_grad():
+        model(torch.ones(2, 2))  # what needs no group works
+    dist.barrier()
+    fresh = DistributedDataParallel(model.module, dist.new_group())
+    _step(fresh)
+    dist.barrier()
+    return [first, second]
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("fail_in", ["input", "forward", "backward", "no_sync"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_error_inside_a_guarded_step_ends_the_step_of_all_ranks(backend: str, fail_in: str, learned: bool) -> None:
+    results = run_ranks(_fail_in_a_step, RANKS, backend, timeout=GROUP_TIMEOUT, fail_in=fail_in, learned=learned)
+    for rank, ((first, seconds), (second, _)) in enumerate(results):
+        assert seconds < AT_ONCE, (rank, seconds)
+        reason = f"rank {CULPRIT} abandoned the data-parallel group: MemoryError: too much"
+        if rank == CULPRIT:
+            assert first == "MemoryError: too much"
+        else:
+            assert first.startswith("RuntimeError"), (rank, first)
+            assert reason in first, (rank, first)
+        assert "of the group cannot average gradients any more" in second, (rank, second)
+        assert reason in second, (rank, second)
+
+
+def _fail_in_step_with_others(rank: int, world_size: int) -> list[str]:
+    model = DistributedDataParallel(_Model())
+    error, _ = _error_of(lambda: _step(model, "unused" if rank == CULPRIT else ""))
+    _step(model)
+    return [error]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_error_that_leaves_ranks_in_step_abandons_nothing(backend: str) -> None:
+    results = run_ranks(_fail_in_step_with_others, RANKS, backend, timeout=GROUP_TIMEOUT)
+    assert [bool(error) for (error,) in results] == [rank == CULPRIT for rank in range(RANKS)]
+    assert "'spare.weight', 'spare.bias'" in results[CULPRIT][0]
+
+
+def _abandon(rank: int, world_size: int) -> list[tuple[str, float]]:
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        dist.barrier()
+        return []
+    model = DistributedDataParallel(_Model(), group)
+    if rank == 2:
+        model.abandon("the disk is full")
+        model.abandon("told again")
+    errors = [_error_of(lambda: model(torch.ones(2, 2)).backward())]
+    for use in (model.start_grad_sync, model.finish_grad_sync):
+        errors.append(_error_of(use))
+    dist.barrier()
+    return errors
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rank_that_abandons_is_named_by_group_and_world(backend: str) -> None:
+    results = run_ranks(_abandon, RANKS, backend, timeout=GROUP_TIMEOUT)
+    for errors in results[1:]:
+        for error, seconds in errors:
+            assert "rank 1 (global rank 2) abandoned the data-parallel group: the disk is full" in error, error
+            assert seconds < AT_ONCE
+
+
+def test_alone_it_is_no_more_than_an_error_from_then_on() -> None:
+    run_ranks(_abandon_alone, 1, "gloo")
+
+
+def _abandon_alone(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(_Model())
+    with pytest.raises(MemoryError):
+        _step(model, "backward")
+    with pytest.raises(RuntimeError, match="rank 0 abandoned the data-parallel group: MemoryError: too much"):
+        _step(model)
