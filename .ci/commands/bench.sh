@@ -5,7 +5,7 @@
 #
 #   --quick           few repetitions: shows that it runs, in about a minute
 #   --json FILE       every sample, medians, and facts about the machine
-#   --only SUBJECT    point_to_point, all_reduce or pipeline; may be given again
+#   --only SUBJECT    point_to_point, batch, all_reduce or pipeline; may be given again
 #   --rounds N        turns of every peer (default: 9, with --quick 5)
 #
 # The peers take turns, round after round, in one invocation: what slows the

@@ -17,7 +17,7 @@ constexpr Range kOne{1, 1};
 constexpr Range kSeveral{2, kAny.last};
 constexpr Range upTo(std::size_t last) { return {0, last}; }
 
-// Where the limits lie was measured over TCP (docs/design.md, Collectives).
+// Those for two hosts were measured over TCP (docs/design.md, Collectives), those for more are estimates.
 constexpr std::array kRules = {
     Rule{kAllReduce, kAny, kAny, kAny, kSeveral, kHierarchical},
     Rule{kAllReduce, upTo(64 << 10), upTo(2), kAny, kOne, kFlat},

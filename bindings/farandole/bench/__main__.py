@@ -12,13 +12,14 @@ from typing import Any
 
 from rich.console import Console
 
-from farandole.bench import _machine, _output, all_reduce, pipeline, point_to_point
+from farandole.bench import _machine, _output, all_reduce, batch, pipeline, point_to_point
 from farandole.bench._ranks import RankPair, transport
 from farandole.bench._series import Report
 from farandole.bench._settings import Settings, built_programs
 
 SUBJECTS: dict[str, Callable[[Settings, RankPair], Report]] = {
     "point_to_point": point_to_point.measure,
+    "batch": batch.measure,
     "all_reduce": all_reduce.measure,
     "pipeline": pipeline.measure,
 }

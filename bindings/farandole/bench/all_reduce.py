@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import torch.distributed as dist
 
+from farandole.bench._beside_gloo import measure_beside_gloo
 from farandole.bench._ranks import RANKS, Rank, RankPair
-from farandole.bench._series import Report, Sample, Series, interleave, ratio, size_name
+from farandole.bench._series import Report, Sample
 from farandole.bench._settings import Settings
 from farandole.bench._timing import time_each
 
-_SAMPLES = 3
-_SIZES = [8**power for power in range(1, 9)] + [64 * 2**20]
-_BACKENDS = ["farandole", "gloo"]
+_SIZES = [8, 512, 4 * 2**10, 64 * 2**10, 256 * 2**10, 2**20, 4 * 2**20, 16 * 2**20, 64 * 2**20]
+_TARGETS = {8: 8.0, 64 * 2**10: 12.0, 2**20: 7.0, 64 * 2**20: 3.0}
 
 
 def reduce_often(rank: Rank, backend: str, size: int, warm_up: int, count: int, samples: int) -> list[Sample]:
@@ -37,20 +35,4 @@ def reduce_often(rank: Rank, backend: str, size: int, warm_up: int, count: int, 
 
 def measure(settings: Settings, pair: RankPair) -> Report:
     report = Report("all_reduce", "all_reduce over 2 processes, float32, Python")
-
-    def slowest(backend: str, size: int, count: int) -> list[list[Sample]]:
-        warm_up = max(1, count // 10)
-        ranks = pair.call(reduce_often, backend=backend, size=size, warm_up=warm_up, count=count, samples=_SAMPLES)
-        return [[max(samples) for samples in zip(*ranks, strict=True)]]
-
-    for size in _SIZES:
-        count = settings.count(max(4, min(400, 2**24 // size)))
-        series = [Series(size_name(size), backend) for backend in _BACKENDS]
-        interleave(
-            settings.rounds,
-            [([one], partial(slowest, one.peer, size, count)) for one in series],
-            settings.tick,
-        )
-        report.series += series
-        report.ratios.append(ratio("gloo / farandole", series[1], series[0]))
-    return report
+    return measure_beside_gloo(report, settings, pair, reduce_often, _SIZES, _TARGETS)

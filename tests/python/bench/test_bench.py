@@ -53,13 +53,20 @@ def test_point_to_point_measures_every_peer_at_both_sizes(tmp_path, capsys):
     assert len(report["targets"]) == 2
 
 
-def test_all_reduce_measures_farandole_beside_gloo_at_every_size(tmp_path, capsys):
-    report = measure(tmp_path, capsys, "all_reduce")
-    sizes = ["8 B", "64 B", "512 B", "4 KiB", "32 KiB", "256 KiB", "2 MiB", "16 MiB", "64 MiB"]
+@pytest.mark.parametrize(
+    ("subject", "sizes", "targets"),
+    [
+        ("all_reduce", ["8 B", "512 B", "4 KiB", "64 KiB", "256 KiB", "1 MiB", "4 MiB", "16 MiB", "64 MiB"], 4),
+        ("batch", ["8 B", "4 KiB", "64 KiB", "1 MiB", "16 MiB"], 3),
+    ],
+)
+def test_farandole_is_measured_beside_gloo_at_every_size(subject, sizes, targets, tmp_path, capsys):
+    report = measure(tmp_path, capsys, subject)
     assert [ratio["case"] for ratio in report["ratios"]] == sizes
+    assert len(report["targets"]) == targets
     medians = medians_of(report)
     for peer in ("farandole", "gloo"):
-        assert medians["64 MiB", peer, "median"] > medians["8 B", peer, "median"]
+        assert medians[sizes[-1], peer, "median"] > medians["8 B", peer, "median"]
 
 
 def test_pipeline_measures_both_schedules_beside_their_ideals(tmp_path, capsys):
