@@ -294,9 +294,19 @@ void GradReducer::finishRound(RoundEnd end) {
   throwUnused(unused, end);
 }
 
+// All are waited for, also after a failure: a reduction that is under way still writes into its bucket.
 void GradReducer::awaitBuckets() {
+  std::exception_ptr first;
+  for (Bucket& bucket : buckets_) {
+    try {
+      bucket.wait(*group_);
+    } catch (const std::exception&) {
+      if (first == nullptr) first = std::current_exception();
+    }
+  }
+  if (first == nullptr) return;
   try {
-    for (Bucket& bucket : buckets_) bucket.wait(*group_);
+    std::rethrow_exception(first);
   } catch (const std::exception&) {
     std::lock_guard lock(mutex_);
     rethrowWithReason();

@@ -30,9 +30,10 @@ class Pool {
     return *pool;
   }
 
-  void run(std::function<void()> task) {
+  void run(std::function<void()> task, bool isBeforeExit) {
     std::lock_guard lock(mutex_);
-    tasks_.push_back(std::move(task));
+    if (isBeforeExit) ++numBeforeExit_;
+    tasks_.push_back({std::move(task), isBeforeExit});
     if (numIdle_ >= tasks_.size()) {
       wake_.notify_one();
     } else {
@@ -40,7 +41,17 @@ class Pool {
     }
   }
 
+  bool waitBeforeExit(std::chrono::milliseconds timeout) {
+    std::unique_lock lock(mutex_);
+    return noneBeforeExit_.wait_for(lock, timeout, [&] { return numBeforeExit_ == 0; });
+  }
+
  private:
+  struct Task {
+    std::function<void()> run;
+    bool isBeforeExit;
+  };
+
   void work() {
     pthread_setname_np(pthread_self(), "farandole-call");
     std::unique_lock lock(mutex_);
@@ -49,13 +60,13 @@ class Pool {
       wake_.wait_for(lock, kIdleTime, [&] { return !tasks_.empty(); });
       --numIdle_;
       if (tasks_.empty()) return;
-      {
-        const std::function<void()> task = std::move(tasks_.front());
-        tasks_.pop_front();
-        lock.unlock();
-        runGuarded(task);
-      }  // what the task holds is let go of without the lock
+      Task task = std::move(tasks_.front());
+      tasks_.pop_front();
+      lock.unlock();
+      runGuarded(task.run);
+      task.run = nullptr;  // what it holds is let go of without the lock
       lock.lock();
+      if (task.isBeforeExit && --numBeforeExit_ == 0) noneBeforeExit_.notify_all();
     }
   }
 
@@ -72,12 +83,18 @@ class Pool {
   const int pid_ = getpid();
   std::mutex mutex_;
   std::condition_variable wake_;
-  std::deque<std::function<void()>> tasks_;
+  std::condition_variable noneBeforeExit_;
+  std::deque<Task> tasks_;
   std::size_t numIdle_ = 0;
+  std::size_t numBeforeExit_ = 0;
 };
 
 }  // namespace
 
-void runOnCallbackThread(std::function<void()> task) { Pool::instance().run(std::move(task)); }
+void runOnCallbackThread(std::function<void()> task) { Pool::instance().run(std::move(task), false); }
+
+void runBeforeExit(std::function<void()> task) { Pool::instance().run(std::move(task), true); }
+
+bool waitBeforeExit(std::chrono::milliseconds timeout) { return Pool::instance().waitBeforeExit(timeout); }
 
 }  // namespace farandole::backend

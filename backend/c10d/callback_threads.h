@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <functional>
 
 namespace farandole::backend {
@@ -11,5 +12,10 @@ namespace farandole::backend {
 // A thread is made when none is idle, and ends when it had nothing to do for a
 // while. Any thread; what the task throws is logged.
 void runOnCallbackThread(std::function<void()> task);
+
+// The same for what the end of the process waits for.
+void runBeforeExit(std::function<void()> task);
+// Blocks until all of these have run; false when the time is over first.
+bool waitBeforeExit(std::chrono::milliseconds timeout);
 
 }  // namespace farandole::backend

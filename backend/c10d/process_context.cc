@@ -6,12 +6,16 @@
 #include <cstdlib>
 #include <thread>
 
+#include "backend/c10d/callback_threads.h"
 #include "backend/common/settings.h"
 #include "backend/transport/shm/shm_transport.h"
 #include "backend/transport/ucx/ucx_transport.h"
 
 namespace farandole::backend {
 namespace {
+
+// torch gives its flight recorder 15 s to write its dump with stack traces, and goes on without.
+constexpr std::chrono::seconds kAbortHooksAtExit{30};
 
 std::mutex currentMutex;
 std::weak_ptr<ProcessContext>& current() {
@@ -90,6 +94,7 @@ void ProcessContext::leaveAtExit() {
   control.reset();
   // What the others' leaving would end must not call back into a process that is being torn down.
   context->loop_.stop();
+  waitBeforeExit(kAbortHooksAtExit);
 }
 
 ProcessContext::ProcessContext() : pid_(getpid()), loop_("farandole") {}

@@ -40,7 +40,8 @@ class ProcessContext {
   Result<std::uint32_t> takeGroupNumber();
   void returnGroupNumber(std::uint32_t number);
 
-  // For the end of the process: says goodbye to its peers and stops the loop.
+  // For the end of the process: says goodbye to its peers, stops the loop, and waits for the
+  // hooks that failures have called, which must not enter an interpreter that is gone.
   static void leaveAtExit();
 
   // False in a forked child: the thread and the transport stayed with the parent.

@@ -64,7 +64,7 @@ void ProcessGroupFarandole::abort() {
   if (!context_->isOurs()) return;
   communicator_->abortAll(Status::aborted("the process group was aborted"));
   if (watch_ != nullptr) watch_->abort("ProcessGroup.abort() was called there");
-  hooks_->runAbortHooks();  // torch's flight recorder takes seconds for its dump: not before the waits have ended
+  hooks_->startAbortHooks();
 }
 
 void ProcessGroupFarandole::shutdown() {

@@ -61,11 +61,7 @@ void WorkOf<Base>::launch() {
   if (Base::isDone()) {
     report(started);
   } else {
-    Base::whenDone([work = self(), started] {
-      // torch's flight recorder writes its dump in a hook, for seconds: not on the loop, which has others to serve.
-      if (work->isSuccess() || !work->communicator_->engine().inLoop()) return work->report(started);
-      runOnCallbackThread([work, started] { work->report(started); });
-    });
+    Base::whenDone([work = self(), started] { work->report(started); });
   }
 }
 

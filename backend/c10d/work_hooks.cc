@@ -4,6 +4,8 @@
 #include <exception>
 #include <utility>
 
+#include "backend/c10d/callback_threads.h"
+
 namespace farandole::backend {
 namespace {
 
@@ -101,7 +103,20 @@ void WorkHooks::report(const WorkReport& report) {
   for (const auto& hook : completionHooks) {
     runGuarded("completion", [&] { callCompletionHook(*hook, report); });
   }
-  if (!report.isSuccess) runAbortHooks();
+  if (!report.isSuccess) startAbortHooks();
+}
+
+void WorkHooks::startAbortHooks() {
+  {
+    std::lock_guard lock(mutex_);
+    if (abortHooks_.empty()) return;
+    ++numFollowed_;
+  }
+  runBeforeExit([hooks = shared_from_this()] {
+    hooks->runAbortHooks();
+    std::lock_guard lock(hooks->mutex_);
+    if (--hooks->numFollowed_ == 0) hooks->idle_.notify_all();
+  });
 }
 
 void WorkHooks::runAbortHooks() {

@@ -43,8 +43,9 @@ using CompletionHook = CompletionHookOf<::c10d::Backend>::Hook;
 // Who listens to the works of one group, and what it is told. While nobody
 // does, a work costs one relaxed load.
 //
-// Thread: any. Hooks run on the thread that completes the work (those of a failure
-// never on the loop), with nothing held; what they throw is logged.
+// Thread: any. Hooks run with nothing held: abort hooks on threads of their own,
+// since torch's flight recorder dumps in one, for seconds; the others on the
+// thread that completes the work. What they throw is logged.
 class WorkHooks : public std::enable_shared_from_this<WorkHooks> {
  public:
   using OnDone = std::function<void(const WorkReport&)>;
@@ -69,7 +70,8 @@ class WorkHooks : public std::enable_shared_from_this<WorkHooks> {
   // Adds to the timeout of what begins, until the first of it has ended.
   void extendTimeout(std::chrono::milliseconds extension);
 
-  void runAbortHooks();
+  // Runs the abort hooks, without waiting for them.
+  void startAbortHooks();
   // Blocks until the hooks have run for all that was followed.
   void waitForFollowed();
 
@@ -84,6 +86,7 @@ class WorkHooks : public std::enable_shared_from_this<WorkHooks> {
 
   OnDone makeFollower();
   void report(const WorkReport& report);
+  void runAbortHooks();
   void updateActive();
 
   std::atomic<bool> active_{false};

@@ -70,8 +70,6 @@ class ProgressEngine {
   // That so many ranks of a group, this one included, share this host. Nothing held.
   void noteRanksOnHost(int ranks);
 
-  bool inLoop() const { return loop_.inLoop(); }
-
   void addListener(Listener& listener);
   void removeListener(Listener& listener);
 

@@ -1,8 +1,12 @@
 """How a process may end."""
 
+import os
 import subprocess
 import sys
 import textwrap
+
+import pytest
+import torch
 
 SCRIPT = """
     import sys, torch, torch.distributed as dist
@@ -16,13 +20,19 @@ SCRIPT = """
 """
 
 
-def _run_both(folder, pending="", end=""):
+def _run_both(folder, pending="", end="", **environment):
     script = textwrap.dedent(SCRIPT).format(pending=pending, end=end)
     command = [sys.executable, "-c", "import farandole\n" + script]
     ranks = [
-        subprocess.Popen([*command, str(r), str(folder / "store")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, str(r), str(folder / "store")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+        )
         for r in range(2)
-    ]  # fmt: skip
+    ]
     try:
         return [(*rank.communicate(timeout=60), rank.returncode) for rank in ranks]
     finally:
@@ -45,3 +55,25 @@ def test_a_process_may_end_with_operations_pending(tmp_path):
 def test_an_exception_ends_the_process_with_its_traceback(tmp_path):
     for output, errors, code in _run_both(tmp_path, end="raise RuntimeError('own reasons')"):
         assert output == "done 2.0\n" and "own reasons" in errors and code == 1
+
+
+TIME_OUT = """
+import datetime, time
+started = time.monotonic()
+try:
+    dist.irecv(torch.zeros(1), 1 - rank, tag=1).wait(datetime.timedelta(seconds=0.2))
+except RuntimeError as error:
+    assert "not done after 200 ms" in str(error), error
+    print(f"told after {time.monotonic() - started:.2f} s", file=sys.stderr)
+    assert time.monotonic() - started < 2
+"""
+
+
+@pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="torch 2.11 writes no dump for other backends")
+def test_a_failure_does_not_wait_for_the_dump_but_the_end_of_the_process_does(tmp_path):
+    dump = tmp_path / "dump"
+    environment = {"TORCH_INCLUDE_STACK_TRACE": "1", "TORCH_FR_DUMP_TEMP_FILE": str(dump)}
+    for rank, (output, errors, code) in enumerate(_run_both(tmp_path, TIME_OUT, **environment)):
+        assert (output, code) == ("done 2.0\n", 0), errors
+        # What torch imports for stack traces takes seconds, and the script ended long before.
+        assert b"RECV" in (tmp_path / f"dump{rank}").read_bytes().upper()
