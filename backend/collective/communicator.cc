@@ -13,6 +13,9 @@ using transport::ProgressEngine;
 
 namespace {
 
+// Looks at the deadlines, four a second, for which a lost connection's reason is waited for.
+constexpr int kLooksForReason = 3;
+
 std::vector<std::string> hostIdentities(const std::vector<Member>& members) {
   std::vector<std::string> identities;
   identities.reserve(members.size());
@@ -119,6 +122,26 @@ void Communicator::failAll(const Status& status, int culprit) {
     nudgeHost();
   }
   failPending([&](Operation&) { return status; });
+  settleLosses(true);
+}
+
+void Communicator::failForLoss(Operation& operation, const Status& status) {
+  if (watch_ == nullptr || !aborted_) return operation.fail(status);
+  ++operation.outstanding_;
+  losses_.push_back({&operation, status});
+}
+
+void Communicator::settleLosses(bool all) {
+  std::vector<Loss> due;
+  std::erase_if(losses_, [&](Loss& loss) {
+    const bool isDue = all || ++loss.looks >= kLooksForReason;
+    if (isDue) due.push_back(loss);
+    return isDue;
+  });
+  for (const Loss& loss : due) {
+    loss.operation->fail(loss.status);
+    if (--loss.operation->outstanding_ == 0) loss.operation->run();
+  }
 }
 
 Status Communicator::connectHost(transport::Clock::time_point deadline) {
@@ -310,7 +333,7 @@ void Communicator::recv(int peer, p2p::MessageKind kind, std::uint32_t tag, void
   engine().transport().recv(from, p2p::makeTag(members_[rank_].group, kind, source, tag), mask, data, bytes, message);
   // What a peer sent before it failed can still be received; nothing more will come.
   if (message.isPending && peer != kAnySource && !peers_[peer].failure) {
-    message.operation->fail(peers_[peer].failure.wrap(describe(peer) + " is gone"));
+    failForLoss(*message.operation, peers_[peer].failure.wrap(describe(peer) + " is gone"));
   }
 }
 
@@ -351,12 +374,13 @@ void Communicator::peerFailed(transport::PeerId id, const Status& status) {
       failAll(status.wrap(describe(rank) + " failed"), rank);
       continue;
     }
-    failPending([&](Operation& operation) {
-      for (const Message& message : operation.messages()) {
-        if (message.isPending && message.peer == rank) return status.wrap(describe(rank) + " is gone");
-      }
-      return Status::ok();
-    });
+    std::vector<Operation*> waiting;
+    for (Operation* operation = pending_; operation != nullptr; operation = operation->next_) {
+      const std::span<const Message> messages = operation->messages();
+      const auto waitsForIt = [rank](const Message& message) { return message.isPending && message.peer == rank; };
+      if (!operation->isDone() && std::ranges::any_of(messages, waitsForIt)) waiting.push_back(operation);
+    }
+    for (Operation* operation : waiting) failForLoss(*operation, status.wrap(describe(rank) + " is gone"));
   }
 }
 
@@ -372,6 +396,7 @@ void Communicator::checkDeadlines(transport::Clock::time_point now) {
     isOverdue = true;
     return Status::ok();
   });
+  settleLosses(false);
   if (isOverdue && !asked_) watch_->ask();
   asked_ = !wasTold && (asked_ || isOverdue);
 }

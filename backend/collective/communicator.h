@@ -93,6 +93,11 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   void failAll(const Status& status, int culprit = HostSegment::kNobody);
   // Ends every pending operation for which `select` gives an error.
   void failPending(const std::function<Status(Operation&)>& select);
+  // Ends an operation that has lost a rank. Where there is a watch its word comes first, for it
+  // knows why, unless it takes too long.
+  void failForLoss(Operation& operation, const Status& status);
+  // Ends those that have waited for that word, all or those that have done so for long enough.
+  void settleLosses(bool all);
 
   void peerFailed(transport::PeerId peer, const Status& status) override;
   void checkDeadlines(transport::Clock::time_point now) override;
@@ -118,6 +123,11 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
     transport::PeerId id{};
     Status failure;
   };
+  struct Loss {
+    Operation* operation;
+    Status status;
+    int looks = 0;  // at the deadlines, since then
+  };
 
   transport::Connections& connections_;
   const std::shared_ptr<void> keepAlive_;
@@ -129,6 +139,7 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   Status aborted_;
   bool isReasonKnown_ = false;       // of it; a watch's word may still replace what it looked like
   int lost_ = HostSegment::kNobody;  // whose connection broke last
+  std::vector<Loss> losses_;         // each holds its operation as an outstanding message does
   std::shared_ptr<GroupWatch> watch_;
   bool asked_ = false;                             // the watch, about operations whose time is over
   std::unique_ptr<HostSegment> host_;              // of the ranks of this host, when there are two or more

@@ -107,7 +107,14 @@ void Operation::messageDone(transport::Request& request) {
 void Operation::noteMessage(Message& message) {
   message.isPending = false;
   if (!isDone()) {
-    if (Status status = check(message); !status) fail(status);
+    if (Status status = check(message); !status) {
+      const bool isLoss = status.code() == StatusCode::kPeerFailed || status.code() == StatusCode::kPeerLeft;
+      if (isLoss) {
+        communicator_->failForLoss(*this, status);
+      } else {
+        fail(status);
+      }
+    }
   }
   // Counted last: a failure above must not end this object under our feet.
   if (--outstanding_ == 0 || &message == awaited_) run();

@@ -237,8 +237,8 @@ TEST(GradReducer, ARankThatAbandonsEndsTheRoundOfTheOthersWithItsReason) {
                                    " of the group cannot average gradients any more: rank 1 ran out of memory";
       if (self.rank == 1) {
         ReadyHook bomb(tensors[1], [](bool) { TORCH_CHECK(false, "bomb"); });
-        if (hasBegun) {
-          EXPECT_EQ(errorOf([&] { backward(lossOf(tensors, {1, 0}, 1)); }), "bomb");
+        if (hasBegun) {  // one of the two buckets: with both the others' rounds may end before they learn of it
+          EXPECT_EQ(errorOf([&] { backward(lossOf(tensors, {1}, 1)); }), "bomb");
         }
         EXPECT_FALSE(reducer->isSynchronized());
         reducer->abandon("rank 1 ran out of memory");

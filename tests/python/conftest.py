@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-# For a dump with stack traces torch 2.15 imports half of itself, at every failure of every rank: test_exit has that.
+# For a dump with stack traces torch 2.15 imports half of itself, for seconds, at the first failure of every rank.
 os.environ.setdefault("TORCH_INCLUDE_STACK_TRACE", "0")
 
 sys.path.insert(0, str(Path(__file__).parent))
