@@ -32,7 +32,7 @@ create_environment() {
     "$HAVE_PYTHON" -m venv --clear "$VENV"
   fi
   "$VPYTHON" -m pip install --disable-pip-version-check --quiet "$(sed -n 's/.*"\(uv==[^"]*\)".*/\1/p' "$ROOT/pyproject.toml")"
-  (cd "$ROOT" && "$VENV/bin/uv" pip install --python "$VPYTHON" --group dev "torch==$TORCH" "$UCX_WHEEL")
+  (cd "$ROOT" && "$VENV/bin/uv" pip install --compile-bytecode --python "$VPYTHON" --group dev "torch==$TORCH" "$UCX_WHEEL")
   environment_hash >"$VENV/.farandole-stamp"
 }
 

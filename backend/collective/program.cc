@@ -1,5 +1,6 @@
 #include "backend/collective/program.h"
 
+#include <algorithm>
 #include <cstring>
 #include <set>
 
@@ -10,6 +11,8 @@ namespace {
 
 // After so much local work others get a chance to use the transport.
 constexpr std::size_t kWorkBytes = 128 << 10;
+// What is copied right after it was reduced, while the first-level cache has it.
+constexpr std::size_t kCopyBytes = 8 << 10;
 
 }  // namespace
 
@@ -37,6 +40,14 @@ void Program::copy(void* dst, const void* src, std::size_t bytes) {
 void Program::reduce(ReduceFunction function, void* dst, std::span<const void* const> sources, std::size_t count) {
   if (count == 0) return;
   steps_.push_back({Kind::kReduce, static_cast<int>(sources.size()), nullptr, dst, count, sources_.size(), function});
+  sources_.insert(sources_.end(), sources.begin(), sources.end());
+}
+
+void Program::reduceAndCopy(ReduceFunction function, void* dst, void* copy, std::span<const void* const> sources,
+                            std::size_t count, std::size_t elementSize) {
+  if (count == 0) return;
+  steps_.push_back({Kind::kReduceAndCopy, static_cast<int>(sources.size()), nullptr, dst, count, sources_.size(),
+                    function, copy, elementSize});
   sources_.insert(sources_.end(), sources.begin(), sources.end());
 }
 
@@ -138,6 +149,23 @@ void ProgramOperation::abandoned(const Status& status) {
   if (usesHost()) communicator_->abandon(status);
 }
 
+void ProgramOperation::reduceAndCopy(const Program::Step& step) {
+  const std::span<const void*> sources(&program_.sources_[step.firstSource], static_cast<std::size_t>(step.peer));
+  const std::size_t block = kCopyBytes / step.elementSize;
+  auto* dst = static_cast<std::byte*>(step.destination);
+  auto* copy = static_cast<std::byte*>(step.copy);
+  for (std::size_t left = step.size; left > 0;) {
+    const std::size_t count = std::min(block, left);
+    const std::size_t bytes = count * step.elementSize;
+    step.function(dst, sources.data(), step.peer, count);
+    std::memcpy(copy, dst, bytes);
+    for (const void*& source : sources) source = static_cast<const std::byte*>(source) + bytes;
+    dst += bytes;
+    copy += bytes;
+    left -= count;
+  }
+}
+
 bool ProgramOperation::postNext() {
   blocked_ = false;
   if (usesHost() && next_ == 0 && !hasTurn_) {
@@ -162,6 +190,10 @@ bool ProgramOperation::postNext() {
       case Program::Kind::kReduce:
         step.function(step.destination, &program_.sources_[step.firstSource], step.peer, step.size);
         worked += step.size;
+        break;
+      case Program::Kind::kReduceAndCopy:
+        reduceAndCopy(step);
+        worked += step.size * step.elementSize;
         break;
       case Program::Kind::kWait: ++next_; return true;
       case Program::Kind::kWaitFor:

@@ -30,6 +30,9 @@ class Program {
   void waitFor(int message);
   void copy(void* dst, const void* src, std::size_t bytes);
   void reduce(ReduceFunction function, void* dst, std::span<const void* const> sources, std::size_t count);
+  // The same, and leaves a copy of the result.
+  void reduceAndCopy(ReduceFunction function, void* dst, void* copy, std::span<const void* const> sources,
+                     std::size_t count, std::size_t elementSize);
   // In place, of data in which `parts` are combined: Reduction::finish.
   void finish(ReduceFunction function, void* data, int parts, std::size_t count);
 
@@ -58,7 +61,19 @@ class Program {
 
  private:
   friend class ProgramOperation;
-  enum class Kind : std::uint8_t { kSend, kRecv, kWait, kWaitFor, kCopy, kReduce, kTell, kSignal, kAwait, kMeet };
+  enum class Kind : std::uint8_t {
+    kSend,
+    kRecv,
+    kWait,
+    kWaitFor,
+    kCopy,
+    kReduce,
+    kReduceAndCopy,
+    kTell,
+    kSignal,
+    kAwait,
+    kMeet
+  };
   struct Step {
     Kind kind;
     int peer;            // a rank; of the host's steps its index there, or kAllRanks; or the number of sources
@@ -67,6 +82,8 @@ class Program {
     std::size_t size;  // bytes, or elements of a reduction, or a counter's value, or a message's number
     std::size_t firstSource;
     ReduceFunction function;
+    void* copy = nullptr;  // of the destination
+    std::size_t elementSize = 0;
   };
 
   std::vector<Step> steps_;
@@ -104,6 +121,7 @@ class ProgramOperation : public Operation {
   int missing(const Program::Step& step) const;
   std::string describe(const Contract& contract) const;
   Status compareContracts(const Program::Step& step) const;
+  void reduceAndCopy(const Program::Step& step);
 
   bool blocked_ = false;
   bool waitsForTurn_ = false;
