@@ -209,6 +209,7 @@ bool ProgressEngine::progressAsOwner(const std::atomic<bool>& done, Clock::time_
     }
     yieldToContenders();
     if (idle <= spins_) continue;
+    if (done.load(std::memory_order_relaxed)) break;  // by who had the transport meanwhile, and signals only who sleeps
     const auto now = Clock::now();
     if (idle == spins_ + 1) sleepAt = now + kYieldTime;
     if (now < sleepAt) {

@@ -87,7 +87,10 @@ def _wait_unwatched(rank, world_size):
     deadline = time.monotonic() + 10
     while not work.is_completed() and time.monotonic() < deadline:
         time.sleep(0.01)
-    return str(work.exception())
+    assert work.is_completed()
+    with pytest.raises(RuntimeError) as error:
+        work.wait()
+    return str(error.value)
 
 
 def test_an_abort_ends_operations_that_nobody_waits_for():
