@@ -2,6 +2,7 @@
 
 #include <array>
 #include <chrono>
+#include <utility>
 
 namespace farandole::transport {
 namespace {
@@ -82,6 +83,7 @@ Result<PeerId> UcxTransport::connect(std::string_view address) {
 
 void UcxTransport::send(PeerId peer, std::uint64_t tag, const void* data, std::size_t bytes, Request& request) {
   Endpoint& endpoint = endpoints_[static_cast<std::uint32_t>(peer)];
+  request.owner = this;
   request.status = endpoint.failure;
   if (!endpoint.failure) {
     request.onDone(request);
@@ -100,6 +102,7 @@ void UcxTransport::send(PeerId peer, std::uint64_t tag, const void* data, std::s
 
 void UcxTransport::recv(PeerId /*from*/, std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes,
                         Request& request) {
+  request.owner = this;
   request.status = Status::ok();
   ucp_tag_recv_info_t info;
   const ucp_request_param_t param = recvParam(request, info);
@@ -110,6 +113,7 @@ bool UcxTransport::recvIfThere(std::uint64_t tag, std::uint64_t mask, void* data
   ucp_tag_recv_info_t info;
   const ucp_tag_message_h message = ucp_tag_probe_nb(worker_, tag, mask, 1, &info);
   if (message == nullptr) return false;
+  request.owner = this;
   request.status = Status::ok();
   const ucp_request_param_t param = recvParam(request, info);
   noteReceive(request, ucp_tag_msg_recv_nbx(worker_, data, bytes, message, &param), info);
@@ -178,12 +182,31 @@ void UcxTransport::closeEndpoint(Endpoint& endpoint) {
   ucp_request_free(handle);
 }
 
+void UcxTransport::noteDone(Request& request) {
+  auto& self = static_cast<UcxTransport&>(*request.owner);
+  if (!self.isProgressing_) return request.onDone(request);
+  request.next = nullptr;
+  (self.done_ == nullptr ? self.done_ : self.lastDone_->next) = &request;
+  self.lastDone_ = &request;
+}
+
+bool UcxTransport::progress() {
+  isProgressing_ = true;
+  const bool any = ucp_worker_progress(worker_) != 0;
+  isProgressing_ = false;
+  while (done_ != nullptr) {
+    Request& request = *std::exchange(done_, done_->next);
+    request.onDone(request);
+  }
+  return any;
+}
+
 void UcxTransport::sendDone(void* handle, ucs_status_t status, void* user) {
   Request& request = *static_cast<Request*>(user);
   if (status != UCS_OK) request.status = ucxError("send", status);
   request.handle = nullptr;
   ucp_request_free(handle);
-  request.onDone(request);
+  noteDone(request);
 }
 
 void UcxTransport::recvDone(void* handle, ucs_status_t status, const ucp_tag_recv_info_t* info, void* user) {
@@ -196,7 +219,7 @@ void UcxTransport::recvDone(void* handle, ucs_status_t status, const ucp_tag_rec
   }
   request.handle = nullptr;
   ucp_request_free(handle);
-  request.onDone(request);
+  noteDone(request);
 }
 
 void UcxTransport::endpointFailed(void* arg, ucp_ep_h handle, ucs_status_t status) {

@@ -30,7 +30,7 @@ class UcxTransport final : public Transport {
             Request& request) override;
   bool recvIfThere(std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes, Request& request) override;
   void cancel(Request& request) override;
-  bool progress() override { return ucp_worker_progress(worker_) != 0; }
+  bool progress() override;
   int eventFd() const override { return eventFd_; }
   bool arm() override { return ucp_worker_arm(worker_) == UCS_OK; }
   void leave() override {}  // closing its endpoints tells them
@@ -51,6 +51,7 @@ class UcxTransport final : public Transport {
 
   static ucp_request_param_t recvParam(Request& request, ucp_tag_recv_info_t& info);
   static void noteReceive(Request& request, ucs_status_ptr_t handle, const ucp_tag_recv_info_t& info);
+  static void noteDone(Request& request);
   static void sendDone(void* request, ucs_status_t status, void* user);
   static void recvDone(void* request, ucs_status_t status, const ucp_tag_recv_info_t* info, void* user);
   static void endpointFailed(void* arg, ucp_ep_h handle, ucs_status_t status);
@@ -60,6 +61,11 @@ class UcxTransport final : public Transport {
   int eventFd_ = -1;
   std::string address_;
   std::deque<Endpoint> endpoints_;  // by PeerId; UCX keeps pointers into it
+  // What UCX completed while it progressed, in that order. A message that is sent from inside a
+  // callback of UCX's overtakes those that UCX holds back for lack of room (seen over TCP).
+  bool isProgressing_ = false;
+  Request* done_ = nullptr;
+  Request* lastDone_ = nullptr;
   PeerFailed peerFailed_;
 };
 
