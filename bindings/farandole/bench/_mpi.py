@@ -38,8 +38,8 @@ class MpiPair:
         self._stack = contextlib.ExitStack()
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="farandole-bench-")))
         self._listener = self._stack.enter_context(socket.socket(socket.AF_UNIX))
-        address = str(folder / "socket")
-        self._listener.bind(address)
+        self.address = str(folder / "socket")
+        self._listener.bind(self.address)
         self._listener.listen(RANKS)
         self._errors = self._stack.enter_context((folder / "errors").open("w+"))
         environment = dict(os.environ)
@@ -51,7 +51,7 @@ class MpiPair:
             "NUMPY_MADVISE_HUGEPAGE": "0",  # pages of the same size as torch's
         }
         self._mpiexec = subprocess.Popen(
-            [mpiexec, "-n", str(RANKS), python, _PROGRAM, address],
+            [mpiexec, "-n", str(RANKS), python, _PROGRAM, self.address],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=self._errors,
@@ -86,6 +86,8 @@ class MpiPair:
         try:
             ranks = ask("Intel MPI", self._channels, line, timeout)
         except RuntimeError as error:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._mpiexec.wait(timeout=2)  # it ends soon after a rank, and then has said why
             raise RuntimeError(f"{error}\n{self._printed()}") from None
         return slowest([[Sample(*sample) for sample in samples] for samples in ranks])
 
