@@ -37,6 +37,7 @@ class Hosts(contextlib.AbstractContextManager["Hosts"]):
     """
 
     def __init__(self, count: int, rate: str | None = None, delay: str | None = None) -> None:
+        self.delay = delay
         self._spaces: list[int] = []  # open files; the last one is the switch's
         try:
             for _ in range(count + 1):
