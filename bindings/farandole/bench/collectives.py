@@ -82,13 +82,18 @@ def _measure_one(report: Report, settings: Settings, pair: RankPair, mpi: MpiPai
     }
     if mpi is not None:
         peers[_MPI] = mpi.peer(operation)
-    for size, series in measure_peers(report, settings, peers, _SIZES, case=f"{operation}, {{}}").items():
+    all_sizes = measure_peers(report, settings, peers, _SIZES, case=f"{operation}, {{}}", count=_count)
+    for size, series in all_sizes.items():
         report.ratios.append(ratio("gloo / farandole", series["gloo"], series["farandole"]))
         if mpi is not None:
             to_mpi = ratio("farandole / Intel MPI", series["farandole"], series[_MPI])
             report.ratios.append(to_mpi)
             if size >= _FIRST_WITH_TARGET:
                 report.targets.append(Target(f"{to_mpi.case} / Intel MPI", to_mpi.median(), 1.0, at_most=True))
+
+
+def _count(size: int) -> int:
+    return max(2, min(400, 2**24 // size))
 
 
 def _check(operation: str, tensor: torch.Tensor, values: list[float]) -> None:
