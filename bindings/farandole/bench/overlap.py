@@ -28,7 +28,7 @@ from farandole.bench._settings import Settings
 from farandole.bench._work import multiply
 
 _SIZE = 64 * 2**20
-_WORK = 1500
+_WORK = 3000
 _SAMPLES = 5
 _QUANTITIES = ["loop", "all", "CPU"]
 _PEERS = {

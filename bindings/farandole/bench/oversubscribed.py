@@ -34,6 +34,10 @@ _TURNS = 20  # of computing, per round: a hundredth is to be seen
 _SPEED_KEPT = 0.98
 
 
+def _count(size: int) -> int:
+    return max(4, min(40, 2**24 // size))  # gloo takes up to 20 ms for 4 KiB
+
+
 def reduce_in_turns(rank: Rank, **arguments: Any) -> list[Sample]:
     """Runs on all ranks."""
     return [Sample(sample.mean, sample.mean) for sample in reduce_often(rank, **arguments)]
@@ -53,7 +57,8 @@ def measure(settings: Settings, pair: RankPair) -> Report:
     report = Report("oversubscribed", "all_reduce over more processes than cores, float32, Python; and computing")
     for size in _RANKS:
         with Ranks(size, ("farandole", "gloo")) as ranks:
-            measure_beside_gloo(report, settings, ranks, reduce_in_turns, _SIZES, _TARGETS, case=f"{size} ranks, {{}}")
+            case = f"{size} ranks, {{}}"
+            measure_beside_gloo(report, settings, ranks, reduce_in_turns, _SIZES, _TARGETS, case, _count)
     for size in _RANKS:
         _measure_computing(report, settings, size)
     return report
