@@ -1,12 +1,25 @@
 #!/usr/bin/env bash
-# Measure farandole beside gloo, torch's pipelining and UCX itself.
+# Measure farandole beside gloo, Intel MPI, torch's pipelining and UCX itself.
 #
-# usage: ./dev bench [--quick] [--json FILE] [--only SUBJECT] [--rounds N]
+# usage: ./dev bench [--quick] [--json FILE] [--all | --only SUBJECT] [--rounds N] [--mpi PREFIX]
 #
 #   --quick           few repetitions: shows that it runs, in about a minute
 #   --json FILE       every sample, medians, and facts about the machine
-#   --only SUBJECT    point_to_point, batch, all_reduce or pipeline; may be given again
+#   --only SUBJECT    one of those below; may be given again
+#   --all             all of those below
 #   --rounds N        turns of every peer (default: 9, with --quick 5)
+#   --mpi PREFIX      environment with the wheels impi-rt, mpi4py and numpy, for "collectives"
+#
+# Without --only and --all:
+#   point_to_point    half a round trip, from the wire through C++ to Python
+#   batch             batch_isend_irecv in a ring of two, beside gloo
+#   all_reduce        two processes, beside gloo
+#   pipeline          a 1F1B step, beside torch's and the ideal
+#   overlap           a loop that computes beside an asynchronous all_reduce
+# When asked for, since they take minutes or a set-up of their own:
+#   collectives       four collectives beside gloo and Intel MPI
+#   oversubscribed    4 and 8 processes, beside gloo; and computing beside an idle group
+#   hosts             between network namespaces, beside gloo; needs root
 #
 # The peers take turns, round after round, in one invocation: what slows the
 # machine down slows all of them, so compare figures of one invocation only.
@@ -18,9 +31,9 @@ source "$ROOT/.ci/lib/setup.sh"
 options=("$@")
 while [ $# -gt 0 ]; do
   case $1 in
-    --quick) ;;
-    --json | --only | --rounds) [ $# -ge 2 ] || die "bench: $1 needs a value" && shift ;;
-    --json=* | --only=* | --rounds=*) ;;
+    --quick | --all) ;;
+    --json | --only | --rounds | --mpi) [ $# -ge 2 ] || die "bench: $1 needs a value" && shift ;;
+    --json=* | --only=* | --rounds=* | --mpi=*) ;;
     *) die "bench: unknown argument '$1' (./dev bench --help)" ;;
   esac
   shift

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
 namespace farandole::perf {
@@ -10,6 +11,7 @@ struct PingPong {
   int warmUp;      // round trips that are not timed
   int iterations;  // round trips of one sample
   int samples;
+  bool moves;  // data; then rank 0 must get back what it sent
 };
 
 // Half a round trip in seconds, over the round trips of one sample. The median
@@ -19,9 +21,13 @@ struct HalfRoundTrip {
   double mean;
 };
 
-// Plays between ranks 0 and 1; both call it with the same parameters. Returns
-// one entry per sample, as seen by this rank. Throws when rank 0 does not get
-// back what it sent.
-std::vector<HalfRoundTrip> pingPong(::c10d::Backend& backend, int rank, const PingPong& parameters);
+// Plays between ranks 0 and 1 through a c10d::Backend or a c10d::ProcessGroup; both
+// call it with the same parameters. Returns one entry per sample, as seen by this
+// rank. Throws when what comes back is not what it should be.
+template <typename Path>
+std::vector<HalfRoundTrip> pingPong(Path& path, int rank, const PingPong& parameters);
+
+extern template std::vector<HalfRoundTrip> pingPong(::c10d::Backend& path, int rank, const PingPong& parameters);
+extern template std::vector<HalfRoundTrip> pingPong(::c10d::ProcessGroup& path, int rank, const PingPong& parameters);
 
 }  // namespace farandole::perf

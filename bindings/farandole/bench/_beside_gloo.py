@@ -1,48 +1,37 @@
-"""An operation of two processes over farandole and over gloo, at several sizes."""
+"""An operation over farandole and over gloo, on the same ranks, at several sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
-from farandole.bench._ranks import RankPair
-from farandole.bench._series import Report, Sample, Series, Target, interleave, ratio, size_name
+from farandole.bench._peers import measure_peers, on_ranks, usual_count
+from farandole.bench._ranks import Ranks
+from farandole.bench._series import Report, Sample, Target, ratio
 from farandole.bench._settings import Settings
 
-_SAMPLES = 3
 _BACKENDS = ["farandole", "gloo"]
 
 
 def measure_beside_gloo(
     report: Report,
     settings: Settings,
-    pair: RankPair,
+    ranks: Ranks,
     function: Callable[..., list[Sample]],
     sizes: Sequence[int],
     targets: Mapping[int, float],
+    case: str = "{}",
+    count: Callable[[int], int] = usual_count,
 ) -> Report:
     """Adds series and ratios for every size to the report, and targets for some: times faster than gloo, at least.
 
-    ``function(rank, backend, size, warm_up, count, samples)`` runs on both ranks; the slower one counts.
+    ``function(rank, backend, size, warm_up, count, samples)`` runs on all ranks; the slowest one counts. A row is
+    named by ``case``, with the size for its braces; ``count`` is as for ``measure_peers``.
     """
-
-    def slowest(backend: str, size: int, count: int) -> list[list[Sample]]:
-        warm_up = max(1, count // 10)
-        ranks = pair.call(function, backend=backend, size=size, warm_up=warm_up, count=count, samples=_SAMPLES)
-        return [[max(samples) for samples in zip(*ranks, strict=True)]]
-
-    for size in sizes:
-        count = settings.count(max(4, min(400, 2**24 // size)))
-        series = [Series(size_name(size), backend) for backend in _BACKENDS]
-        interleave(
-            settings.rounds,
-            [([one], partial(slowest, one.peer, size, count)) for one in series],
-            settings.tick,
-        )
-        above_gloo = ratio("gloo / farandole", series[1], series[0])
-        report.series += series
+    peers = {backend: on_ranks(ranks, function, backend=backend) for backend in _BACKENDS}
+    for size, series in measure_peers(report, settings, peers, sizes, case=case, count=count).items():
+        above_gloo = ratio("gloo / farandole", series["gloo"], series["farandole"])
         report.ratios.append(above_gloo)
         if size in targets:
-            name = f"{report.subject} of {size_name(size)}, times faster than gloo"
+            name = f"{report.subject}, {above_gloo.case}, times faster than gloo"
             report.targets.append(Target(name, above_gloo.median(), targets[size], at_most=False))
     return report

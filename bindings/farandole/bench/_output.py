@@ -12,9 +12,9 @@ from farandole.bench._series import Report, Series, Target
 
 
 def print_report(console: Console, report: Report) -> None:
-    """A row for each case with the peers as columns; a row for each peer where it has several quantities."""
+    """A row for each case with the peers as columns, or a row for each peer with its quantities as columns."""
     quantities = _distinct(series.quantity for series in report.series)
-    by_peer = len(quantities) == 1
+    by_peer = len(quantities) == 1 and not report.peers_as_rows
     columns = _distinct(series.peer for series in report.series) if by_peer else quantities
     ratios = _distinct(ratio.name for ratio in report.ratios)
     table = Table(title=report.title, title_justify="left", caption="medians; ± half the middle half of the samples")
@@ -26,10 +26,12 @@ def print_report(console: Console, report: Report) -> None:
         row = rows.setdefault(_row_of(series, by_peer), {})
         row[series.peer if by_peer else series.quantity] = cell(series)
     for ratio in report.ratios:
-        rows[_row_of(ratio.over, by_peer)][ratio.name] = f"{ratio.median():.2f}x"
+        rows[_row_of(ratio.over, by_peer)][ratio.name] = value_text(ratio.median(), ratio.unit)
     for key, row in rows.items():
         table.add_row(*key, *(row.get(name, "") for name in [*columns, *ratios]))
     console.print(table)
+    for note in report.notes:
+        console.print(note, highlight=False, markup=False, soft_wrap=True)
     console.print()
 
 
@@ -38,10 +40,9 @@ def print_targets(console: Console, targets: Sequence[Target]) -> None:
     for name in ("", "measured", "target", ""):
         table.add_column(name, justify="right" if name else "left")
     for target in targets:
-        bound = f"{'at most' if target.at_most else 'at least'} {target.limit:g}x"
-        table.add_row(
-            target.name, f"{target.measured:.2f}x", bound, "[green]met[/]" if target.met() else "[red]not met[/]"
-        )
+        bound = f"{'at most' if target.at_most else 'at least'} {limit_text(target)}"
+        measured = value_text(target.measured, target.unit)
+        table.add_row(target.name, measured, bound, "[green]met[/]" if target.met() else "[red]not met[/]")
     console.print(table)
 
 
@@ -55,9 +56,21 @@ def cell(series: Series) -> str:
     return text
 
 
+def value_text(value: float, unit: str) -> str:
+    if unit == "s":
+        return time_text(value)
+    return f"{100 * value:.1f} %" if unit == "share" else f"{value:.2f}x"
+
+
+def limit_text(target: Target) -> str:
+    if target.unit == "ratio":
+        return f"{target.limit:g}x"
+    return f"{100 * target.limit:g} %" if target.unit == "share" else time_text(target.limit)
+
+
 def time_text(seconds: float) -> str:
     for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= factor:
+        if abs(seconds) >= factor:
             return f"{seconds / factor:.3g} {unit}"
     return f"{seconds / 1e-9:.3g} ns"
 
@@ -81,17 +94,21 @@ def to_json(reports: Sequence[Report]) -> list[dict[str, Any]]:
                 }
                 for series in report.series
             ],
-            "ratios": [{"case": one.case, "name": one.name, "median": one.median()} for one in report.ratios],
+            "ratios": [
+                {"case": one.case, "name": one.name, "unit": one.unit, "median": one.median()} for one in report.ratios
+            ],
             "targets": [
                 {
                     "name": one.name,
                     "measured": one.measured,
                     "limit": one.limit,
+                    "unit": one.unit,
                     "kind": "at most" if one.at_most else "at least",
                     "met": one.met(),
                 }
                 for one in report.targets
             ],
+            "notes": report.notes,
         }
         for report in reports
     ]

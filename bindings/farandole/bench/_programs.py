@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib.util
-import json
 import os
-import select
 import shutil
 import socket
 import subprocess
@@ -15,6 +14,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from farandole.bench._lines import Channel, ask
 from farandole.bench._ranks import RANKS
 from farandole.bench._series import Sample
 
@@ -88,6 +88,11 @@ class CppPair:
             subprocess.Popen([program, str(rank), store], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             for rank in range(RANKS)
         ]
+        self._channels = [
+            Channel(process.stdin, process.stdout)
+            for process in self._processes
+            if process.stdin is not None and process.stdout is not None
+        ]
 
     def __enter__(self) -> CppPair:
         return self
@@ -95,37 +100,25 @@ class CppPair:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for process in self._processes:
-            assert process.stdin is not None and process.stdout is not None
-            process.stdin.close()
+        for channel in self._channels:
+            with contextlib.suppress(BrokenPipeError):
+                channel.questions.close()
         for process in self._processes:
             try:
                 process.wait(timeout=10)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
+        for channel in self._channels:
+            channel.answers.close()
         self._folder.cleanup()
 
     def half_round_trip(
-        self, size: int, warm_up: int, count: int, samples: int, timeout: float = 120.0
+        self, path: str, size: int, warm_up: int, count: int, samples: int, timeout: float = 120.0
     ) -> list[Sample]:
-        """Seconds for ``size`` bytes, seen by rank 0."""
-        deadline = time.monotonic() + timeout
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.write(f"{size} {warm_up} {count} {samples}\n")
-            process.stdin.flush()
-        answers = []
-        for rank, process in enumerate(self._processes):
-            assert process.stdout is not None
-            if not select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise RuntimeError(f"bench_point_to_point, rank {rank}: no answer in {timeout:.0f} s")
-            line = process.stdout.readline()
-            if not line:
-                raise RuntimeError(f"bench_point_to_point, rank {rank}: exit status {process.wait(timeout=10)}")
-            answers.append(json.loads(line))
+        """Seconds for ``size`` bytes by "backend", "group" or "noop" (bench_point_to_point.cc), seen by rank 0."""
+        line = f"{path} {size} {warm_up} {count} {samples}"
+        answers = ask("bench_point_to_point", self._channels, line, timeout)
         return [Sample(*sample) for sample in answers[0]]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 
 class Sample(NamedTuple):
@@ -49,10 +49,25 @@ class Ratio:
     name: str  # "gloo / farandole"
     over: Series
     under: Series
+    unit: ClassVar[str] = "ratio"
 
     def median(self) -> float:
-        pairs = zip(self.over.round_medians(), self.under.round_medians(), strict=True)
-        return statistics.median(over / under for over, under in pairs)
+        return statistics.median(self._of(*pair) for pair in self._rounds())
+
+    def _of(self, over: float, under: float) -> float:
+        return over / under
+
+    def _rounds(self) -> list[tuple[float, float]]:
+        return list(zip(self.over.round_medians(), self.under.round_medians(), strict=True))
+
+
+class Excess(Ratio):
+    """How much more one series is than the other, in its own unit."""
+
+    unit = "s"
+
+    def _of(self, over: float, under: float) -> float:
+        return over - under
 
 
 @dataclass
@@ -63,9 +78,14 @@ class Target:
     measured: float
     limit: float
     at_most: bool
+    unit: str = "ratio"  # or "s", or "share"
 
     def met(self) -> bool:
         return self.measured <= self.limit if self.at_most else self.measured >= self.limit
+
+
+class Skipped(Exception):
+    """A subject cannot be measured here; the message says why."""
 
 
 @dataclass
@@ -77,6 +97,8 @@ class Report:
     series: list[Series] = field(default_factory=list)
     ratios: list[Ratio] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
+    peers_as_rows: bool = False  # where they are many; with several quantities they are anyhow
+    notes: list[str] = field(default_factory=list)  # what a reader of the table must know
 
 
 Measurement = tuple[Sequence[Series], Callable[[], Sequence[Sequence[Sample]]]]
@@ -99,6 +121,10 @@ def interleave(rounds: int, measurements: Sequence[Measurement], tick: Callable[
 
 def ratio(name: str, over: Series, under: Series) -> Ratio:
     return Ratio(over.case, name, over, under)
+
+
+def excess(name: str, over: Series, under: Series) -> Excess:
+    return Excess(over.case, name, over, under)
 
 
 def size_name(size: int) -> str:

@@ -22,12 +22,14 @@ class Settings:
         rounds: how often all peers take their turn.
         effort: 1 for figures to quote; less repeats everything less often.
         programs: folder of the C++ programs.
+        mpi: prefix of an environment with Intel MPI; None measures without it.
         tick: called as work is done, with the share of a whole subject.
     """
 
     rounds: int = 9
     effort: float = 1.0
     programs: Path = Path()
+    mpi: Path | None = None
     tick: Callable[[], None] = lambda: None
 
     def count(self, full: int) -> int:

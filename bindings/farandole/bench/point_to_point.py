@@ -1,8 +1,9 @@
 """Half a round trip of a message between two processes.
 
-From the floor of the wire (``ucx_perftest``), through C++ (the virtual ``c10d::Backend::send`` and
-``recv``), to Python (``dist.send`` and ``dist.recv``) over farandole, gloo and torch's no-op backend
-"fake". The last moves nothing: it is what c10d itself costs per call.
+The paths, from the wire up: the floor (``ucx_perftest``); C++ through the virtual methods of ``c10d::Backend``; C++
+through ``c10d::ProcessGroup``, which adds torch's dispatcher; Python, ``dist.send`` and ``dist.recv``. The last two are
+also measured over a backend that moves nothing (in Python torch's "fake"): that is what c10d itself costs per call,
+and "over no-op" what farandole adds to it, the message included.
 """
 
 from __future__ import annotations
@@ -15,14 +16,24 @@ import torch.distributed as dist
 
 from farandole.bench._programs import CppPair, PerfTest
 from farandole.bench._ranks import Rank, RankPair
-from farandole.bench._series import Report, Sample, Series, Target, interleave, ratio, size_name
+from farandole.bench._series import Excess, Ratio, Report, Sample, Series, Target, excess, interleave, ratio, size_name
 from farandole.bench._settings import Settings
 from farandole.bench._timing import time_each
 
 _SAMPLES = 3
 # Bytes, and round trips per sample: native, Python.
-_CASES = [(8, 10_000, 1_000), (64 * 2**20, 4, 4)]
-_PEERS = ["ucx_perftest", "C++ farandole", "Python farandole", "Python gloo", "Python fake"]
+_SMALL = 8
+_CASES = [(_SMALL, 10_000, 1_000), (64 * 2**20, 4, 4)]
+_NOOPS = ["C++ ProcessGroup no-op", "Python fake"]
+_PEERS = [
+    "ucx_perftest",
+    "C++ Backend",
+    "C++ ProcessGroup",
+    "C++ ProcessGroup no-op",
+    "Python farandole",
+    "Python gloo",
+    "Python fake",
+]
 
 
 def ping_pong(rank: Rank, backend: str, size: int, warm_up: int, count: int, samples: int) -> list[Sample]:
@@ -51,7 +62,7 @@ def ping_pong(rank: Rank, backend: str, size: int, warm_up: int, count: int, sam
 
 
 def measure(settings: Settings, pair: RankPair) -> Report:
-    report = Report("point_to_point", "Half round trip between 2 processes")
+    report = Report("point_to_point", "Half round trip between 2 processes", peers_as_rows=True)
     perftest = PerfTest()
     with CppPair(settings.programs) as cpp:
 
@@ -59,8 +70,8 @@ def measure(settings: Settings, pair: RankPair) -> Report:
             # One sample for each start of ucx_perftest: it is slow to connect, and steady.
             return [[perftest.half_round_trip(size, max(2, count // 10), count)]]
 
-        def through_cpp(size: int, count: int) -> list[list[Sample]]:
-            return [cpp.half_round_trip(size, max(2, count // 10), count, _SAMPLES)]
+        def through_cpp(path: str, size: int, count: int) -> list[list[Sample]]:
+            return [cpp.half_round_trip(path, size, max(2, count // 10), count, _SAMPLES)]
 
         def through_python(backend: str, size: int, count: int) -> list[list[Sample]]:
             warm_up = max(2, count // 10)
@@ -68,28 +79,52 @@ def measure(settings: Settings, pair: RankPair) -> Report:
 
         for size, native_count, python_count in _CASES:
             few, many = settings.count(python_count), settings.count(native_count)
-            large = size >= 2**20
-            series = [
-                Series(size_name(size), peer, bytes_each_way=size if large and "fake" not in peer else None)
-                for peer in _PEERS
-            ]
+            series = _series_of(size)
             interleave(
                 settings.rounds,
                 [
-                    ([series[0]], partial(native, size, many)),
-                    ([series[1]], partial(through_cpp, size, many)),
-                    ([series[2]], partial(through_python, "farandole", size, few)),
-                    ([series[3]], partial(through_python, "gloo", size, few)),
-                    ([series[4]], partial(through_python, "fake", size, few)),
+                    ([series["ucx_perftest"]], partial(native, size, many)),
+                    ([series["C++ Backend"]], partial(through_cpp, "backend", size, many)),
+                    ([series["C++ ProcessGroup"]], partial(through_cpp, "group", size, many)),
+                    ([series["C++ ProcessGroup no-op"]], partial(through_cpp, "noop", size, many)),
+                    ([series["Python farandole"]], partial(through_python, "farandole", size, few)),
+                    ([series["Python gloo"]], partial(through_python, "gloo", size, few)),
+                    ([series["Python fake"]], partial(through_python, "fake", size, few)),
                 ],
                 settings.tick,
             )
-            wire, in_cpp, ours, gloo, _ = series
-            report.series += series
-            report.ratios += [ratio("C++ / ucx_perftest", in_cpp, wire), ratio("gloo / farandole", gloo, ours)]
-    above_wire, above_gloo = report.ratios[:2]
+            report.series += series.values()
+            report.ratios += _comparisons(series)
+            if size == _SMALL:
+                above_wire, above_gloo = report.ratios
+                over_dispatcher, over_fake = _costs_over_noop(series)
+                report.ratios += [over_dispatcher, over_fake]
     report.targets = [
         Target("C++ half round trip at 8 B / ucx_perftest", above_wire.median(), 2.0, at_most=True),
+        Target("C++ through ProcessGroup at 8 B, over no-op", over_dispatcher.median(), 0.2e-6, at_most=True, unit="s"),
         Target("Python send/recv at 8 B, times faster than gloo", above_gloo.median(), 2.5, at_most=False),
+        Target("Python send/recv at 8 B, over fake", over_fake.median(), 3e-6, at_most=True, unit="s"),
     ]
     return report
+
+
+def _series_of(size: int) -> dict[str, Series]:
+    large = size >= 2**20
+    return {
+        peer: Series(size_name(size), peer, bytes_each_way=size if large and peer not in _NOOPS else None)
+        for peer in _PEERS
+    }
+
+
+def _comparisons(series: dict[str, Series]) -> list[Ratio]:
+    return [
+        ratio("/ ucx_perftest", series["C++ Backend"], series["ucx_perftest"]),
+        ratio("/ farandole", series["Python gloo"], series["Python farandole"]),
+    ]
+
+
+def _costs_over_noop(series: dict[str, Series]) -> list[Excess]:
+    return [
+        excess("over no-op", series["C++ ProcessGroup"], series["C++ ProcessGroup no-op"]),
+        excess("over no-op", series["Python farandole"], series["Python fake"]),
+    ]

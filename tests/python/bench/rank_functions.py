@@ -34,3 +34,18 @@ def die_on(rank: Rank, failing: int) -> None:
 
 def sleep(rank: Rank) -> None:
     time.sleep(60)
+
+
+def variable(rank: Rank, name: str) -> str | None:
+    return os.environ.get(name)
+
+
+def sizes(rank: Rank) -> tuple[int, int, list[str]]:
+    return rank.rank, rank.size, list(rank.groups)
+
+
+class MarkProcess:
+    """Called first of all in a rank's process."""
+
+    def __call__(self, rank: int) -> None:
+        os.environ["MARK"] = f"seen by {rank}"

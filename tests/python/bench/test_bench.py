@@ -5,18 +5,25 @@ import statistics
 
 import pytest
 
-from farandole.bench.__main__ import main
+from farandole.bench.__main__ import SUBJECTS, main
 from farandole.bench._programs import CppPair
+from farandole.bench._series import Report, Skipped
 from farandole.bench._settings import built_programs
 
 ROUNDS = 2
 
 
-def measure(folder, capsys, subject: str) -> dict:
+def run(folder, capsys, subject: str, *options: str) -> tuple[dict, str]:
     file = folder / "bench.json"
-    main(["--quick", "--rounds", str(ROUNDS), "--only", subject, "--json", str(file)])
-    printed = capsys.readouterr().out
-    document = json.loads(file.read_text())
+    main(["--quick", "--rounds", str(ROUNDS), "--only", subject, "--json", str(file), *options])
+    return json.loads(file.read_text()), capsys.readouterr().out
+
+
+def measure(folder, capsys, subject: str, *options: str) -> dict:
+    document, printed = run(folder, capsys, subject, *options)
+    if subject in document["skipped"]:
+        assert document["skipped"][subject] in printed
+        pytest.skip(document["skipped"][subject])
     assert document["rounds"] == ROUNDS
     assert document["machine"]["cores"] >= 1
     assert all(document["machine"][key] for key in ("torch", "ucx", "farandole", "python"))
@@ -33,6 +40,7 @@ def measure(folder, capsys, subject: str) -> dict:
         met = target["measured"] >= target["limit"] if target["kind"] == "at least" else met
         assert target["met"] is met
         assert target["name"] in printed
+    assert all(note in printed for note in report["notes"])
     return report
 
 
@@ -46,11 +54,16 @@ def medians_of(report: dict) -> dict[tuple[str, str, str], float]:
 def test_point_to_point_measures_every_peer_at_both_sizes(tmp_path, capsys):
     report = measure(tmp_path, capsys, "point_to_point")
     medians = medians_of(report)
-    peers = {"ucx_perftest", "C++ farandole", "Python farandole", "Python gloo", "Python fake"}
-    assert {(case, peer) for case, peer, _ in medians} == {(case, peer) for case in ("8 B", "64 MiB") for peer in peers}
-    for peer in peers - {"Python fake"}:
+    noops = {"C++ ProcessGroup no-op", "Python fake"}
+    moving = {"ucx_perftest", "C++ Backend", "C++ ProcessGroup", "Python farandole", "Python gloo"}
+    assert {(case, peer) for case, peer, _ in medians} == {
+        (case, peer) for case in ("8 B", "64 MiB") for peer in moving | noops
+    }
+    for peer in moving:
         assert medians["64 MiB", peer, "median"] > medians["8 B", peer, "median"]
-    assert len(report["targets"]) == 2
+    for peer in noops:
+        assert medians["64 MiB", peer, "median"] < 1e-3  # for which all of the memory's bandwidth would not do
+    assert [target["unit"] for target in report["targets"]] == ["ratio", "s", "ratio", "s"]
 
 
 @pytest.mark.parametrize(
@@ -67,6 +80,46 @@ def test_farandole_is_measured_beside_gloo_at_every_size(subject, sizes, targets
     medians = medians_of(report)
     for peer in ("farandole", "gloo"):
         assert medians[sizes[-1], peer, "median"] > medians["8 B", peer, "median"]
+
+
+def test_more_ranks_than_cores_are_measured_beside_gloo_and_idle_ones_beside_none(tmp_path, capsys):
+    report = measure(tmp_path, capsys, "oversubscribed")
+    medians = medians_of(report)
+    for ranks in (4, 8):
+        for peer in ("farandole", "gloo"):
+            assert medians[f"{ranks} ranks, 16 MiB", peer, "median"] > medians[f"{ranks} ranks, 8 B", peer, "median"]
+        computing = [
+            medians[f"computing, the group of {ranks} idle", peer, "median"] for peer in ("farandole", "no group")
+        ]
+        assert max(computing) < 2 * min(computing)
+    assert [target["unit"] for target in report["targets"]] == ["ratio"] * 10 + ["share"] * 2
+
+
+def test_a_loop_is_measured_beside_all_that_can_go_on(tmp_path, capsys):
+    report = measure(tmp_path, capsys, "overlap")
+    medians = medians_of(report)
+    peers = {"nothing", "memcpy", "farandole", "farandole, first", "gloo"}
+    assert {(peer, quantity) for _, peer, quantity in medians} == {
+        (peer, quantity) for peer in peers for quantity in ("loop", "all", "CPU")
+    }
+    for peer in peers:
+        assert medians["beside", peer, "all"] >= medians["beside", peer, "loop"]
+    assert medians["beside", "farandole, first", "all"] > medians["beside", "farandole, first", "loop"] + 1e-3
+
+
+def test_between_hosts_no_peer_is_faster_than_the_link(tmp_path, capsys):
+    report = measure(tmp_path, capsys, "hosts")
+    medians = medians_of(report)
+    delayed = not any("The slow link has no delay here" in note for note in report["notes"])
+    slow = "2 hosts, 1 Gbit/s + 1 ms, 64 MiB" if delayed else "2 hosts, 1 Gbit/s, 64 MiB"
+    assert {(case, peer) for case, peer, _ in medians} == {
+        *(("2 hosts, 16 MiB", peer) for peer in ("farandole", "gloo")),
+        *(("2 hosts x 2 ranks, 16 MiB", peer) for peer in ("farandole", "gloo", "direct", "flat")),
+        *((slow, peer) for peer in ("farandole", "gloo", "TCP, both ways")),
+    }
+    at_best = (64 * 2**20 - 256 * 2**10) / 125e6  # the first 256 KiB pass at any rate
+    assert all(median >= at_best for (case, _, _), median in medians.items() if case == slow)
+    assert [target["unit"] for target in report["targets"]] == ["ratio", "share"]
 
 
 def test_pipeline_measures_both_schedules_beside_their_ideals(tmp_path, capsys):
@@ -86,6 +139,8 @@ def test_pipeline_measures_both_schedules_beside_their_ideals(tmp_path, capsys):
         (["--rounds", "0"], "--rounds is 0; expected at least 1"),
         (["--only", "weather"], "invalid choice: 'weather'"),
         (["--json", "/nowhere/bench.json"], "expected a file in a folder that exists"),
+        (["--all", "--only", "batch"], "--all and --only were both given"),
+        (["--mpi", "/nowhere"], "--mpi is /nowhere; expected the prefix of an environment that has bin/mpiexec"),
     ],
 )
 def test_bad_arguments_are_refused_before_anything_is_measured(arguments, message, capsys):
@@ -98,3 +153,16 @@ def test_bad_arguments_are_refused_before_anything_is_measured(arguments, messag
 def test_a_missing_program_is_named(tmp_path):
     with pytest.raises(RuntimeError, match=f"{tmp_path}/bench_point_to_point is not there; expected the build"):
         CppPair(tmp_path)
+
+
+def test_a_subject_that_cannot_be_measured_here_says_why_and_the_others_go_on(tmp_path, capsys, monkeypatch):
+    def refuse(settings, pair):
+        raise Skipped("no moon tonight")
+
+    monkeypatch.setitem(SUBJECTS, "hosts", refuse)
+    monkeypatch.setitem(SUBJECTS, "batch", lambda settings, pair: Report("batch", "", notes=["an empty table"]))
+    document, printed = run(tmp_path, capsys, "hosts", "--only", "batch")
+    assert document["skipped"] == {"hosts": "no moon tonight"}
+    assert [report["subject"] for report in document["subjects"]] == ["batch"]
+    assert "hosts is skipped: no moon tonight" in printed
+    assert "an empty table" in printed

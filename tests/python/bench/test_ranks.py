@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from bench.rank_functions import die_on, fail_on, remember, sleep, sums
-from farandole.bench._ranks import RankPair
+from bench.rank_functions import MarkProcess, die_on, fail_on, remember, sizes, sleep, sums, variable
+from farandole.bench._ranks import RankPair, Ranks
 
 
 def test_both_ranks_have_every_peers_group_and_keep_their_state():
@@ -13,6 +13,18 @@ def test_both_ranks_have_every_peers_group_and_keep_their_state():
         assert pair.call(sums) == [{"farandole": 3.0, "gloo": 3.0}] * 2
         assert pair.call(remember, value=1) == [1, 1]
         assert pair.call(remember, value=2) == [1, 1]
+
+
+def test_ranks_are_as_many_and_have_such_groups_as_they_were_asked_for():
+    with Ranks(3, ("gloo",)) as ranks, Ranks(1, ()) as nobody:
+        assert ranks.call(sizes) == [(rank, 3, ["gloo"]) for rank in range(3)]
+        assert nobody.call(sizes) == [(0, 1, [])]
+
+
+def test_ranks_have_their_environment_and_enter_first():
+    with Ranks(2, (), {"COLOUR": "blue"}, MarkProcess()) as ranks:
+        assert ranks.call(variable, name="COLOUR") == ["blue"] * 2
+        assert ranks.call(variable, name="MARK") == ["seen by 0", "seen by 1"]
 
 
 @pytest.mark.parametrize(

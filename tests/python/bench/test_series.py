@@ -1,6 +1,7 @@
 import pytest
 
-from farandole.bench._series import Sample, Series, Target, interleave, ratio, size_name
+from farandole.bench._output import value_text
+from farandole.bench._series import Sample, Series, Target, excess, interleave, ratio, size_name
 
 
 def series_of(*rounds: list[float]) -> Series:
@@ -35,6 +36,20 @@ def test_a_ratio_compares_within_rounds_so_that_a_slow_machine_does_not_change_i
 def test_a_ratio_of_series_with_different_rounds_is_an_error():
     with pytest.raises(ValueError, match="zip"):
         ratio("over / under", series_of([1.0]), series_of([1.0], [1.0])).median()
+
+
+def test_an_excess_is_the_difference_within_rounds():
+    under = series_of([1.0], [10.0], [2.0])
+    over = series_of([1.5], [10.5], [9.0])
+    assert excess("over", over, under).median() == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [(1.234, "ratio", "1.23x"), (0.987, "share", "98.7 %"), (2.5e-7, "s", "250 ns"), (-3e-6, "s", "-3 us")],
+)
+def test_a_value_is_written_in_its_unit(value, unit, text):
+    assert value_text(value, unit) == text
 
 
 @pytest.mark.parametrize(("measured", "at_most", "met"), [(1.9, True, True), (2.1, True, False), (2.1, False, True)])

@@ -1,0 +1,103 @@
+"""Collectives of float32 over two processes, from Python, beside gloo and Intel MPI.
+
+The size is that of the larger side: all ranks' together for what all_gather_into_tensor puts out and for what
+reduce_scatter_tensor takes in. all_reduce is in place; the others have an input and an output.
+
+Intel MPI's ranks are processes of their own, pinned to cores as it does by default, with numpy arrays and mpi4py. All
+peers' memory has pages of the same size. Its library needs no wait for a Work and no dispatcher, so that a small
+message is no fair comparison: 1 KiB is there for information.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from farandole.bench._mpi import HOW_TO_GET_IT, MpiPair
+from farandole.bench._peers import measure_peers, on_ranks
+from farandole.bench._ranks import Rank, RankPair
+from farandole.bench._series import Report, Sample, Target, ratio
+from farandole.bench._settings import Settings
+from farandole.bench._timing import time_each
+
+OPERATIONS = ["all_reduce", "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor"]
+_SIZES = [2**10, 64 * 2**10, 256 * 2**10, 2**20, 16 * 2**20, 64 * 2**20]
+_FIRST_WITH_TARGET = 64 * 2**10
+_MPI = "Intel MPI"
+
+
+def run_often(
+    rank: Rank, operation: str, backend: str, size: int, warm_up: int, count: int, samples: int
+) -> list[Sample]:
+    """Runs on all ranks."""
+    run = prepare(rank, operation, rank.groups[backend], size // 4)
+    for _ in range(warm_up):
+        run()
+    return time_each(run, count, samples)
+
+
+def prepare(rank: Rank, operation: str, group: dist.ProcessGroup, numel: int) -> Callable[[], None]:
+    """A function that does the operation once; its result has been checked."""
+    every = [float(one + 1) for one in range(rank.size)]
+    shard = torch.full((numel // rank.size,), float(rank.rank + 1))
+    whole = torch.full((numel,), float(rank.rank + 1))
+    if operation == "all_reduce":
+        dist.all_reduce(whole, group=group)
+        _check(operation, whole, [sum(every)])
+        whole.zero_()  # stays what it is however often it is summed
+        return lambda: dist.all_reduce(whole, group=group)
+    if operation == "reduce_scatter_tensor":
+        dist.reduce_scatter_tensor(shard, whole, group=group)
+        _check(operation, shard, [sum(every)])
+        return lambda: dist.reduce_scatter_tensor(shard, whole, group=group)
+    output = torch.zeros(numel)
+    function, source = {
+        "all_to_all_single": (dist.all_to_all_single, whole),
+        "all_gather_into_tensor": (dist.all_gather_into_tensor, shard),
+    }[operation]
+    function(output, source, group=group)
+    _check(operation, output, every)
+    return lambda: function(output, source, group=group)
+
+
+def measure(settings: Settings, pair: RankPair) -> Report:
+    report = Report("collectives", "Collectives over 2 processes, float32, Python; bytes of the larger side")
+    with contextlib.ExitStack() as stack:
+        mpi = stack.enter_context(MpiPair(settings.mpi)) if settings.mpi is not None else None
+        if mpi is None:
+            report.notes.append(f"Without Intel MPI; to have it beside: {HOW_TO_GET_IT}")
+        else:
+            report.notes.append(f"Intel MPI is {mpi.library}")
+        for operation in OPERATIONS:
+            _measure_one(report, settings, pair, mpi, operation)
+    return report
+
+
+def _measure_one(report: Report, settings: Settings, pair: RankPair, mpi: MpiPair | None, operation: str) -> None:
+    peers = {
+        backend: on_ranks(pair, run_often, operation=operation, backend=backend) for backend in ("farandole", "gloo")
+    }
+    if mpi is not None:
+        peers[_MPI] = mpi.peer(operation)
+    all_sizes = measure_peers(report, settings, peers, _SIZES, case=f"{operation}, {{}}", count=_count)
+    for size, series in all_sizes.items():
+        report.ratios.append(ratio("gloo / farandole", series["gloo"], series["farandole"]))
+        if mpi is not None:
+            to_mpi = ratio("farandole / Intel MPI", series["farandole"], series[_MPI])
+            report.ratios.append(to_mpi)
+            if size >= _FIRST_WITH_TARGET:
+                report.targets.append(Target(f"{to_mpi.case} / Intel MPI", to_mpi.median(), 1.0, at_most=True))
+
+
+def _count(size: int) -> int:
+    return max(2, min(400, 2**24 // size))
+
+
+def _check(operation: str, tensor: torch.Tensor, values: list[float]) -> None:
+    """The tensor has equal parts, one for each value."""
+    for part, value in zip(tensor.chunk(len(values)), values, strict=True):
+        if not torch.equal(part, torch.full_like(part, value)):
+            raise RuntimeError(f"{operation}: got {part[:4].tolist()}..., expected {value} all over it")
