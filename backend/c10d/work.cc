@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include "backend/c10d/callback_threads.h"
+#include "backend/c10d/contract.h"
 #include "backend/c10d/errors.h"
 #include "backend/c10d/reduce_kernels.h"
 
@@ -173,7 +174,10 @@ std::string MessagesOperation::describe() const {
   text += " (tag " + std::to_string(first.tag) + ", " + std::to_string(first.tensor.nbytes()) + " bytes";
   if (items_.size() > 1) text += ", first of " + std::to_string(items_.size()) + " operations with this peer";
   if (!label_.empty()) text += ", batch '" + label_ + "'";
-  return text + ")";
+  text += ")";
+  // A timeout, say, comes before the rest of the batch is done.
+  if (!contradiction_) text += ", in which " + std::string(contradiction_.message());
+  return text;
 }
 
 std::vector<at::Tensor> MessagesOperation::results() const {
@@ -185,7 +189,10 @@ std::vector<at::Tensor> MessagesOperation::results() const {
 }
 
 bool MessagesOperation::postNext() {
-  if (posted_ > 0) return false;
+  if (posted_ > 0) {
+    if (!contradiction_) fail(takeContradictions());
+    return false;
+  }
   messages_.resize(items_.size());
   // Receives first: what arrives then has a place to go to.
   for (const bool isSend : {false, true}) {
@@ -194,14 +201,47 @@ bool MessagesOperation::postNext() {
       if (item.isSend != isSend) continue;
       collective::Message& message = messages_[posted_++];
       void* const data = item.tensor.data_ptr();
+      const std::size_t bytes = item.tensor.nbytes();
+      const std::uint32_t element = elementOf(item.tensor.scalar_type());
       if (isSend) {
-        postSend(message, item.peer, p2p::MessageKind::kPointToPoint, item.tag, data, item.tensor.nbytes());
+        postSend(message, item.peer, p2p::MessageKind::kPointToPoint, item.tag, data, bytes, element);
       } else {
-        postRecv(message, item.peer, p2p::MessageKind::kPointToPoint, item.tag, data, item.tensor.nbytes());
+        postRecv(message, item.peer, p2p::MessageKind::kPointToPoint, item.tag, data, bytes, element);
       }
     }
   }
-  return false;
+  return !contradiction_;
+}
+
+// In the order in which they were posted.
+const MessagesOperation::Item& MessagesOperation::itemOf(const collective::Message& message) const {
+  auto before = &message - messages_.data();
+  for (const bool isSend : {false, true}) {
+    for (const Item& item : items_) {
+      if (item.isSend == isSend && before-- == 0) return item;
+    }
+  }
+  TORCH_INTERNAL_ASSERT(false, "a message that was not posted");
+}
+
+// The others of a batch go on: their peers are sending and receiving them.
+Status MessagesOperation::mismatch(const collective::Message& message) {
+  if (!contradiction_) {
+    ++moreContradictions_;
+    return Status::ok();
+  }
+  const Item& item = itemOf(message);
+  const Posted posted{item.tensor.scalar_type(), item.tag, item.tensor.nbytes(),
+                      ", shape " + c10::str(item.tensor.sizes())};
+  contradiction_ = describeMismatch(*communicator_, message, posted);
+  return Status::ok();
+}
+
+Status MessagesOperation::takeContradictions() {
+  Status first = std::exchange(contradiction_, Status::ok());
+  if (moreContradictions_ == 0) return first;
+  return Status::invalidArgument(std::string(first.message()) + "; " + std::to_string(moreContradictions_) +
+                                 " more messages of the batch differ");
 }
 
 std::string CollectiveOperation::describeReduction(std::uint16_t code) const {

@@ -100,12 +100,21 @@ class MessagesOperation : public collective::Operation {
   // What is received.
   std::vector<at::Tensor> results() const;
   bool postNext() override;
+  Status mismatch(const collective::Message& message) override;
   std::span<collective::Message> messages() override { return {messages_.data(), posted_}; }
 
   std::string label_;  // of the batch
   c10::SmallVector<Item, 1> items_;
   c10::SmallVector<collective::Message, 1> messages_;
   std::size_t posted_ = 0;
+
+ private:
+  const Item& itemOf(const collective::Message& message) const;
+  Status takeContradictions();
+
+  // Of the messages that are done: the first for which the peer has another dtype or size, and how many more.
+  Status contradiction_;
+  int moreContradictions_ = 0;
 };
 
 class MessagesWork final : public WorkOf<MessagesOperation> {

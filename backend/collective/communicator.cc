@@ -305,21 +305,24 @@ Result<transport::PeerId> Communicator::peerOf(int rank) {
   return peer.id;
 }
 
-void Communicator::send(int peer, p2p::MessageKind kind, std::uint32_t tag, const void* data, std::size_t bytes,
-                        Message& message) {
+void Communicator::send(int peer, p2p::MessageKind kind, std::uint32_t tag, std::uint32_t element, const void* data,
+                        std::size_t bytes, Message& message) {
   const Result<transport::PeerId> id = peerOf(peer);
   if (!id) {
     message.status = id.status();
     message.onDone(message);
     return;
   }
-  engine().transport().send(*id, p2p::makeTag(members_[peer].group, kind, rank_, tag), data, bytes, message);
+  engine().transport().send(*id, p2p::makeTag(members_[peer].group, kind, rank_, tag, element), data, bytes, message);
 }
 
-void Communicator::recv(int peer, p2p::MessageKind kind, std::uint32_t tag, void* data, std::size_t bytes,
-                        Message& message) {
+void Communicator::recv(int peer, p2p::MessageKind kind, std::uint32_t tag, std::uint32_t element, void* data,
+                        std::size_t bytes, Message& message) {
   const int source = peer == kAnySource ? 0 : peer;
-  const std::uint64_t mask = peer == kAnySource ? p2p::kAnySourceMask : p2p::kExactMask;
+  // A collective's messages have no element: their program says what they are made of.
+  const std::uint64_t mask = peer == kAnySource                        ? p2p::kAnySourceMask
+                             : kind == p2p::MessageKind::kPointToPoint ? p2p::kAnyElementMask
+                                                                       : p2p::kExactMask;
   transport::PeerId from = transport::kAnyPeer;
   if (peer != kAnySource) {
     const Result<transport::PeerId> id = peerOf(peer);
@@ -330,7 +333,8 @@ void Communicator::recv(int peer, p2p::MessageKind kind, std::uint32_t tag, void
     }
     from = *id;
   }
-  engine().transport().recv(from, p2p::makeTag(members_[rank_].group, kind, source, tag), mask, data, bytes, message);
+  const std::uint64_t wanted = p2p::makeTag(members_[rank_].group, kind, source, tag, element);
+  engine().transport().recv(from, wanted, mask, data, bytes, message);
   // What a peer sent before it failed can still be received; nothing more will come.
   if (message.isPending && peer != kAnySource && !peers_[peer].failure) {
     failForLoss(*message.operation, peers_[peer].failure.wrap(describe(peer) + " is gone"));

@@ -82,8 +82,10 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   friend class Operation;
   friend class ProgramOperation;
 
-  void send(int peer, p2p::MessageKind kind, std::uint32_t tag, const void* data, std::size_t bytes, Message& message);
-  void recv(int peer, p2p::MessageKind kind, std::uint32_t tag, void* data, std::size_t bytes, Message& message);
+  void send(int peer, p2p::MessageKind kind, std::uint32_t tag, std::uint32_t element, const void* data,
+            std::size_t bytes, Message& message);
+  void recv(int peer, p2p::MessageKind kind, std::uint32_t tag, std::uint32_t element, void* data, std::size_t bytes,
+            Message& message);
   Result<transport::PeerId> peerOf(int rank);
   // `text`, whom the operation waits for, and what the others say.
   static Status timeoutOf(const Operation& operation, std::string text, const std::string& others);

@@ -77,18 +77,19 @@ void Operation::whenDone(std::function<void()> callback) {
 }
 
 void Operation::postSend(Message& message, int peer, p2p::MessageKind kind, std::uint32_t tag, const void* data,
-                         std::size_t bytes) {
+                         std::size_t bytes, std::uint32_t element) {
   message.operation = this;
   message.onDone = &Operation::messageDone;
   message.peer = peer;
   message.isSend = true;
   message.isPending = true;
+  message.expectedBytes = bytes;
   ++outstanding_;
-  communicator_->send(peer, kind, tag, data, bytes, message);
+  communicator_->send(peer, kind, tag, element, data, bytes, message);
 }
 
 void Operation::postRecv(Message& message, int peer, p2p::MessageKind kind, std::uint32_t tag, void* data,
-                         std::size_t bytes) {
+                         std::size_t bytes, std::uint32_t element) {
   message.operation = this;
   message.onDone = &Operation::messageDone;
   message.peer = peer;
@@ -96,7 +97,7 @@ void Operation::postRecv(Message& message, int peer, p2p::MessageKind kind, std:
   message.isPending = true;
   message.expectedBytes = bytes;
   ++outstanding_;
-  communicator_->recv(peer, kind, tag, data, bytes, message);
+  communicator_->recv(peer, kind, tag, element, data, bytes, message);
 }
 
 void Operation::messageDone(transport::Request& request) {
@@ -120,21 +121,24 @@ void Operation::noteMessage(Message& message) {
   if (--outstanding_ == 0 || &message == awaited_) run();
 }
 
-Status Operation::check(Message& message) const {
-  if (message.status.code() == StatusCode::kTruncated) {
-    return Status::invalidArgument(communicator_->describe(message.peer) + " sent more than the " +
-                                   std::to_string(message.expectedBytes) + " bytes of the buffer here");
-  }
-  if (!message.status) {
+Status Operation::check(Message& message) {
+  const bool differs = message.status.code() == StatusCode::kMismatch;
+  if (!message.status && !differs) {
     communicator_->noteLost(message.peer);
     return message.status.wrap((message.isSend ? "sending to " : "receiving from ") +
                                communicator_->describe(message.peer));
   }
-  if (message.isSend) return Status::ok();
-  message.peer = p2p::sourceOf(message.tag);
-  if (message.bytes == message.expectedBytes) return Status::ok();
-  return Status::invalidArgument(communicator_->describe(message.peer) + " sent " + std::to_string(message.bytes) +
-                                 " bytes, the buffer here has " + std::to_string(message.expectedBytes));
+  if (!message.isSend) message.peer = p2p::sourceOf(message.tag);
+  return differs ? mismatch(message) : Status::ok();
+}
+
+Status Operation::mismatch(const Message& message) {
+  const std::string peer = communicator_->describe(message.peer);
+  const std::string theirs = std::to_string(message.bytes);
+  const std::string ours = std::to_string(message.expectedBytes);
+  return Status::invalidArgument(message.isSend ? peer + " has a buffer of " + theirs + " bytes for the " + ours +
+                                                      " bytes sent from here"
+                                                : peer + " sent " + theirs + " bytes, the buffer here has " + ours);
 }
 
 }  // namespace farandole::collective

@@ -78,9 +78,13 @@ class Operation {
   virtual void retain() = 0;
   virtual void release() = 0;
 
+  // `element`: what the message is made of, which both sides must agree on (p2p/message_tag.h).
   void postSend(Message& message, int peer, p2p::MessageKind kind, std::uint32_t tag, const void* data,
-                std::size_t bytes);
-  void postRecv(Message& message, int peer, p2p::MessageKind kind, std::uint32_t tag, void* data, std::size_t bytes);
+                std::size_t bytes, std::uint32_t element = 0);
+  void postRecv(Message& message, int peer, p2p::MessageKind kind, std::uint32_t tag, void* data, std::size_t bytes,
+                std::uint32_t element = 0);
+  // The other side's message is another than this one: what ends the operation, or ok when it goes on.
+  virtual Status mismatch(const Message& message);
 
   const std::shared_ptr<Communicator> communicator_;
 
@@ -89,7 +93,7 @@ class Operation {
 
   static void messageDone(transport::Request& request);
   void noteMessage(Message& message);
-  Status check(Message& message) const;
+  Status check(Message& message);
   void run();
   void complete(Status status);
 

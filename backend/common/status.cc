@@ -6,7 +6,7 @@ std::string_view toString(StatusCode code) {
   switch (code) {
     case StatusCode::kOk: return "ok";
     case StatusCode::kInvalidArgument: return "invalid argument";
-    case StatusCode::kTruncated: return "truncated";
+    case StatusCode::kMismatch: return "mismatch";
     case StatusCode::kTimeout: return "timeout";
     case StatusCode::kAborted: return "aborted";
     case StatusCode::kPeerFailed: return "peer failed";

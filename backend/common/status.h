@@ -12,7 +12,7 @@ namespace farandole {
 enum class StatusCode : unsigned char {
   kOk,
   kInvalidArgument,  // misuse by the caller: the message names argument, value and expectation
-  kTruncated,        // a message did not fit the buffer it was received into
+  kMismatch,         // the two sides of a message disagree on its size or on what it is made of
   kTimeout,
   kAborted,
   kPeerFailed,   // the process on the other side died

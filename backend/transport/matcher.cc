@@ -3,7 +3,6 @@
 namespace farandole::transport {
 namespace {
 
-constexpr std::uint64_t kExact = ~std::uint64_t{0};
 constexpr std::size_t kSpareMessages = 64;
 constexpr std::size_t kSpareBytes = 16 << 10;
 
@@ -16,23 +15,28 @@ Matcher::~Matcher() {
 }
 
 // All of a tag's fields count: user tags count up, sources and groups are small numbers.
-std::size_t Matcher::bucketOf(std::uint64_t tag) { return static_cast<std::size_t>((tag * 0x9e3779b97f4a7c15u) >> 58); }
+std::size_t Matcher::bucketOf(std::uint64_t tag) {
+  return static_cast<std::size_t>(((tag & p2p::kAnyElementMask) * 0x9e3779b97f4a7c15u) >> 58);
+}
 
 Request* Matcher::takeReceive(std::uint64_t tag) {
   Queue<Request>& exact = exact_[bucketOf(tag)];
   Request** found = &exact.head;
-  while (*found != nullptr && (*found)->wanted != tag) found = &(*found)->next;
+  while (*found != nullptr && (((*found)->wanted ^ tag) & p2p::kAnyElementMask) != 0) found = &(*found)->next;
   if (masked_.head == nullptr) [[likely]] {
     return *found != nullptr ? exact.unlink(found) : nullptr;
   }
   Request** masked = &masked_.head;
-  while (*masked != nullptr && (((*masked)->wanted ^ tag) & (*masked)->mask) != 0) masked = &(*masked)->next;
+  while (*masked != nullptr && (((*masked)->wanted ^ tag) & (*masked)->mask & p2p::kAnyElementMask) != 0) {
+    masked = &(*masked)->next;
+  }
   if (*masked != nullptr && (*found == nullptr || (*masked)->order < (*found)->order)) return masked_.unlink(masked);
   return *found != nullptr ? exact.unlink(found) : nullptr;
 }
 
 std::unique_ptr<Unexpected> Matcher::takeMessage(std::uint64_t wanted, std::uint64_t mask) {
   if (numMessages_ == 0) return nullptr;
+  mask &= p2p::kAnyElementMask;
   const auto oldestOf = [&](Queue<Unexpected>& queue) {
     Unexpected** at = &queue.head;
     while (*at != nullptr && (((*at)->tag ^ wanted) & mask) != 0) at = &(*at)->next;
@@ -40,7 +44,7 @@ std::unique_ptr<Unexpected> Matcher::takeMessage(std::uint64_t wanted, std::uint
   };
   Queue<Unexpected>* queue = &messages_[bucketOf(wanted)];
   Unexpected** found = oldestOf(*queue);
-  if (mask != kExact) {
+  if (!isExact(mask)) {
     for (Queue<Unexpected>& other : messages_) {
       Unexpected** const at = oldestOf(other);
       if (*at == nullptr || (*found != nullptr && (*found)->order <= (*at)->order)) continue;
@@ -55,11 +59,11 @@ std::unique_ptr<Unexpected> Matcher::takeMessage(std::uint64_t wanted, std::uint
 
 void Matcher::addReceive(Request& request) {
   request.order = order_++;
-  (request.mask == kExact ? exact_[bucketOf(request.wanted)] : masked_).push(&request);
+  (isExact(request.mask) ? exact_[bucketOf(request.wanted)] : masked_).push(&request);
 }
 
 bool Matcher::removeReceive(Request& request) {
-  Queue<Request>& queue = request.mask == kExact ? exact_[bucketOf(request.wanted)] : masked_;
+  Queue<Request>& queue = isExact(request.mask) ? exact_[bucketOf(request.wanted)] : masked_;
   for (Request** at = &queue.head; *at != nullptr; at = &(*at)->next) {
     if (*at != &request) continue;
     queue.unlink(at);

@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "backend/p2p/message_tag.h"
 #include "backend/transport/request.h"
 
 namespace farandole::transport {
@@ -27,7 +28,8 @@ struct Unexpected {
 
 // Brings messages and receives together: the oldest receive that wants a
 // message gets it, the oldest message that a receive wants is given to it. A
-// receive wants a message when the tags are equal in the bits of its mask.
+// receive wants a message when the tags are equal in the bits of its mask, which
+// never include those of the element.
 //
 // Receives are linked through their Request and cost no allocation. Tags that
 // are wanted exactly are found by hash; others by a walk. Not thread-safe.
@@ -78,6 +80,8 @@ class Matcher {
   };
 
   static std::size_t bucketOf(std::uint64_t tag);
+  // Whether its tag is wanted as it is, but for the element.
+  static bool isExact(std::uint64_t mask) { return (mask | p2p::kElementField) == p2p::kExactMask; }
   template <typename Match>
   std::size_t dropRemoteIf(const Match& match);
 

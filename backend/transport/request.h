@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "backend/common/status.h"
+#include "backend/p2p/message_tag.h"
 
 namespace farandole::transport {
 
@@ -18,10 +19,11 @@ struct Request {
 
   OnDone onDone = nullptr;
 
-  // Valid once done.
+  // Valid once done. The rest tells of the other side: what was sent, of a receive;
+  // what the receive wanted, of a send that failed with kMismatch.
   Status status;
-  std::size_t bytes = 0;  // received
-  std::uint64_t tag = 0;  // matched, of a receive
+  std::size_t bytes = 0;
+  std::uint64_t tag = 0;
 
   // The transport's own, while the message is in flight.
   Transport* owner = nullptr;  // of several that are used as one
@@ -32,6 +34,14 @@ struct Request {
   std::uint64_t mask = 0;
   std::uint64_t order = 0;
   Request* next = nullptr;
+
+  // Of a receive: notes what was sent, and compares it with what was wanted.
+  Status noteSent(std::uint64_t sentTag, std::size_t sentBytes) {
+    tag = sentTag;
+    bytes = sentBytes;
+    const bool isSame = sentBytes == capacity && ((sentTag ^ wanted) & p2p::kElementField) == 0;
+    return isSame ? Status::ok() : Status(StatusCode::kMismatch, "another size or element than the other side's");
+  }
 
   void finish(Status outcome) {
     status = std::move(outcome);

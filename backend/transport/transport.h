@@ -19,6 +19,11 @@ inline constexpr PeerId kAnyPeer{0xffffffff};
 // Moves tagged messages between processes. Messages between two peers with tags
 // that match the same receive are received in the order in which they were sent.
 //
+// A receive and the message that it matches must agree on the bytes and on the
+// element in the tag (p2p/message_tag.h). Else both are used up: the receive fails
+// with kMismatch, its buffer holding anything, and so does the send if it has not
+// completed by then, and if the transport's receiver answers: not over UCX.
+//
 // Thread: one at a time (see ProgressEngine), except eventFd() and signal().
 // Errors of a message are in its Request; they never throw.
 class Transport {
@@ -39,7 +44,8 @@ class Transport {
 
   virtual void send(PeerId peer, std::uint64_t tag, const void* data, std::size_t bytes, Request& request) = 0;
   // Matches the oldest message whose tag equals `tag` in the bits of `mask`. The
-  // tag alone decides; `from` says which peer it can come from, or kAnyPeer.
+  // tag alone decides; `from` says which peer it can come from, or kAnyPeer. A mask
+  // with the element's bits is for tags that always come with the same element.
   virtual void recv(PeerId from, std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes,
                     Request& request) = 0;
   // The same, but only when such a message is there already; false, and nothing is

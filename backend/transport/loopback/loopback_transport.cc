@@ -11,6 +11,10 @@ namespace farandole::transport {
 
 namespace {
 
+bool isWanted(std::uint64_t tag, std::uint64_t wanted, std::uint64_t mask) {
+  return ((tag ^ wanted) & mask & p2p::kAnyElementMask) == 0;
+}
+
 Status destroyed() { return Status(StatusCode::kPeerFailed, "the loopback peer was destroyed"); }
 
 }  // namespace
@@ -72,7 +76,7 @@ void LoopbackTransport::send(PeerId peer, std::uint64_t tag, const void* data, s
   Incoming incoming{tag, static_cast<const std::byte*>(data), bytes, {}, this, &request};
   const bool eager = bytes <= fabric_->eagerBytes_;
   auto posted = std::find_if(receiver->posted_.begin(), receiver->posted_.end(),
-                             [tag](const Posted& p) { return ((p.tag ^ tag) & p.mask) == 0; });
+                             [&](const Posted& p) { return isWanted(tag, p.tag, p.mask); });
   if (posted != receiver->posted_.end()) {
     receiver->matchLocked(*posted, incoming);
     receiver->posted_.erase(posted);
@@ -95,7 +99,7 @@ void LoopbackTransport::recv(PeerId /*from*/, std::uint64_t tag, std::uint64_t m
   request.status = Status::ok();
   const Posted posted{tag, mask, static_cast<std::byte*>(data), bytes, &request};
   auto incoming = std::find_if(unexpected_.begin(), unexpected_.end(),
-                               [&](const Incoming& i) { return ((i.tag ^ tag) & mask) == 0; });
+                               [&](const Incoming& i) { return isWanted(i.tag, tag, mask); });
   if (incoming == unexpected_.end()) {
     posted_.push_back(posted);
     return;
@@ -108,7 +112,7 @@ bool LoopbackTransport::recvIfThere(std::uint64_t tag, std::uint64_t mask, void*
                                     Request& request) {
   std::lock_guard lock(fabric_->mutex_);
   auto incoming = std::find_if(unexpected_.begin(), unexpected_.end(),
-                               [&](const Incoming& i) { return ((i.tag ^ tag) & mask) == 0; });
+                               [&](const Incoming& i) { return isWanted(i.tag, tag, mask); });
   if (incoming == unexpected_.end()) return false;
   request.status = Status::ok();
   matchLocked({tag, mask, static_cast<std::byte*>(data), bytes, &request}, *incoming);
@@ -153,18 +157,18 @@ void LoopbackTransport::signal() {
 }
 
 void LoopbackTransport::matchLocked(const Posted& posted, Incoming& incoming) {
-  Status status;
-  if (incoming.bytes > posted.bytes) {
-    status = Status(StatusCode::kTruncated, "a message of " + std::to_string(incoming.bytes) +
-                                                " bytes does not fit a buffer of " + std::to_string(posted.bytes));
-  } else if (incoming.bytes > 0) {
+  posted.request->wanted = posted.tag;
+  posted.request->capacity = posted.bytes;
+  const Status status = posted.request->noteSent(incoming.tag, incoming.bytes);
+  if (status && incoming.bytes > 0) {
     const std::byte* source = incoming.request != nullptr ? incoming.data : incoming.copy.data();
     std::memcpy(posted.data, source, incoming.bytes);
   }
-  posted.request->bytes = incoming.bytes;
-  posted.request->tag = incoming.tag;
   completeLocked(*posted.request, status);
-  if (incoming.request != nullptr) incoming.sender->completeLocked(*incoming.request, Status::ok());
+  if (incoming.request == nullptr) return;
+  incoming.request->tag = posted.tag;
+  incoming.request->bytes = posted.bytes;
+  incoming.sender->completeLocked(*incoming.request, status);
 }
 
 void LoopbackTransport::completeLocked(Request& request, Status status) {

@@ -28,10 +28,10 @@ inline constexpr std::uint16_t kNoSlot = 0xffff;
 // What a cell says.
 struct CellFields {
   CellKind kind;
-  std::uint64_t tag = 0;               // kFinished: a StatusCode; kFragment: the offset; kClear: the receiver's number
-  std::uint64_t bytes = 0;             // of the message or fragment
+  std::uint64_t tag = 0;               // kFinished: the receive's; kFragment: the offset; kClear: the receiver's number
+  std::uint64_t bytes = 0;             // of the message or fragment; kFinished: what the receive wanted
   std::uint32_t id = 0;                // of a rendezvous message: the sender's number, for kFragment the receiver's
-  std::uint16_t slot = kNoSlot;        // kRendezvous: the sender's TransferSlot
+  std::uint16_t slot = kNoSlot;        // kRendezvous: the sender's TransferSlot; kFinished: a StatusCode
   const std::byte* address = nullptr;  // kRendezvous: in the sender's memory
 };
 

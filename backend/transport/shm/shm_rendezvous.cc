@@ -78,33 +78,28 @@ Request* ShmTransport::release(Outgoing& outgoing) {
   return std::exchange(outgoing.request, nullptr);
 }
 
-void ShmTransport::finishOutgoing(Link& link, std::uint32_t id, StatusCode code) {
+void ShmTransport::finishOutgoing(Link& link, std::uint32_t id, StatusCode code, Wanted wanted) {
   if (id >= outgoing_.size() || outgoing_[id].request == nullptr || outgoing_[id].link != &link) return;
   Request* const request = release(outgoing_[id]);
-  request->finish(code == StatusCode::kOk        ? Status::ok()
-                  : code == StatusCode::kAborted ? Status::aborted("cancelled")
-                                                 : Status(code, "the receiver could not read the message"));
+  request->tag = wanted.tag;
+  request->bytes = wanted.bytes;
+  request->finish(code == StatusCode::kOk         ? Status::ok()
+                  : code == StatusCode::kAborted  ? Status::aborted("cancelled")
+                  : code == StatusCode::kMismatch ? Status(code, "the receiver wants another size or element")
+                                                  : Status(code, "the receiver could not read the message"));
 }
 
 void ShmTransport::pull(Link& link, Request& request, const Unexpected& message) {
-  request.bytes = message.bytes;
-  request.tag = message.tag;
-  const bool fits = message.bytes <= request.capacity;
+  const Wanted wanted{request.wanted, request.capacity};
   if (link.isSelf) {
     deliver(request, message.tag, message.remote, message.bytes);
-    finishOutgoing(link, message.remoteId, StatusCode::kOk);
+    finishOutgoing(link, message.remoteId, request.status.code(), wanted);
     return request.onDone(request);
   }
-  if (!fits || (link.canCopy && message.bytes < kSharedBytes)) {
-    Status status;
-    if (fits) {
-      status = copyFromProcess(link.pid, request.data, message.remote, message.bytes);
-    } else {
-      deliver(request, message.tag, nullptr, message.bytes);
-      status = request.status;
-    }
-    tell(link, CellKind::kFinished, message.remoteId,
-         static_cast<std::uint64_t>(fits ? status.code() : StatusCode::kOk));
+  Status status = request.noteSent(message.tag, message.bytes);
+  if (!status || (link.canCopy && message.bytes < kSharedBytes)) {
+    if (status) status = copyFromProcess(link.pid, request.data, message.remote, message.bytes);
+    tellFinished(link, message.remoteId, status.code(), wanted);
     return request.finish(std::move(status));
   }
   const std::uint32_t id = takeEntry(pulls_, freePulls_);
@@ -126,7 +121,7 @@ void ShmTransport::finish(Pull& pull, Status status) {
   freePulls_.push_back(static_cast<std::uint32_t>(
       std::find_if(pulls_.begin(), pulls_.end(), [&](const Pull& p) { return &p == &pull; }) - pulls_.begin()));
   request.handle = nullptr;
-  tell(*pull.link, CellKind::kFinished, pull.id, static_cast<std::uint64_t>(status.code()));
+  tellFinished(*pull.link, pull.id, status.code());
   request.finish(std::move(status));
 }
 

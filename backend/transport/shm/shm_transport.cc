@@ -78,6 +78,7 @@ bool ShmTransport::recvIfThere(std::uint64_t tag, std::uint64_t mask, void* data
   request.handle = nullptr;
   request.data = static_cast<std::byte*>(data);
   request.capacity = bytes;
+  request.wanted = tag;
   accept(request, std::move(message));
   return true;
 }
@@ -133,12 +134,8 @@ bool ShmTransport::arm() {
 }
 
 void ShmTransport::deliver(Request& request, std::uint64_t tag, const std::byte* data, std::size_t bytes) {
-  request.bytes = bytes;
-  request.tag = tag;
-  if (bytes > request.capacity) {
-    request.status =
-        Status(StatusCode::kTruncated, "a message of " + std::to_string(bytes) + " bytes does not fit a buffer of " +
-                                           std::to_string(request.capacity));
+  if (Status agreed = request.noteSent(tag, bytes); !agreed) [[unlikely]] {
+    request.status = std::move(agreed);
   } else if (bytes > 0) {
     std::memcpy(request.data, data, bytes);
   }
@@ -169,6 +166,11 @@ void ShmTransport::sendToSelf(Link& link, std::uint64_t tag, const std::byte* da
   request.status = Status::ok();
   if (Request* receive = matcher_.takeReceive(tag)) {
     deliver(*receive, tag, data, bytes);
+    if (!receive->status) {
+      request.status = receive->status;
+      request.tag = receive->wanted;
+      request.bytes = receive->capacity;
+    }
     receive->onDone(*receive);
   } else if (bytes > kEagerBytes) {
     return offer(link, tag, data, bytes, request);
@@ -195,6 +197,12 @@ void ShmTransport::post(Link& link, const Queued& item) {
 
 void ShmTransport::tell(Link& link, CellKind kind, std::uint32_t id, std::uint64_t tag) {
   if (link.failure) post(link, {{.kind = kind, .tag = tag, .id = id}});
+}
+
+void ShmTransport::tellFinished(Link& link, std::uint32_t id, StatusCode code, Wanted wanted) {
+  if (!link.failure) return;
+  const auto slot = static_cast<std::uint16_t>(code);
+  post(link, {{.kind = CellKind::kFinished, .tag = wanted.tag, .bytes = wanted.bytes, .id = id, .slot = slot}});
 }
 
 bool ShmTransport::flush(Link& link) {
@@ -274,16 +282,17 @@ void ShmTransport::handle(Link& link, const Cell& cell) {
     case CellKind::kFragment: receiveFragment(link, cell); break;
     case CellKind::kFinished: {
       const std::uint32_t id = cell.id;
-      const auto code = static_cast<StatusCode>(cell.tag);
+      const auto code = static_cast<StatusCode>(cell.slot);
+      const Wanted wanted{cell.tag, cell.bytes};
       pop();
-      finishOutgoing(link, id, code);
+      finishOutgoing(link, id, code, wanted);
       break;
     }
     case CellKind::kRetract: {
       const std::uint32_t id = cell.id;
       pop();
       if (matcher_.dropRemote(link.id, id)) {
-        tell(link, CellKind::kFinished, id, static_cast<std::uint64_t>(StatusCode::kAborted));
+        tellFinished(link, id, StatusCode::kAborted);
       }
       break;
     }

@@ -122,6 +122,12 @@ class ShmTransport final : public Transport {
     bool isStreamed = false;
   };
 
+  // What a receive that failed with kMismatch wanted, for its sender.
+  struct Wanted {
+    std::uint64_t tag;
+    std::uint64_t bytes;
+  };
+
   explicit ShmTransport(const ShmOptions& options);
   Status open();
 
@@ -149,6 +155,7 @@ class ShmTransport final : public Transport {
   void post(Link& link, const Queued& item);
   static bool write(Link& link, const Queued& item);
   void tell(Link& link, CellKind kind, std::uint32_t id, std::uint64_t tag = 0);
+  void tellFinished(Link& link, std::uint32_t id, StatusCode code, Wanted wanted = {});
   bool drain(Link& link);
   void handle(Link& link, const Cell& cell);
   bool flush(Link& link);
@@ -164,7 +171,7 @@ class ShmTransport final : public Transport {
   bool helpSends();
   bool help(Outgoing& outgoing);
   bool stream(Outgoing& outgoing);
-  void finishOutgoing(Link& link, std::uint32_t id, StatusCode code);
+  void finishOutgoing(Link& link, std::uint32_t id, StatusCode code, Wanted wanted = {});
   Request* release(Outgoing& outgoing);
   bool isWorkLeft() const;
 

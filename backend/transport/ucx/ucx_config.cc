@@ -34,8 +34,7 @@ void setDefault(ucp_config_t* config, const Default& setting) {
 }  // namespace
 
 Status ucxError(const std::string& what, ucs_status_t status) {
-  const StatusCode code = status == UCS_ERR_MESSAGE_TRUNCATED ? StatusCode::kTruncated
-                          : status == UCS_ERR_CANCELED        ? StatusCode::kAborted
+  const StatusCode code = status == UCS_ERR_CANCELED ? StatusCode::kAborted
                           : status == UCS_ERR_ENDPOINT_TIMEOUT || status == UCS_ERR_CONNECTION_RESET ||
                                   status == UCS_ERR_NOT_CONNECTED || status == UCS_ERR_UNREACHABLE
                               ? StatusCode::kPeerLeft

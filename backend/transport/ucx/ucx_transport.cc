@@ -102,19 +102,21 @@ void UcxTransport::send(PeerId peer, std::uint64_t tag, const void* data, std::s
 
 void UcxTransport::recv(PeerId /*from*/, std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes,
                         Request& request) {
-  request.owner = this;
-  request.status = Status::ok();
+  // Of a message that is there and does not fit, a receive is not told what it is; a look at it first is.
+  if (recvIfThere(tag, mask, data, bytes, request)) return;
   ucp_tag_recv_info_t info;
   const ucp_request_param_t param = recvParam(request, info);
   noteReceive(request, ucp_tag_recv_nbx(worker_, data, bytes, tag, mask, &param), info);
 }
 
 bool UcxTransport::recvIfThere(std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes, Request& request) {
+  request.owner = this;
+  request.status = Status::ok();
+  request.wanted = tag;
+  request.capacity = bytes;
   ucp_tag_recv_info_t info;
   const ucp_tag_message_h message = ucp_tag_probe_nb(worker_, tag, mask, 1, &info);
   if (message == nullptr) return false;
-  request.owner = this;
-  request.status = Status::ok();
   const ucp_request_param_t param = recvParam(request, info);
   noteReceive(request, ucp_tag_msg_recv_nbx(worker_, data, bytes, message, &param), info);
   return true;
@@ -133,13 +135,14 @@ void UcxTransport::noteReceive(Request& request, ucs_status_ptr_t handle, const 
     request.handle = handle;
     return;
   }
-  if (handle != nullptr) {
-    request.status = ucxError("receive", UCS_PTR_STATUS(handle));
-  } else {
-    request.bytes = info.length;
-    request.tag = info.sender_tag;
-  }
+  request.status = received(request, UCS_PTR_STATUS(handle), info);
   request.onDone(request);
+}
+
+// UCX tells what was sent also where it did not fit.
+Status UcxTransport::received(Request& request, ucs_status_t status, const ucp_tag_recv_info_t& info) {
+  if (status != UCS_OK && status != UCS_ERR_MESSAGE_TRUNCATED) return ucxError("receive", status);
+  return request.noteSent(info.sender_tag, info.length);
 }
 
 void UcxTransport::cancel(Request& request) {
@@ -211,12 +214,7 @@ void UcxTransport::sendDone(void* handle, ucs_status_t status, void* user) {
 
 void UcxTransport::recvDone(void* handle, ucs_status_t status, const ucp_tag_recv_info_t* info, void* user) {
   Request& request = *static_cast<Request*>(user);
-  if (status != UCS_OK) {
-    request.status = ucxError("receive", status);
-  } else {
-    request.bytes = info->length;
-    request.tag = info->sender_tag;
-  }
+  request.status = received(request, status, *info);
   request.handle = nullptr;
   ucp_request_free(handle);
   noteDone(request);

@@ -50,6 +50,7 @@ class UcxTransport final : public Transport {
   void closeEndpoint(Endpoint& endpoint);
 
   static ucp_request_param_t recvParam(Request& request, ucp_tag_recv_info_t& info);
+  static Status received(Request& request, ucs_status_t status, const ucp_tag_recv_info_t& info);
   static void noteReceive(Request& request, ucs_status_ptr_t handle, const ucp_tag_recv_info_t& info);
   static void noteDone(Request& request);
   static void sendDone(void* request, ucs_status_t status, void* user);

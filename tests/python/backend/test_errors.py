@@ -68,12 +68,17 @@ def _sizes_differ(rank, world_size):
     if rank == 0:
         dist.send(torch.zeros(4), 1, tag=3)
     else:
-        with pytest.raises(ValueError, match=r"recv from rank 0 .*tag 3, 8 bytes.*sent more than the 8 bytes"):
+        with pytest.raises(
+            ValueError,
+            match=r"recv from rank 0 .*tag 3, 8 bytes.*sent 4 x Float \(16 bytes\) with tag 3, rank 1 .* 2 x Float \(8 bytes, shape \[2\]\)",
+        ):
             dist.recv(torch.zeros(2), 0, tag=3)
     if rank == 1:
         dist.send(torch.zeros(2), 0)
     else:
-        with pytest.raises(ValueError, match=r"rank 1 \(host .*, pid \d+\) sent 8 bytes, the buffer here has 16"):
+        with pytest.raises(
+            ValueError, match=r"rank 1 \(host .*, pid \d+\) sent 2 x Float \(8 bytes\).*receives 4 x Float \(16 bytes"
+        ):
             dist.recv(torch.zeros(4), 1)
     _still_works(rank, world_size)
     return True
