@@ -48,7 +48,9 @@ def _run_many(rank, world_size, seed):
 def test_resident_memory_is_flat_over_many_operations(capsys):
     assert OPERATIONS > 2 * SETTLED_AFTER
     seed = random.randrange(1 << 30)
-    for rank, (settled, end) in enumerate(run_ranks(_run_many, 2, "farandole", timeout=120 + OPERATIONS / 2000, seed=seed)):
+    for rank, (settled, end) in enumerate(
+        run_ranks(_run_many, 2, "farandole", timeout=120 + OPERATIONS / 2000, seed=seed)
+    ):
         with capsys.disabled():
             print(f"\nseed {seed}, rank {rank}: {settled >> 10} KiB -> {end >> 10} KiB", end="")
         assert end - settled < 8 * (OPERATIONS - SETTLED_AFTER)  # one pointer kept for each would show
