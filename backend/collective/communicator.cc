@@ -127,6 +127,7 @@ void Communicator::failAll(const Status& status, int culprit) {
 
 void Communicator::failForLoss(Operation& operation, const Status& status) {
   if (watch_ == nullptr || !aborted_) return operation.fail(status);
+  operation.isLost_ = true;
   ++operation.outstanding_;
   losses_.push_back({&operation, status});
 }
@@ -248,7 +249,7 @@ bool Communicator::poll() {
     ProgramOperation* const first = turns_.front();
     if (first->waitsForTurn_) {
       first->waitsForTurn_ = false;
-    } else if (!first->blocked_ || !first->isReady()) {
+    } else if (!first->blocked_ || first->isLost_ || !first->isReady()) {
       break;
     }
     first->run();
@@ -261,7 +262,7 @@ bool Communicator::poll() {
 bool Communicator::isReady() const {
   if (turns_.empty()) return false;
   const ProgramOperation& first = *turns_.front();
-  return first.waitsForTurn_ || (first.blocked_ && first.isReady());
+  return first.waitsForTurn_ || (first.blocked_ && !first.isLost_ && first.isReady());
 }
 
 Status Communicator::timeoutOf(const Operation& operation, std::string text, const std::string& others) {

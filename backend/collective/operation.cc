@@ -27,7 +27,7 @@ void Operation::run() {
     // One more than is posted: what completes at once must not end the round.
     ++outstanding_;
     awaited_ = nullptr;
-    const bool more = !isDone() && postNext();
+    const bool more = !isDone() && !isLost_ && postNext();
     --outstanding_;
     if (!more) {
       if (outstanding_ == 0 && !isDone()) complete(Status::ok());

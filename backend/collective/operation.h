@@ -99,6 +99,7 @@ class Operation {
 
   std::atomic<bool> done_{false};
   bool registered_ = false;
+  bool isLost_ = false;  // a message did not come, and it will fail for that: nothing is built on what came instead
   int outstanding_ = 0;
   const Message* awaited_ = nullptr;
   std::chrono::milliseconds timeout_ = std::chrono::milliseconds::max();
