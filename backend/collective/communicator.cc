@@ -13,9 +13,6 @@ using transport::ProgressEngine;
 
 namespace {
 
-// Looks at the deadlines, four a second, for which a lost connection's reason is waited for.
-constexpr int kLooksForReason = 3;
-
 std::vector<std::string> hostIdentities(const std::vector<Member>& members) {
   std::vector<std::string> identities;
   identities.reserve(members.size());
@@ -55,48 +52,9 @@ Communicator::~Communicator() {
   engine().removeListener(*this);
 }
 
-void Communicator::abort(const Status& status) {
-  ProgressEngine::Access access(engine());
-  failAll(status);
-  isReasonKnown_ = true;
-}
-
-void Communicator::abortAll(const Status& status) {
-  ProgressEngine::Access access(engine());
-  if (host_ != nullptr && aborted_) host_->abort(rank_);
-  failAll(status);
-  isReasonKnown_ = true;
-}
-
 void Communicator::setWatch(std::shared_ptr<GroupWatch> watch) {
   ProgressEngine::Access access(engine());
   watch_ = std::move(watch);
-}
-
-void Communicator::rankFailed(int rank, const Status& status) {
-  ProgressEngine::Access access(engine());
-  const bool died = status.code() == StatusCode::kPeerFailed;
-  if (host_ != nullptr && !died) host_->abort(rank);
-  const int culprit = died ? rank : HostSegment::kNobody;
-  failAll(status, culprit);
-  if (std::exchange(isReasonKnown_, true)) return;
-  // What ended the group before, a broken connection or a rank that gave up, followed from this.
-  aborted_ = status;
-  if (host_ != nullptr) host_->abandon(culprit, status.toString());
-}
-
-void Communicator::abandon(const Status& status) {
-  // Between hosts a broken connection does not tell a death from a farewell; the watch will.
-  const bool isLoss =
-      status.code() == StatusCode::kPeerFailed || (status.code() == StatusCode::kPeerLeft && watch_ != nullptr);
-  failAll(status, isLoss ? lost_ : HostSegment::kNobody);
-}
-
-bool Communicator::lookAround() {
-  if (host_ == nullptr || !aborted_) return false;
-  if (host_->abortedBy() == HostSegment::kNobody) return false;
-  failAll(Status::aborted(describe(host_->abortedBy()) + " aborted the group"));
-  return true;
 }
 
 std::string Communicator::describePending() {
@@ -110,39 +68,6 @@ std::string Communicator::describePending() {
   }
   if (count == 0) return aborted_ ? "nothing is pending" : "the group is over here: " + aborted_.toString();
   return oldest->describe() + (count == 1 ? " is" : " and " + std::to_string(count - 1) + " more are") + " pending";
-}
-
-void Communicator::failAll(const Status& status, int culprit) {
-  if (!aborted_) return;
-  aborted_ = status;
-  if (host_ != nullptr) {
-    host_->abandon(culprit, status.toString());
-    if (!turns_.empty()) engine().removePoller(*this);
-    turns_.clear();
-    nudgeHost();
-  }
-  failPending([&](Operation&) { return status; });
-  settleLosses(true);
-}
-
-void Communicator::failForLoss(Operation& operation, const Status& status) {
-  if (watch_ == nullptr || !aborted_) return operation.fail(status);
-  operation.isLost_ = true;
-  ++operation.outstanding_;
-  losses_.push_back({&operation, status});
-}
-
-void Communicator::settleLosses(bool all) {
-  std::vector<Loss> due;
-  std::erase_if(losses_, [&](Loss& loss) {
-    const bool isDue = all || ++loss.looks >= kLooksForReason;
-    if (isDue) due.push_back(loss);
-    return isDue;
-  });
-  for (const Loss& loss : due) {
-    loss.operation->fail(loss.status);
-    if (--loss.operation->outstanding_ == 0) loss.operation->run();
-  }
 }
 
 Status Communicator::connectHost(transport::Clock::time_point deadline) {
@@ -265,23 +190,6 @@ bool Communicator::isReady() const {
   return first.waitsForTurn_ || (first.blocked_ && !first.isLost_ && first.isReady());
 }
 
-Status Communicator::timeoutOf(const Operation& operation, std::string text, const std::string& others) {
-  if (const std::string missing = operation.missingRanks(); !missing.empty()) text += ", waits for " + missing;
-  return Status::timeout(text + others);
-}
-
-void Communicator::timeOut(Operation& operation, std::chrono::milliseconds timeout) {
-  std::string others;
-  if (watch_ != nullptr && !operation.isDone()) {
-    watch_->ask();
-    watch_->awaitAnswers();
-    others = "; " + watch_->answers();
-  }
-  ProgressEngine::Access access(engine());
-  if (operation.isDone()) return;
-  operation.fail(timeoutOf(operation, "not done after " + std::to_string(timeout.count()) + " ms", others));
-}
-
 std::string Communicator::describe(int rank) const {
   if (rank == kAnySource) return "any rank";
   const Member& member = members_[rank];
@@ -352,58 +260,6 @@ void Communicator::add(Operation& operation) {
 void Communicator::remove(Operation& operation) {
   (operation.previous_ != nullptr ? operation.previous_->next_ : pending_) = operation.next_;
   if (operation.next_ != nullptr) operation.next_->previous_ = operation.previous_;
-}
-
-void Communicator::failPending(const std::function<Status(Operation&)>& select) {
-  // Failing one may complete and remove it, and it alone.
-  for (Operation* operation = pending_; operation != nullptr;) {
-    Operation* const next = operation->next_;
-    if (!operation->isDone()) {
-      if (Status status = select(*operation); !status) operation->fail(status);
-    }
-    operation = next;
-  }
-}
-
-void Communicator::peerFailed(transport::PeerId id, const Status& status) {
-  for (int rank = 0; rank < size(); ++rank) {
-    Peer& peer = peers_[rank];
-    if (!peer.connected || peer.id != id) continue;
-    peer.failure = status;
-    // One that has left the group before may end as it likes.
-    const bool isHere = host_ != nullptr && layout_.hostOf(rank) == layout_.hostOf(rank_);
-    const bool hasLeft = isHere && host_->isAbandoned(layout_.indexOf(rank));
-    noteLost(rank);
-    // Where there is a watch, its word follows: it can tell that the rank has left.
-    if (status.code() == StatusCode::kPeerFailed && !hasLeft && watch_ == nullptr) {
-      failAll(status.wrap(describe(rank) + " failed"), rank);
-      continue;
-    }
-    std::vector<Operation*> waiting;
-    for (Operation* operation = pending_; operation != nullptr; operation = operation->next_) {
-      const std::span<const Message> messages = operation->messages();
-      const auto waitsForIt = [rank](const Message& message) { return message.isPending && message.peer == rank; };
-      if (!operation->isDone() && std::ranges::any_of(messages, waitsForIt)) waiting.push_back(operation);
-    }
-    for (Operation* operation : waiting) failForLoss(*operation, status.wrap(describe(rank) + " is gone"));
-  }
-}
-
-void Communicator::checkDeadlines(transport::Clock::time_point now) {
-  // With a watch they end once the others have been asked what they are doing.
-  const bool wasTold = asked_ && watch_->hasAnswers();
-  bool isOverdue = false;
-  failPending([&](Operation& operation) {
-    if (now < operation.deadline()) return Status::ok();
-    constexpr const char* kText = "not done when its timeout came";
-    if (watch_ == nullptr) return timeoutOf(operation, kText, "");
-    if (wasTold) return timeoutOf(operation, kText, "; " + watch_->answers());
-    isOverdue = true;
-    return Status::ok();
-  });
-  settleLosses(false);
-  if (isOverdue && !asked_) watch_->ask();
-  asked_ = !wasTold && (asked_ || isOverdue);
 }
 
 }  // namespace farandole::collective
