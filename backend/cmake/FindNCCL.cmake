@@ -22,10 +22,24 @@ if(NCCL_INCLUDE_DIR)
   list(JOIN _nccl_version "." NCCL_VERSION)
 endif()
 
+# torch's wheels of CUDA 13 lack crt/host_config.h, which cuda_runtime.h includes.
+if(NCCL_INCLUDE_DIR AND NCCL_CUDA_INCLUDE_DIR)
+  include(CheckCXXSourceCompiles)
+  set(CMAKE_REQUIRED_INCLUDES ${NCCL_INCLUDE_DIR} ${NCCL_CUDA_INCLUDE_DIR})
+  check_cxx_source_compiles("#include <nccl.h>\nint main() { return 0; }" NCCL_HEADERS_COMPILE)
+  unset(CMAKE_REQUIRED_INCLUDES)
+endif()
+
 include(FindPackageHandleStandardArgs)
-find_package_handle_standard_args(NCCL REQUIRED_VARS NCCL_INCLUDE_DIR NCCL_CUDA_INCLUDE_DIR VERSION_VAR NCCL_VERSION)
+find_package_handle_standard_args(
+  NCCL
+  REQUIRED_VARS NCCL_INCLUDE_DIR NCCL_CUDA_INCLUDE_DIR NCCL_HEADERS_COMPILE
+  VERSION_VAR NCCL_VERSION
+  REASON_FAILURE_MESSAGE
+    "nccl.h and cuda_runtime_api.h are needed, and crt/host_config.h: in a CUDA toolkit or the wheel nvidia-cuda-crt")
 if(FARANDOLE_CUDA STREQUAL "ON" AND NOT NCCL_FOUND)
-  message(FATAL_ERROR "FARANDOLE_CUDA=ON, but nccl.h or cuda_runtime_api.h was not found")
+  message(FATAL_ERROR "FARANDOLE_CUDA=ON, but the headers of NCCL and CUDA were not found or do not compile: "
+                      "they are in torch's wheels and in nvidia-cuda-crt, or in a CUDA toolkit")
 endif()
 if(NCCL_FOUND AND NOT TARGET NCCL::Headers)
   add_library(NCCL::Headers INTERFACE IMPORTED)
