@@ -16,4 +16,5 @@ source "$ROOT/.ci/lib/setup.sh"
 setup release farandole_python
 link_package
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-exec "$VENV/bin/torchrun" --standalone --nproc-per-node 4 "$ROOT/examples/train_gpt.py" "$@"
+# By number: the name of a container may have no address.
+exec "$VENV/bin/torchrun" --standalone --local-addr 127.0.0.1 --nproc-per-node 4 "$ROOT/examples/train_gpt.py" "$@"

@@ -310,11 +310,11 @@ TEST(ControlProcesses, AreNotDisturbedByAForkedChildThatUsesAndDestroysThePlane)
 
 TEST(ControlProcesses, LeaveInOrderWithoutAReport) {
   ControlProcesses ranks(6);
-  for (const int rank : {0, 3, 1}) {
-    ranks.order(rank, "leave");
-    ranks.order(rank, "exit");
+  // Who exits at once has 110 ms to hand its farewell over, which a loaded machine may exceed.
+  for (const char* const step : {"leave", "exit"}) {
+    for (const int rank : {0, 3, 1}) ranks.order(rank, step);
+    for (const int rank : {2, 4, 5}) EXPECT_EQ(ranks.next(rank, 300ms).what, "") << step << ", rank " << rank;
   }
-  for (const int rank : {2, 4, 5}) EXPECT_EQ(ranks.next(rank, 500ms).what, "") << "rank " << rank;
   ranks.signal(2, SIGKILL);
   for (const int rank : {4, 5}) {
     const Told told = ranks.next(rank, 5s);
