@@ -109,13 +109,16 @@ void WorkHooks::report(const WorkReport& report) {
 void WorkHooks::startAbortHooks() {
   {
     std::lock_guard lock(mutex_);
-    if (abortHooks_.empty()) return;
-    ++numFollowed_;
+    if (abortHooks_.empty() || numFailures_++ > 0) return;
   }
+  // One thread for all: a group that ends fails all that is pending.
   runBeforeExit([hooks = shared_from_this()] {
-    hooks->runAbortHooks();
-    std::lock_guard lock(hooks->mutex_);
-    if (--hooks->numFollowed_ == 0) hooks->idle_.notify_all();
+    for (bool more = true; more;) {
+      hooks->runAbortHooks();
+      std::lock_guard lock(hooks->mutex_);
+      more = --hooks->numFailures_ > 0;
+      if (!more) hooks->idle_.notify_all();
+    }
   });
 }
 
@@ -130,7 +133,7 @@ void WorkHooks::runAbortHooks() {
 
 void WorkHooks::waitForFollowed() {
   std::unique_lock lock(mutex_);
-  idle_.wait(lock, [&] { return numFollowed_ == 0; });
+  idle_.wait(lock, [&] { return numFollowed_ == 0 && numFailures_ == 0; });
 }
 
 void WorkHooks::updateActive() {

@@ -99,6 +99,7 @@ class WorkHooks : public std::enable_shared_from_this<WorkHooks> {
   std::vector<Extension> extensions_;
   std::uint64_t nextExtension_ = 0;
   std::size_t numFollowed_ = 0;
+  std::size_t numFailures_ = 0;  // for which the abort hooks have yet to run, or do
 };
 
 }  // namespace farandole::backend
