@@ -2,6 +2,7 @@
 
 #include "backend/c10d/errors.h"
 #include "backend/c10d/process_group.h"
+#include "backend/c10d/repeated_messages.h"
 #include "backend/c10d/tensor_checks.h"
 
 namespace farandole::backend {
@@ -60,6 +61,10 @@ WorkPtr ProcessGroupFarandole::recvAnysource(Tensors& tensors, int tag) {
   work->setItem({tensors[0], collective::kAnySource, static_cast<std::uint32_t>(tag), false});
   work->launch();
   return work;
+}
+
+Result<std::unique_ptr<RepeatedMessage>> ProcessGroupFarandole::repeat(const RepeatedMessageSpec& spec) {
+  return makeRepeatedMessage(context_, communicator_, counts_, timeout_, spec);
 }
 
 ProcessGroupFarandole::Batch* ProcessGroupFarandole::openBatchOfThisThread() {

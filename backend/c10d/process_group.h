@@ -17,6 +17,7 @@
 #include "backend/c10d/work.h"
 #include "backend/c10d/work_hooks.h"
 #include "backend/collective/algorithms.h"
+#include "backend/common/repeated_message.h"
 #include "backend/p2p/batch_plan.h"
 
 namespace farandole::backend {
@@ -37,7 +38,7 @@ struct BatchEntry {
 // Thread: any, as c10d asks; the collectives of one group must be called in the
 // same order on all its ranks. Matching of messages is by (group, source, tag),
 // first in first out.
-class ProcessGroupFarandole final : public ::c10d::Backend {
+class ProcessGroupFarandole final : public ::c10d::Backend, public RepeatedMessages {
  public:
   struct Options final : ::c10d::Backend::Options {
     explicit Options(std::chrono::milliseconds timeout = kBackendDefaultTimeout)
@@ -105,6 +106,8 @@ class ProcessGroupFarandole final : public ::c10d::Backend {
   WorkPtr endCoalescing() override;
   // One Work per peer; none for an empty batch. Returns when all is posted.
   std::map<int, WorkPtr> batchP2p(std::vector<BatchEntry> entries, const std::string& label);
+  // For what replays a plan; of tensors on the CPU.
+  Result<std::unique_ptr<RepeatedMessage>> repeat(const RepeatedMessageSpec& spec) override;
 
   // Collectives (collectives.cc).
   WorkPtr broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& opts) override;

@@ -38,9 +38,12 @@ void Operation::run() {
     registered_ = false;
     communicator_->remove(*this);
     communicator_->engine().noteSettled();
-    // Letting go may free tensors and, with the last operation, the communicator: not with the transport held.
-    communicator_->engine().defer([this] { release(); });
+    letGo();
   }
+}
+
+void Operation::letGo() {
+  communicator_->engine().defer([this] { release(); });
 }
 
 void Operation::complete(Status status) {

@@ -38,7 +38,7 @@ class Operation {
   Operation(const Operation&) = delete;
   Operation& operator=(const Operation&) = delete;
 
-  // Posts the first messages. Once.
+  // Posts the first messages. Once; again only after rearm().
   void start();
   // Blocks; false when `deadline` came first. The operation then goes on.
   bool wait(transport::Clock::time_point deadline);
@@ -74,9 +74,17 @@ class Operation {
   // It was ended early by an error.
   virtual void abandoned(const Status&) {}
   virtual std::span<Message> messages() = 0;
-  // Keep this object alive, and let go of it.
+  // Keep this object alive, and let go of it. The latter may free tensors and, with the last
+  // operation, the communicator: not with the transport held.
   virtual void retain() = 0;
   virtual void release() = 0;
+  // Has release() called once the transport is let go of.
+  virtual void letGo();
+
+  // For one that is started again, when it is done and was in order.
+  void rearm() { done_.store(false, std::memory_order_relaxed); }
+  // Whether the transport may still use its buffers, or call it.
+  bool isInFlight() const { return registered_ || outstanding_ > 0; }
 
   // `element`: what the message is made of, which both sides must agree on (p2p/message_tag.h).
   void postSend(Message& message, int peer, p2p::MessageKind kind, std::uint32_t tag, const void* data,

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 
-#include "pipeline/runtime/process_group_channel.h"
 #include "pipeline/runtime/shape_exchange.h"
 
 namespace farandole::pipeline {
@@ -66,7 +65,7 @@ Executor::Executor(Program program, const c10::intrusive_ptr<c10d::Backend>& bac
     : program_(std::move(program)),
       config_(std::move(config)),
       agreement_(backend, backend ? backend->getSize() : 1),
-      traffic_(program_, stages_, std::make_unique<ProcessGroupChannel>(backend)) {
+      traffic_(program_, stages_, makeChannel(backend)) {
   if (config_.rankName.empty()) config_.rankName = "rank " + std::to_string(program_.rank);
   for (StageSpec& spec : config_.stages) {
     stages_.emplace_back(std::move(spec), program_.numStages, program_.numMicrobatches);

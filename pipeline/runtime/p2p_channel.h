@@ -3,21 +3,40 @@
 #include <ATen/ATen.h>
 
 #include <cstdint>
+#include <memory>
 #include <span>
-#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <utility>
 #include <vector>
 
+#include "backend/common/repeated_message.h"
 #include "pipeline/runtime/message_tag.h"
 
 namespace farandole::pipeline {
 
-// One tensor on its way to or from one peer. Owned by a stage; the tensor must
-// stay until `work` is done. `work` is null when nothing is under way.
+// One tensor on its way to or from one peer. Owned by a stage, and kept from step
+// to step with its tensor replaced, which stays until the message is done.
 struct Message {
   bool isSend = false;
+  bool isOnce = false;  // not sent again in later steps
   std::int32_t tag = 0;
   std::vector<at::Tensor> tensor{at::Tensor()};  // one element: the form in which c10d takes it
+
+  Message() = default;
+  Message(Message&& other) : Message() { *this = std::move(other); }
+  Message& operator=(Message&& other);
+  ~Message() { release(); }
+
+  // Blocks until it is done, if it is under way; throws what the transport throws.
+  void wait();
+  // Gives up what is under way, and the tensor.
+  void release();
+
+  // The channel's. Under way is `work`, or the line where `isStarted`.
   c10::intrusive_ptr<c10d::Work> work;
+  std::unique_ptr<RepeatedMessage> line;
+  RepeatedMessageSpec lineSpec;
+  bool isStarted = false;
 };
 
 // How the executor reaches other ranks: the one thing it asks of a transport.
@@ -27,8 +46,12 @@ class P2pChannel {
  public:
   virtual ~P2pChannel() = default;
 
-  // Starts all of `batch`, sends and receives with `peer`, and sets each `work`.
+  // Starts all of `batch`, sends and receives with `peer`.
   virtual void post(int peer, std::span<Message* const> batch) = 0;
 };
+
+// The channel over any c10d backend that sends CPU tensors with tags: by its
+// repeated messages where it has them, else one send or recv per message.
+std::unique_ptr<P2pChannel> makeChannel(c10::intrusive_ptr<c10d::Backend> backend);
 
 }  // namespace farandole::pipeline

@@ -2,38 +2,18 @@
 
 namespace farandole::pipeline {
 
-namespace {
-
-void waitFor(Message& message) {
-  if (!message.work) return;
-  message.work->wait();
-  message.work.reset();
-}
-
-}  // namespace
-
 void Transfer::wait() {
-  if (header) waitFor(*header);
-  for (Message& message : messages) waitFor(message);
+  if (header) header->wait();
+  for (Message& message : messages) message.wait();
 }
 
 void Transfer::waitHeader() {
-  if (header) waitFor(*header);
-}
-
-bool Transfer::isDone() const {
-  for (const Message& message : messages) {
-    if (message.work && !message.work->isCompleted()) return false;
-  }
-  return true;
+  if (header) header->wait();
 }
 
 void Transfer::release() {
   header.reset();
-  for (Message& message : messages) {
-    message.tensor[0].reset();
-    message.work.reset();
-  }
+  for (Message& message : messages) message.release();
   headerPosted = posted = false;
 }
 

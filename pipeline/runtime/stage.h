@@ -45,7 +45,6 @@ struct Transfer {
   // Waits for all that is under way; throws what the transport throws.
   void wait();
   void waitHeader();
-  bool isDone() const;
   void release();
 };
 

@@ -9,6 +9,7 @@ namespace {
 Message headerMessage(bool isSend, at::Tensor header, std::int32_t sendingStage, std::int32_t microbatch) {
   Message message;
   message.isSend = isSend;
+  message.isOnce = true;
   message.tag = messageTag(Traffic::kHeader, sendingStage, microbatch, 0);
   message.tensor[0] = std::move(header);
   return message;

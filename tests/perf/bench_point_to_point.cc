@@ -4,6 +4,7 @@
 //
 // Two of them meet through the store. Each line on standard input, the same for
 // both, is one measurement: "PATH BYTES WARM_UP ITERATIONS SAMPLES", where PATH is
+//   repeated messages that are made once and started again and again, as a pipeline's are
 //   backend  the virtual methods of c10d::Backend, farandole's
 //   group    c10d::ProcessGroup, and so torch's dispatcher, with that backend
 //   noop     the same with a backend that moves nothing
@@ -32,15 +33,16 @@ constexpr int kRanks = 2;
 
 using Store = c10::intrusive_ptr<::c10d::Store>;
 using Backend = c10::intrusive_ptr<::c10d::Backend>;
+using Farandole = c10::intrusive_ptr<backend::ProcessGroupFarandole>;
 using Group = c10::intrusive_ptr<::c10d::ProcessGroup>;
 
 struct Paths {
-  Backend backend;
+  Farandole backend;
   Group group;
   Group noop;
 };
 
-Backend makeBackend(const Store& store, int rank) {
+Farandole makeBackend(const Store& store, int rank) {
   using backend::ProcessGroupFarandole;
   return c10::make_intrusive<ProcessGroupFarandole>(
       store, rank, kRanks, c10::make_intrusive<ProcessGroupFarandole::Options>(std::chrono::seconds(60)));
@@ -54,7 +56,7 @@ Group makeGroup(const Store& store, int rank, const Backend& backend) {
 
 Paths makePaths(const std::string& storeFile, int rank) {
   const Store store = c10::make_intrusive<::c10d::FileStore>(storeFile, kRanks);
-  const Backend backend = makeBackend(store, rank);
+  const Farandole backend = makeBackend(store, rank);
   const Backend noop = c10::make_intrusive<NoopBackend>(rank, kRanks);
   return {backend, makeGroup(store, rank, backend), makeGroup(store, rank, noop)};
 }
@@ -68,9 +70,10 @@ std::vector<HalfRoundTrip> measure(const Paths& paths, int rank, const std::stri
       words && parameters.bytes >= 0 && parameters.warmUp >= 0 && parameters.iterations > 0 && parameters.samples > 0,
       "the line is '", line, "'; expected a word and four numbers: PATH BYTES WARM_UP ITERATIONS SAMPLES");
   parameters.moves = path != "noop";
-  if (path == "backend") return pingPong(*paths.backend, rank, parameters);
+  if (path == "repeated") return pingPong<RepeatedMessages>(*paths.backend, rank, parameters);
+  if (path == "backend") return pingPong<::c10d::Backend>(*paths.backend, rank, parameters);
   if (path == "group") return pingPong(*paths.group, rank, parameters);
-  TORCH_CHECK_VALUE(path == "noop", "PATH is '", path, "'; expected backend, group or noop");
+  TORCH_CHECK_VALUE(path == "noop", "PATH is '", path, "'; expected repeated, backend, group or noop");
   return pingPong(*paths.noop, rank, parameters);
 }
 

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <memory>
+#include <utility>
 
 namespace farandole::perf {
 namespace {
@@ -11,16 +13,58 @@ namespace {
 using Tensors = std::vector<at::Tensor>;
 using Clock = std::chrono::steady_clock;
 
+// One rank's part in a round trip: `outgoing` there, `incoming` back.
 template <typename Path>
-void roundTrip(Path& path, int rank, Tensors& outgoing, Tensors& incoming) {
-  const int peer = 1 - rank;
-  if (rank == 0) {
-    path.send(outgoing, peer, 0)->wait();
-    path.recv(incoming, peer, 0)->wait();
-  } else {
-    path.recv(incoming, peer, 0)->wait();
-    path.send(incoming, peer, 0)->wait();
+class Player {
+ public:
+  Player(Path& path, int rank, const at::Tensor& outgoing, const at::Tensor& incoming)
+      : path_(path), rank_(rank), outgoing_{rank == 0 ? outgoing : incoming}, incoming_{incoming} {}
+
+  void send() { path_.send(outgoing_, 1 - rank_, 0)->wait(); }
+  void recv() { path_.recv(incoming_, 1 - rank_, 0)->wait(); }
+
+ private:
+  Path& path_;
+  const int rank_;
+  Tensors outgoing_;
+  Tensors incoming_;
+};
+
+template <>
+class Player<RepeatedMessages> {
+ public:
+  Player(RepeatedMessages& path, int rank, const at::Tensor& outgoing, const at::Tensor& incoming)
+      : out_(make(path, true, 1 - rank, outgoing)),
+        in_(make(path, false, 1 - rank, incoming)),
+        outgoing_((rank == 0 ? outgoing : incoming).data_ptr()),
+        incoming_(incoming.data_ptr()) {}
+
+  void send() { play(*out_, outgoing_); }
+  void recv() { play(*in_, incoming_); }
+
+ private:
+  static std::unique_ptr<RepeatedMessage> make(RepeatedMessages& path, bool isSend, int peer,
+                                               const at::Tensor& tensor) {
+    auto message = path.repeat({isSend, peer, 0, tensor.nbytes(), static_cast<int>(tensor.scalar_type())});
+    TORCH_CHECK(message.isOk(), message.status().toString());
+    return std::move(message).value();
   }
+  static void play(RepeatedMessage& message, void* data) {
+    message.start(data);
+    const Status status = message.wait();
+    TORCH_CHECK(status.isOk(), status.toString());
+  }
+
+  const std::unique_ptr<RepeatedMessage> out_, in_;
+  void* const outgoing_;
+  void* const incoming_;
+};
+
+template <typename Path>
+void roundTrip(Player<Path>& player, int rank) {
+  if (rank == 0) player.send();
+  player.recv();
+  if (rank == 1) player.send();
 }
 
 HalfRoundTrip summarize(Clock::time_point start, std::vector<Clock::time_point>& ends) {
@@ -40,20 +84,21 @@ HalfRoundTrip summarize(Clock::time_point start, std::vector<Clock::time_point>&
 
 template <typename Path>
 std::vector<HalfRoundTrip> pingPong(Path& path, int rank, const PingPong& parameters) {
-  Tensors outgoing{at::randint(256, {parameters.bytes}, at::kByte)};
-  Tensors incoming{at::empty_like(outgoing[0])};
+  const at::Tensor outgoing = at::randint(256, {parameters.bytes}, at::kByte);
+  const at::Tensor incoming = at::empty_like(outgoing);
+  Player<Path> player(path, rank, outgoing, incoming);
   std::vector<Clock::time_point> ends(static_cast<std::size_t>(parameters.iterations));
-  for (int i = 0; i < parameters.warmUp; ++i) roundTrip(path, rank, outgoing, incoming);
+  for (int i = 0; i < parameters.warmUp; ++i) roundTrip(player, rank);
   std::vector<HalfRoundTrip> samples;
   for (int sample = 0; sample < parameters.samples; ++sample) {
-    if (rank == 0) incoming[0].zero_();
+    if (rank == 0) incoming.zero_();
     const Clock::time_point start = Clock::now();
     for (Clock::time_point& end : ends) {
-      roundTrip(path, rank, outgoing, incoming);
+      roundTrip(player, rank);
       end = Clock::now();
     }
     samples.push_back(summarize(start, ends));
-    const bool arrived = incoming[0].equal(outgoing[0]);
+    const bool arrived = incoming.equal(outgoing);
     TORCH_CHECK(rank != 0 || arrived || !parameters.moves, "rank 0 got back other bytes than it sent");
   }
   return samples;
@@ -61,5 +106,6 @@ std::vector<HalfRoundTrip> pingPong(Path& path, int rank, const PingPong& parame
 
 template std::vector<HalfRoundTrip> pingPong(::c10d::Backend& path, int rank, const PingPong& parameters);
 template std::vector<HalfRoundTrip> pingPong(::c10d::ProcessGroup& path, int rank, const PingPong& parameters);
+template std::vector<HalfRoundTrip> pingPong(RepeatedMessages& path, int rank, const PingPong& parameters);
 
 }  // namespace farandole::perf

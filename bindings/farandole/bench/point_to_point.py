@@ -1,7 +1,8 @@
 """Half a round trip of a message between two processes.
 
-The paths, from the wire up: the floor (``ucx_perftest``); C++ through the virtual methods of ``c10d::Backend``; C++
-through ``c10d::ProcessGroup``, which adds torch's dispatcher; Python, ``dist.send`` and ``dist.recv``. The last two are
+The paths, from the wire up: the floor (``ucx_perftest``); C++ through messages that are made once and started again
+and again, which is how a pipeline sends; C++ through the virtual methods of ``c10d::Backend``; C++ through
+``c10d::ProcessGroup``, which adds torch's dispatcher; Python, ``dist.send`` and ``dist.recv``. The last two are
 also measured over a backend that moves nothing (in Python torch's "fake"): that is what c10d itself costs per call,
 and "over no-op" what farandole adds to it, the message included.
 """
@@ -27,6 +28,7 @@ _CASES = [(_SMALL, 10_000, 1_000), (64 * 2**20, 4, 4)]
 _NOOPS = ["C++ ProcessGroup no-op", "Python fake"]
 _PEERS = [
     "ucx_perftest",
+    "C++ repeated",
     "C++ Backend",
     "C++ ProcessGroup",
     "C++ ProcessGroup no-op",
@@ -84,6 +86,7 @@ def measure(settings: Settings, pair: RankPair) -> Report:
                 settings.rounds,
                 [
                     ([series["ucx_perftest"]], partial(native, size, many)),
+                    ([series["C++ repeated"]], partial(through_cpp, "repeated", size, many)),
                     ([series["C++ Backend"]], partial(through_cpp, "backend", size, many)),
                     ([series["C++ ProcessGroup"]], partial(through_cpp, "group", size, many)),
                     ([series["C++ ProcessGroup no-op"]], partial(through_cpp, "noop", size, many)),
@@ -96,10 +99,11 @@ def measure(settings: Settings, pair: RankPair) -> Report:
             report.series += series.values()
             report.ratios += _comparisons(series)
             if size == _SMALL:
-                above_wire, above_gloo = report.ratios
+                repeated, above_wire, above_gloo = report.ratios
                 over_dispatcher, over_fake = _costs_over_noop(series)
                 report.ratios += [over_dispatcher, over_fake]
     report.targets = [
+        Target("C++ repeated message at 8 B / ucx_perftest", repeated.median(), 1.35, at_most=True),
         Target("C++ half round trip at 8 B / ucx_perftest", above_wire.median(), 2.0, at_most=True),
         Target("C++ through ProcessGroup at 8 B, over no-op", over_dispatcher.median(), 0.2e-6, at_most=True, unit="s"),
         Target("Python send/recv at 8 B, times faster than gloo", above_gloo.median(), 2.5, at_most=False),
@@ -118,6 +122,7 @@ def _series_of(size: int) -> dict[str, Series]:
 
 def _comparisons(series: dict[str, Series]) -> list[Ratio]:
     return [
+        ratio("/ ucx_perftest", series["C++ repeated"], series["ucx_perftest"]),
         ratio("/ ucx_perftest", series["C++ Backend"], series["ucx_perftest"]),
         ratio("/ farandole", series["Python gloo"], series["Python farandole"]),
     ]

@@ -62,6 +62,7 @@ try:
 except RuntimeError as error:
     assert "not done after 200 ms" in str(error), error
     assert time.monotonic() - started < 2
+dist.barrier()  # not before both were told: who leaves ends what waits for him
 """
 
 

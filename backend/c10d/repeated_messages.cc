@@ -1,0 +1,165 @@
+#include "backend/c10d/repeated_messages.h"
+
+#include <c10/core/ScalarType.h>
+
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "backend/c10d/contract.h"
+
+namespace farandole::backend {
+namespace {
+
+using collective::Communicator;
+using transport::ProgressEngine;
+
+// Lives on alone when its owner is gone before the transport has let go of the buffer.
+class RepeatedOperation final : public collective::Operation, public std::enable_shared_from_this<RepeatedOperation> {
+ public:
+  RepeatedOperation(std::shared_ptr<Communicator> communicator, std::chrono::milliseconds timeout,
+                    const RepeatedMessageSpec& spec)
+      : Operation(std::move(communicator)), spec_(spec), limit_(timeout) {
+    setTimeout(timeout);
+  }
+
+  void startWith(void* data) {
+    ProgressEngine::Access access(communicator_->engine());
+    rearm();
+    data_ = data;
+    isPosted_ = false;
+    start();
+  }
+
+  void await() {
+    if (!isDone() && !wait(deadline())) communicator_->timeOut(*this, limit_);
+  }
+
+  void keep(std::shared_ptr<void> buffer) {
+    // Let go of, where it is not needed, with nothing held.
+    ProgressEngine::Access access(communicator_->engine());
+    if (isInFlight()) kept_.push_back(std::move(buffer));
+  }
+
+  // Also when it is done: by a thread that may still be about to leave it.
+  void giveUp() {
+    ProgressEngine::Access access(communicator_->engine());
+    if (!isInFlight()) return;
+    self_ = shared_from_this();
+    fail(Status::aborted("it was given up"));
+  }
+
+ protected:
+  std::string describe() const override {
+    return (spec_.isSend ? "repeated send to " : "repeated recv from ") + communicator_->describe(spec_.peer) +
+           " (tag " + std::to_string(spec_.tag) + ", " + std::to_string(spec_.bytes) + " bytes)";
+  }
+
+  bool postNext() override {
+    if (std::exchange(isPosted_, true)) return false;
+    const auto tag = static_cast<std::uint32_t>(spec_.tag);
+    const std::uint32_t element = elementOf(dtype());
+    if (spec_.isSend) {
+      postSend(message_, spec_.peer, p2p::MessageKind::kPointToPoint, tag, data_, spec_.bytes, element);
+    } else {
+      postRecv(message_, spec_.peer, p2p::MessageKind::kPointToPoint, tag, data_, spec_.bytes, element);
+    }
+    return true;
+  }
+
+  Status mismatch(const collective::Message& message) override {
+    return describeMismatch(*communicator_, message, {dtype(), static_cast<std::uint32_t>(spec_.tag), spec_.bytes, ""});
+  }
+
+  std::span<collective::Message> messages() override { return {&message_, 1}; }
+
+  // Its owner keeps it alive.
+  void retain() override {}
+  void release() override {
+    kept_.clear();
+    const auto self = std::move(self_);
+  }
+  // Nothing to let go of is the rule, and then costs nothing.
+  void letGo() override {
+    if (self_ != nullptr || !kept_.empty()) Operation::letGo();
+  }
+
+ private:
+  at::ScalarType dtype() const { return static_cast<at::ScalarType>(spec_.dtype); }
+
+  const RepeatedMessageSpec spec_;
+  const std::chrono::milliseconds limit_;
+  collective::Message message_;
+  void* data_ = nullptr;
+  bool isPosted_ = false;
+  std::vector<std::shared_ptr<void>> kept_;
+  std::shared_ptr<RepeatedOperation> self_;
+};
+
+class OwnedMessage final : public RepeatedMessage {
+ public:
+  OwnedMessage(std::shared_ptr<ProcessContext> context, std::shared_ptr<CallCounts> counts,
+               std::shared_ptr<RepeatedOperation> operation)
+      : context_(std::move(context)), counts_(std::move(counts)), operation_(std::move(operation)) {}
+
+  ~OwnedMessage() override {
+    if (!isStarted_) return;
+    if (context_->isOurs()) {
+      operation_->giveUp();
+    } else {  // in a forked child: locks may be held by threads that do not exist here
+      new std::shared_ptr<RepeatedOperation>(operation_);
+    }
+  }
+
+  void start(void* data) override {
+    if (isStarted_ && !operation_->status()) return;
+    isStarted_ = true;
+    counts_->pointToPoint.fetch_add(1, std::memory_order_relaxed);
+    operation_->startWith(data);
+  }
+
+  Status wait() override {
+    if (!isStarted_) return Status::ok();
+    operation_->await();
+    return operation_->status();
+  }
+
+  bool isDone() const override { return !isStarted_ || operation_->isDone(); }
+  void keep(std::shared_ptr<void> buffer) override { operation_->keep(std::move(buffer)); }
+
+ private:
+  const std::shared_ptr<ProcessContext> context_;
+  const std::shared_ptr<CallCounts> counts_;
+  const std::shared_ptr<RepeatedOperation> operation_;
+  bool isStarted_ = false;
+};
+
+Status check(const Communicator& communicator, const RepeatedMessageSpec& spec) {
+  const auto refuse = [](const char* what, auto value, const std::string& expected) {
+    return Status::invalidArgument("repeat: " + std::string(what) + " is " + std::to_string(value) + "; expected " +
+                                   expected);
+  };
+  if (spec.peer < 0 || spec.peer >= communicator.size())
+    return refuse("peer", spec.peer, "a rank from 0 to " + std::to_string(communicator.size() - 1));
+  if (spec.tag < 0) return refuse("tag", spec.tag, "0 or more");
+  constexpr int kDtypes = static_cast<int>(at::ScalarType::NumOptions);
+  if (spec.dtype < 0 || spec.dtype >= kDtypes)
+    return refuse("dtype", spec.dtype, "a ScalarType from 0 to " + std::to_string(kDtypes - 1));
+  return Status::ok();
+}
+
+}  // namespace
+
+Result<std::unique_ptr<RepeatedMessage>> makeRepeatedMessage(std::shared_ptr<ProcessContext> context,
+                                                             std::shared_ptr<Communicator> communicator,
+                                                             std::shared_ptr<CallCounts> counts,
+                                                             std::chrono::milliseconds timeout,
+                                                             const RepeatedMessageSpec& spec) {
+  FARANDOLE_RETURN_IF_ERROR(check(*communicator, spec));
+  auto operation = std::make_shared<RepeatedOperation>(std::move(communicator), timeout, spec);
+  return std::unique_ptr<RepeatedMessage>(
+      std::make_unique<OwnedMessage>(std::move(context), std::move(counts), std::move(operation)));
+}
+
+}  // namespace farandole::backend

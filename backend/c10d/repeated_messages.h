@@ -1,0 +1,22 @@
+#pragma once
+
+#include <chrono>
+#include <memory>
+
+#include "backend/c10d/control_watch.h"
+#include "backend/c10d/process_context.h"
+#include "backend/collective/communicator.h"
+#include "backend/common/repeated_message.h"
+
+namespace farandole::backend {
+
+// The messages of a group that are repeated: see RepeatedMessage. Each is one
+// operation that is started again and again, and that the communicator ends like
+// any other: by timeouts, aborts, deaths.
+Result<std::unique_ptr<RepeatedMessage>> makeRepeatedMessage(std::shared_ptr<ProcessContext> context,
+                                                             std::shared_ptr<collective::Communicator> communicator,
+                                                             std::shared_ptr<CallCounts> counts,
+                                                             std::chrono::milliseconds timeout,
+                                                             const RepeatedMessageSpec& spec);
+
+}  // namespace farandole::backend
