@@ -194,23 +194,29 @@ bool MessagesOperation::postNext() {
     return false;
   }
   messages_.resize(items_.size());
+  if (items_.size() == 1) {
+    post(items_[0]);
+    return !contradiction_;
+  }
   // Receives first: what arrives then has a place to go to.
   for (const bool isSend : {false, true}) {
-    for (std::size_t i = 0; i < items_.size() && !isDone(); ++i) {
-      const Item& item = items_[i];
-      if (item.isSend != isSend) continue;
-      collective::Message& message = messages_[posted_++];
-      void* const data = item.tensor.data_ptr();
-      const std::size_t bytes = item.tensor.nbytes();
-      const std::uint32_t element = elementOf(item.tensor.scalar_type());
-      if (isSend) {
-        postSend(message, item.peer, p2p::MessageKind::kPointToPoint, item.tag, data, bytes, element);
-      } else {
-        postRecv(message, item.peer, p2p::MessageKind::kPointToPoint, item.tag, data, bytes, element);
-      }
+    for (const Item& item : items_) {
+      if (item.isSend == isSend && !isDone()) post(item);
     }
   }
   return !contradiction_;
+}
+
+void MessagesOperation::post(const Item& item) {
+  collective::Message& message = messages_[posted_++];
+  void* const data = item.tensor.data_ptr();
+  const auto bytes = static_cast<std::size_t>(item.tensor.numel()) * item.tensor.itemsize();
+  const std::uint32_t element = elementOf(item.tensor.scalar_type());
+  if (item.isSend) {
+    postSend(message, item.peer, p2p::MessageKind::kPointToPoint, item.tag, data, bytes, element);
+  } else {
+    postRecv(message, item.peer, p2p::MessageKind::kPointToPoint, item.tag, data, bytes, element);
+  }
 }
 
 // In the order in which they were posted.

@@ -109,6 +109,7 @@ class MessagesOperation : public collective::Operation {
   std::size_t posted_ = 0;
 
  private:
+  void post(const Item& item);
   const Item& itemOf(const collective::Message& message) const;
   Status takeContradictions();
 

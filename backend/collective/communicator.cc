@@ -214,15 +214,18 @@ Result<transport::PeerId> Communicator::peerOf(int rank) {
   return peer.id;
 }
 
+bool Communicator::connectFor(int peer, Message& message) {
+  const Result<transport::PeerId> id = peerOf(peer);
+  if (id) return true;
+  message.finish(id.status());
+  return false;
+}
+
 void Communicator::send(int peer, p2p::MessageKind kind, std::uint32_t tag, std::uint32_t element, const void* data,
                         std::size_t bytes, Message& message) {
-  const Result<transport::PeerId> id = peerOf(peer);
-  if (!id) {
-    message.status = id.status();
-    message.onDone(message);
-    return;
-  }
-  engine().transport().send(*id, p2p::makeTag(members_[peer].group, kind, rank_, tag, element), data, bytes, message);
+  if (!peers_[peer].connected && !connectFor(peer, message)) return;
+  engine().transport().send(peers_[peer].id, p2p::makeTag(members_[peer].group, kind, rank_, tag, element), data, bytes,
+                            message);
 }
 
 void Communicator::recv(int peer, p2p::MessageKind kind, std::uint32_t tag, std::uint32_t element, void* data,
@@ -234,13 +237,8 @@ void Communicator::recv(int peer, p2p::MessageKind kind, std::uint32_t tag, std:
                                                                        : p2p::kExactMask;
   transport::PeerId from = transport::kAnyPeer;
   if (peer != kAnySource) {
-    const Result<transport::PeerId> id = peerOf(peer);
-    if (!id) {
-      message.status = id.status();
-      message.onDone(message);
-      return;
-    }
-    from = *id;
+    if (!peers_[peer].connected && !connectFor(peer, message)) return;
+    from = peers_[peer].id;
   }
   const std::uint64_t wanted = p2p::makeTag(members_[rank_].group, kind, source, tag, element);
   engine().transport().recv(from, wanted, mask, data, bytes, message);

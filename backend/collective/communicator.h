@@ -87,6 +87,8 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   void recv(int peer, p2p::MessageKind kind, std::uint32_t tag, std::uint32_t element, void* data, std::size_t bytes,
             Message& message);
   Result<transport::PeerId> peerOf(int rank);
+  // False when there is no connection: the message is done, with the reason.
+  bool connectFor(int peer, Message& message);
   // `text`, whom the operation waits for, and what the others say.
   static Status timeoutOf(const Operation& operation, std::string text, const std::string& others);
   void add(Operation& operation);

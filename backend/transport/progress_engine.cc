@@ -11,14 +11,19 @@
 namespace farandole::transport {
 namespace {
 
-// Empty progress calls of a waiter before it yields its core after each, and how
-// long it does that before it sleeps: about what a Python peer takes to answer.
-// Where every rank has a core it keeps its own for longer: what else runs there
-// would get it for milliseconds (measured, beside a compiler: an all_reduce of
+// How long a waiter progresses in vain before it yields its core after each time,
+// and how long it does that before it sleeps: about what a Python peer takes to
+// answer. Where every rank has a core it keeps its own for longer: what else runs
+// there would get it for milliseconds (measured, beside a compiler: an all_reduce of
 // 1 MiB took 600 us instead of 250).
-constexpr int kSpins = 300;
-constexpr int kSpinsOnOwnCore = 3000;
+constexpr std::chrono::nanoseconds kSpinTime = std::chrono::microseconds(6);
+constexpr std::chrono::nanoseconds kSpinTimeOnOwnCore = std::chrono::microseconds(60);
 constexpr auto kYieldTime = std::chrono::microseconds(50);
+// The clock is first looked at after so many empty calls, when a message of a few
+// bytes has long come, and again after as many.
+constexpr int kSpinsBetweenLooks = 16;
+// Of the loop, in vain, before it sleeps.
+constexpr int kLoopSpins = 300;
 
 // Two ranks that yield to each other on one core stay there for long, though
 // another core is idle: the scheduler sees them run, and moves neither (measured:
@@ -57,7 +62,7 @@ int pollTimeout(Clock::time_point deadline) {
 ProgressEngine::ProgressEngine(std::unique_ptr<Transport> transport, net::EventLoop& loop)
     : transport_(std::move(transport)),
       loop_(loop),
-      spins_(kSpins),
+      spinTime_(kSpinTime),
       descriptor_(loop.context(), dup(transport_->eventFd())),
       tick_(loop.context()),
       deadlineTimer_(loop.context()),
@@ -77,7 +82,7 @@ void ProgressEngine::noteRanksOnHost(int ranks) {
   const bool fits = sched_getaffinity(0, sizeof allowed, &allowed) == 0 && CPU_COUNT(&allowed) >= ranks;
   Access access(*this);
   ranksOnHost_ = std::max(ranksOnHost_, ranks);
-  if (ranks == ranksOnHost_) spins_ = fits ? kSpinsOnOwnCore : kSpins;
+  if (ranks == ranksOnHost_) spinTime_ = fits ? kSpinTimeOnOwnCore : kSpinTime;
 }
 
 void ProgressEngine::addListener(Listener& listener) {
@@ -138,9 +143,9 @@ void ProgressEngine::announceCompletions() {
   sleepCondition_.notify_all();
 }
 
-bool ProgressEngine::progress() {
+bool ProgressEngine::progress(bool again) {
   sleeperArmed_ = false;  // progress disarms, also when another thread armed in between
-  bool any = transport_->progress();
+  bool any = again ? transport_->progressAgain() : transport_->progress();
   for (std::size_t i = 0; i < pollers_.size(); ++i) any |= pollers_[i]->poll();
   return any;
 }
@@ -196,11 +201,13 @@ bool ProgressEngine::progressAsOwner(const std::atomic<bool>& done, Clock::time_
   int yields = 0;
   int gaveWay = 0;  // yields that took long and brought something
   bool lastYieldWasLong = false;
-  Clock::time_point sleepAt;
+  bool isSpinning = true;
+  Clock::time_point yieldAt;  // known once it has spun for a while
   while (!done.load(std::memory_order_acquire)) {
-    if (progress()) {
+    if (progress(isSpinning)) {
       if (lastYieldWasLong) ++gaveWay;
       lastYieldWasLong = false;
+      isSpinning = true;
       idle = 0;
       if (done.load(std::memory_order_relaxed)) break;  // what was deferred runs when this thread leaves
       runDeferred();
@@ -208,11 +215,13 @@ bool ProgressEngine::progressAsOwner(const std::atomic<bool>& done, Clock::time_
       ++idle;
     }
     yieldToContenders();
-    if (idle <= spins_) continue;
+    if (isSpinning && (idle == 0 || idle % kSpinsBetweenLooks != 0)) continue;
     if (done.load(std::memory_order_relaxed)) break;  // by who had the transport meanwhile, and signals only who sleeps
     const auto now = Clock::now();
-    if (idle == spins_ + 1) sleepAt = now + kYieldTime;
-    if (now < sleepAt) {
+    if (idle == kSpinsBetweenLooks) yieldAt = now + spinTime_;
+    if (now < yieldAt) continue;
+    isSpinning = false;
+    if (now < yieldAt + kYieldTime) {
       sched_yield();
       ++yields;
       lastYieldWasLong = Clock::now() - now > kLongYield;
@@ -230,7 +239,6 @@ bool ProgressEngine::progressAsOwner(const std::atomic<bool>& done, Clock::time_
     acquire();
     sleeperArmed_ = ownerPolling_ = false;
     slept = true;
-    idle = spins_;
   }
   noteWait(gaveWay > 0 && 2 * gaveWay >= yields);
   return true;
@@ -316,7 +324,7 @@ void ProgressEngine::onEventFromLoop() {
     return;
   }
   sleeperArmed_ = false;
-  for (int idle = 0; idle < kSpins && !owner_.load();) {
+  for (int idle = 0; idle < kLoopSpins && !owner_.load();) {
     idle = progress() ? 0 : idle + 1;
     runDeferred();
     yieldToContenders();

@@ -103,8 +103,8 @@ class ProgressEngine {
   void leaveOwnership(bool slept);
   void armForLoop();
   // Advances the transport and the pollers; true when something happened. Only by
-  // whoever is responsible for arming afterwards.
-  bool progress();
+  // whoever is responsible for arming afterwards. `again`: by who calls it at once again.
+  bool progress(bool again = false);
   bool arm();
   bool lookAround();
 
@@ -129,7 +129,7 @@ class ProgressEngine {
   bool ownerPolling_ = false;  // that somebody is the owner
   bool loopTicking_ = false;   // the loop looks by timer, not by event
   std::uint64_t waits_ = 0;
-  int spins_;  // empty progress calls before a waiter yields
+  std::chrono::nanoseconds spinTime_;  // that a waiter spends on empty progress calls before it yields
   int ranksOnHost_ = 1;
   int waitsThatGaveWay_ = 0;  // in turn
   int stepsAsideAfter_ = 1;

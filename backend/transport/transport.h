@@ -58,6 +58,8 @@ class Transport {
 
   // Advances everything that can be; true when something happened.
   virtual bool progress() = 0;
+  // The same for who calls it again at once: what is slow to look at is not looked at each time.
+  virtual bool progressAgain() { return progress(); }
 
   // Sleeping: when arm() returns true, eventFd() becomes readable at the next
   // event; when it returns false there is work: call progress() first.

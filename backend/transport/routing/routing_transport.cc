@@ -129,9 +129,13 @@ bool RoutingTransport::receiveFromAny() {
   return any;
 }
 
-bool RoutingTransport::progress() {
+bool RoutingTransport::progress(bool withNetwork) {
   bool any = local_ != nullptr && local_->progress();
-  if (network_ != nullptr) any |= network_->progress();
+  if (network_ != nullptr && (withNetwork || local_ == nullptr)) {
+    looksSinceNetwork_ = 0;
+    isNetworkBusy_ = network_->progress();
+    any |= isNetworkBusy_;
+  }
   if (!fromAny_.empty()) any |= receiveFromAny();
   return any;
 }
