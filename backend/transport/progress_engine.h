@@ -99,7 +99,8 @@ class ProgressEngine {
   void announceCompletions();
   void runDeferred();
   bool progressAsOwner(const std::atomic<bool>& done, Clock::time_point deadline, bool& slept);
-  void noteWait(bool gaveWay);
+  // A yield let somebody run who brought what was waited for.
+  void noteGaveWay(Clock::duration yield);
   void leaveOwnership(bool slept);
   void armForLoop();
   // Advances the transport and the pollers; true when something happened. Only by
@@ -131,8 +132,9 @@ class ProgressEngine {
   std::uint64_t waits_ = 0;
   std::chrono::nanoseconds spinTime_;  // that a waiter spends on empty progress calls before it yields
   int ranksOnHost_ = 1;
-  int waitsThatGaveWay_ = 0;  // in turn
-  int stepsAsideAfter_ = 1;
+  const Clock::duration patience_;  // differs from process to process: not both step aside at once
+  Clock::duration timeGivenWay_{};  // in turn
+  Clock::duration stepsAsideAfter_;
   Clock::time_point lastLeave_;  // of an owner, while the loop sleeps
   std::vector<std::function<void()>> deferred_;
   std::vector<Listener*> listeners_;
@@ -150,7 +152,6 @@ class ProgressEngine {
   boost::asio::steady_timer tick_;
   boost::asio::steady_timer deadlineTimer_;
   Clock::duration tickInterval_;
-  const int patience_;  // differs from process to process: not both step aside at once
   std::uint64_t waitsSeen_ = 0;
   bool waitingForEvent_ = false;
 };
