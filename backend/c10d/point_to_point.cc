@@ -132,7 +132,7 @@ std::map<int, WorkPtr> ProcessGroupFarandole::postBatch(std::vector<BatchEntry> 
       items.push_back({std::move(entry.tensor), batch.peer, static_cast<std::uint32_t>(entry.tag), isSend});
     }
     auto work = c10::make_intrusive<MessagesWork>(
-        communicator_, workOptions(OpType::COALESCED, "farandole:batch_p2p", ::c10d::kUnsetTimeout));
+        communicator_, workOptions(OpType::COALESCED, "farandole:batch_p2p", ::c10d::kUnsetTimeout, items.size()));
     work->setItems(std::move(items), label);
     work->launch();
     works.emplace(batch.peer, std::move(work));

@@ -25,6 +25,7 @@ ProcessGroupFarandole::ProcessGroupFarandole(const c10::intrusive_ptr<::c10d::St
                     p2p::kMaxRanks);
   TORCH_CHECK_VALUE(rank >= 0 && rank < size, "farandole: rank is ", rank, "; expected 0 to ", size - 1);
   TORCH_CHECK_VALUE(store != nullptr, "farandole: store is None; expected a store that all ranks share");
+  flightLog_ = valueOrThrow(FlightLog::acquire());
   auto table = valueOrThrow(collective::AlgorithmTable::fromEnvironment());
   context_ = valueOrThrow(ProcessContext::acquire());
   const std::uint32_t group = valueOrThrow(context_->takeGroupNumber());
@@ -39,6 +40,9 @@ ProcessGroupFarandole::ProcessGroupFarandole(const c10::intrusive_ptr<::c10d::St
     communicator_->setWatch(watch_);
   }
   throwIfError(communicator_->connectHost(transport::Clock::now() + options_->timeout));
+  const auto& ranks = options_->global_ranks_in_group;
+  flightGroup_ =
+      flightLog_->addGroup({options_->group_name, "", rank, std::vector<int>(ranks.begin(), ranks.end())}, size);
 }
 
 ProcessGroupFarandole::~ProcessGroupFarandole() {
@@ -50,6 +54,18 @@ ProcessGroupFarandole::~ProcessGroupFarandole() {
     return;
   }
   shutdown();
+  flightLog_->removeGroup(flightGroup_);
+}
+
+void ProcessGroupFarandole::setGroupUid(const std::string& uid) {
+  Backend::setGroupUid(uid);
+  if (auto* const recorder = flightLog_->recorder()) recorder->nameGroup(flightGroup_, uid);
+}
+
+void ProcessGroupFarandole::describeFlightGroup() {
+  const std::string& description = getGroupDesc();
+  flightLog_->recorder()->describeGroup(flightGroup_, description.empty() ? "undefined" : description);
+  isFlightGroupDescribed_ = true;
 }
 
 std::uint64_t ProcessGroupFarandole::getSequenceNumberForGroup() { return counts_->collectives.load(); }
@@ -65,10 +81,12 @@ void ProcessGroupFarandole::abort() {
   communicator_->abortAll(Status::aborted("the process group was aborted"));
   if (watch_ != nullptr) watch_->abort("ProcessGroup.abort() was called there");
   hooks_->startAbortHooks();
+  flightLog_->failGroup(flightGroup_);
 }
 
 void ProcessGroupFarandole::shutdown() {
   if (!context_->isOurs()) return;
+  flightLog_->ignoreFailures(flightGroup_);
   communicator_->abort(Status::aborted("the process group was shut down"));
   if (watch_ != nullptr) watch_->leave();
 }
@@ -95,18 +113,29 @@ void ProcessGroupFarandole::registerAbortHook(std::int64_t id, std::function<voi
 }
 
 WorkOptions ProcessGroupFarandole::workOptions(::c10d::OpType type, const char* title,
-                                               std::chrono::milliseconds timeout) {
+                                               std::chrono::milliseconds timeout, std::uint64_t count) {
   // A batch involves some ranks only: counting it as a collective would set them apart.
   const bool isPointToPoint = ::c10d::isP2POp(type) || type == ::c10d::OpType::COALESCED;
-  return {
+  WorkOptions options{
       rank_,
       type,
       title,
-      isPointToPoint ? counts_->pointToPoint.fetch_add(1, std::memory_order_relaxed)
+      isPointToPoint ? counts_->pointToPoint.fetch_add(count, std::memory_order_relaxed)
                      : counts_->collectives.fetch_add(1, std::memory_order_relaxed),
       (timeout == ::c10d::kUnsetTimeout || timeout == kNoTimeout ? timeout_.load(std::memory_order_relaxed) : timeout) +
           hooks_->extraTimeout(),
-      hooks_->follow()};
+      hooks_->follow(),
+      {}};
+  if (flightGroup_ != 0) {
+    if (!isFlightGroupDescribed_.load(std::memory_order_relaxed)) describeFlightGroup();
+    // Counted from 1, as torch does; of the other kind: how many there were.
+    const std::uint64_t others = isPointToPoint ? counts_->collectives.load(std::memory_order_relaxed)
+                                                : counts_->pointToPoint.load(std::memory_order_relaxed);
+    const std::uint64_t own = options.sequence + 1;
+    options.flight = {flightLog_, flightGroup_, static_cast<std::uint32_t>(isPointToPoint ? others : own),
+                      isPointToPoint ? own : others, own + others};
+  }
+  return options;
 }
 
 std::string ProcessGroupFarandole::transportOf(int rank) {
