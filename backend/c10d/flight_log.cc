@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <fstream>
@@ -72,7 +73,6 @@ FlightLog::FlightLog(std::string keeper, std::size_t capacity, bool dumpsOnFailu
       recorder_(capacity > 0 ? std::make_unique<observe::FlightRecorder>(capacity) : nullptr) {}
 
 std::uint32_t FlightLog::addGroup(observe::FlightGroup group, int size) {
-  if (recorder_ == nullptr) return 0;
   // c10d in C++ needs no names; groups are made in the same order on all ranks.
   if (group.name.empty()) group.name = "group " + std::to_string(numGroups_++);
   if (group.ranks.empty()) {
@@ -90,17 +90,6 @@ std::uint32_t FlightLog::addGroup(observe::FlightGroup group, int size) {
 void FlightLog::ignoreFailures(std::uint32_t group) {
   std::lock_guard lock(mutex_);
   armed_.erase(group);
-}
-
-void FlightLog::removeGroup(std::uint32_t group) {
-  if (recorder_ == nullptr) return;
-  ignoreFailures(group);
-  recorder_->removeGroup(group);
-}
-
-void FlightLog::fail(std::uint32_t group, std::uint64_t number, std::string error) {
-  recorder_->explain(number, std::move(error));
-  failGroup(group);
 }
 
 void FlightLog::failGroup(std::uint32_t group) {
@@ -142,5 +131,39 @@ Result<std::string> FlightLog::dump(const std::string& path) {
   if (!file) return Status::unavailable("cannot write '" + path + "': " + std::strerror(errno));
   return path;
 }
+
+GroupFlight::GroupFlight(FlightLog& log, observe::FlightGroup group, int size, std::shared_ptr<const CallCounts> counts)
+    : log_(log), id_(log.addGroup(std::move(group), size)), counts_(std::move(counts)) {}
+
+GroupFlight::~GroupFlight() {
+  ignoreFailures();
+  recorder().removeGroup(id_);
+}
+
+observe::FlightRecord GroupFlight::record(const char* name, std::chrono::milliseconds timeout, std::uint64_t sequence,
+                                          bool isPointToPoint) const {
+  observe::FlightRecord record;
+  record.name = name;
+  record.group = id_;
+  // Counted from 1, as torch does; of the other kind: how many there were.
+  const std::uint64_t own = sequence + 1;
+  const std::uint64_t others = isPointToPoint ? counts_->collectives.load(std::memory_order_relaxed)
+                                              : counts_->pointToPoint.load(std::memory_order_relaxed);
+  record.pointToPointNumber = isPointToPoint ? own : others;
+  record.collectiveNumber = static_cast<std::uint32_t>(isPointToPoint ? others : own);
+  record.operationNumber = own + others;
+  record.timeoutMs = static_cast<std::uint32_t>(std::min<std::int64_t>(timeout.count(), UINT32_MAX));
+  return record;
+}
+
+void GroupFlight::rename(const std::string& name) const { recorder().nameGroup(id_, name); }
+
+void GroupFlight::describe(const std::string& description) const {
+  recorder().describeGroup(id_, description.empty() ? "undefined" : description);
+}
+
+void GroupFlight::fail() const { log_.failGroup(id_); }
+
+void GroupFlight::ignoreFailures() const { log_.ignoreFailures(id_); }
 
 }  // namespace farandole::backend

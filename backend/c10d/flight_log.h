@@ -1,6 +1,5 @@
 #pragma once
 
-#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -9,6 +8,7 @@
 #include <set>
 #include <string>
 
+#include "backend/c10d/call_counts.h"
 #include "backend/common/status.h"
 #include "backend/observe/flight_recorder.h"
 
@@ -31,24 +31,20 @@ class FlightLog {
   // Null unless this records.
   observe::FlightRecorder* recorder() const { return recorder_.get(); }
 
-  // A group that is about to be used. `group.ranks` may be empty: the world's are those of the group.
-  std::uint32_t addGroup(observe::FlightGroup group, int size);
-  // What fails in it from here on is no failure.
-  void ignoreFailures(std::uint32_t group);
-  void removeGroup(std::uint32_t group);
-
-  // Operation `number` has failed; dumps when it is the group's first. Never waits for the dump.
-  void fail(std::uint32_t group, std::uint64_t number, std::string error);
-  // The same for a group that is over.
-  void failGroup(std::uint32_t group);
-
   // What torch's analyzer reads (torch.distributed.flight_recorder).
   std::string pickle() const;
   // Writes it to `path`, or where torch's settings say when it is empty; returns the path.
   Result<std::string> dump(const std::string& path);
 
  private:
+  friend class GroupFlight;
+
   FlightLog(std::string keeper, std::size_t capacity, bool dumpsOnFailure, bool onlyActive);
+
+  // `group.ranks` may be empty: the world's are those of the group.
+  std::uint32_t addGroup(observe::FlightGroup group, int size);
+  void ignoreFailures(std::uint32_t group);
+  void failGroup(std::uint32_t group);
 
   const int pid_;
   const std::string keeper_;
@@ -63,24 +59,30 @@ class FlightLog {
   std::mutex fileMutex_;
 };
 
-// What a Work needs to be recorded; `log` is null where it is not to be.
-struct FlightTicket {
-  FlightLog* log = nullptr;
-  std::uint32_t group = 0;
-  std::uint32_t collectiveNumber = 0;
-  std::uint64_t pointToPointNumber = 0;
-  std::uint64_t operationNumber = 0;
+// A group in the recorder: what its works need to be recorded. Lives as long as its communicator.
+class GroupFlight {
+ public:
+  GroupFlight(FlightLog& log, observe::FlightGroup group, int size, std::shared_ptr<const CallCounts> counts);
+  GroupFlight(const GroupFlight&) = delete;
+  GroupFlight& operator=(const GroupFlight&) = delete;
+  ~GroupFlight();
 
-  observe::FlightRecord record(const char* name, std::chrono::milliseconds timeout) const {
-    observe::FlightRecord record;
-    record.name = name;
-    record.group = group;
-    record.pointToPointNumber = pointToPointNumber;
-    record.collectiveNumber = collectiveNumber;
-    record.timeoutMs = static_cast<std::uint32_t>(std::min<std::int64_t>(timeout.count(), UINT32_MAX));
-    record.operationNumber = operationNumber;
-    return record;
-  }
+  observe::FlightRecorder& recorder() const { return *log_.recorder(); }
+  // `sequence`: of the operation among the point-to-point operations of the group, or among its collectives.
+  observe::FlightRecord record(const char* name, std::chrono::milliseconds timeout, std::uint64_t sequence,
+                               bool isPointToPoint) const;
+  void rename(const std::string& name) const;
+  // Once; it is not told of before.
+  void describe(const std::string& description) const;
+  // Something has failed; dumps when it is the first. Never waits for the dump.
+  void fail() const;
+  // What fails from here on is no failure.
+  void ignoreFailures() const;
+
+ private:
+  FlightLog& log_;
+  const std::uint32_t id_;
+  const std::shared_ptr<const CallCounts> counts_;
 };
 
 }  // namespace farandole::backend

@@ -25,12 +25,13 @@ ProcessGroupFarandole::ProcessGroupFarandole(const c10::intrusive_ptr<::c10d::St
                     p2p::kMaxRanks);
   TORCH_CHECK_VALUE(rank >= 0 && rank < size, "farandole: rank is ", rank, "; expected 0 to ", size - 1);
   TORCH_CHECK_VALUE(store != nullptr, "farandole: store is None; expected a store that all ranks share");
-  flightLog_ = valueOrThrow(FlightLog::acquire());
+  const std::shared_ptr<const GroupFlight> flight = startFlight();
   auto table = valueOrThrow(collective::AlgorithmTable::fromEnvironment());
   context_ = valueOrThrow(ProcessContext::acquire());
   const std::uint32_t group = valueOrThrow(context_->takeGroupNumber());
   // The number is free again once nothing that carries it is in flight.
-  std::shared_ptr<void> lease(nullptr, [context = context_, group](void*) { context->returnGroupNumber(group); });
+  std::shared_ptr<void> lease(nullptr,
+                              [context = context_, group, flight](void*) { context->returnGroupNumber(group); });
 
   Meeting met = valueOrThrow(meetMembers(*store, *context_, rank, size, group, table.overrides(), options_->timeout));
   communicator_ = std::make_shared<Communicator>(context_->connections(), std::move(lease), rank,
@@ -40,9 +41,6 @@ ProcessGroupFarandole::ProcessGroupFarandole(const c10::intrusive_ptr<::c10d::St
     communicator_->setWatch(watch_);
   }
   throwIfError(communicator_->connectHost(transport::Clock::now() + options_->timeout));
-  const auto& ranks = options_->global_ranks_in_group;
-  flightGroup_ =
-      flightLog_->addGroup({options_->group_name, "", rank, std::vector<int>(ranks.begin(), ranks.end())}, size);
 }
 
 ProcessGroupFarandole::~ProcessGroupFarandole() {
@@ -54,18 +52,27 @@ ProcessGroupFarandole::~ProcessGroupFarandole() {
     return;
   }
   shutdown();
-  flightLog_->removeGroup(flightGroup_);
 }
 
 void ProcessGroupFarandole::setGroupUid(const std::string& uid) {
   Backend::setGroupUid(uid);
-  if (auto* const recorder = flightLog_->recorder()) recorder->nameGroup(flightGroup_, uid);
+  if (flight_ != nullptr) flight_->rename(uid);
 }
 
-void ProcessGroupFarandole::describeFlightGroup() {
-  const std::string& description = getGroupDesc();
-  flightLog_->recorder()->describeGroup(flightGroup_, description.empty() ? "undefined" : description);
-  isFlightGroupDescribed_ = true;
+std::shared_ptr<const GroupFlight> ProcessGroupFarandole::startFlight() {
+  FlightLog* const log = valueOrThrow(FlightLog::acquire());
+  if (log->recorder() == nullptr) return nullptr;
+  const auto& ranks = options_->global_ranks_in_group;
+  auto flight = std::make_shared<const GroupFlight>(
+      *log, observe::FlightGroup{options_->group_name, "", rank_, std::vector<int>(ranks.begin(), ranks.end())}, size_,
+      counts_);
+  flight_ = flight.get();
+  return flight;
+}
+
+void ProcessGroupFarandole::describeFlight() {
+  flight_->describe(getGroupDesc());
+  isFlightDescribed_ = true;
 }
 
 std::uint64_t ProcessGroupFarandole::getSequenceNumberForGroup() { return counts_->collectives.load(); }
@@ -81,12 +88,12 @@ void ProcessGroupFarandole::abort() {
   communicator_->abortAll(Status::aborted("the process group was aborted"));
   if (watch_ != nullptr) watch_->abort("ProcessGroup.abort() was called there");
   hooks_->startAbortHooks();
-  flightLog_->failGroup(flightGroup_);
+  if (flight_ != nullptr) flight_->fail();
 }
 
 void ProcessGroupFarandole::shutdown() {
   if (!context_->isOurs()) return;
-  flightLog_->ignoreFailures(flightGroup_);
+  if (flight_ != nullptr) flight_->ignoreFailures();
   communicator_->abort(Status::aborted("the process group was shut down"));
   if (watch_ != nullptr) watch_->leave();
 }
@@ -116,7 +123,8 @@ WorkOptions ProcessGroupFarandole::workOptions(::c10d::OpType type, const char* 
                                                std::chrono::milliseconds timeout, std::uint64_t count) {
   // A batch involves some ranks only: counting it as a collective would set them apart.
   const bool isPointToPoint = ::c10d::isP2POp(type) || type == ::c10d::OpType::COALESCED;
-  WorkOptions options{
+  if (flight_ != nullptr && !isFlightDescribed_.load(std::memory_order_relaxed)) describeFlight();
+  return {
       rank_,
       type,
       title,
@@ -125,17 +133,7 @@ WorkOptions ProcessGroupFarandole::workOptions(::c10d::OpType type, const char* 
       (timeout == ::c10d::kUnsetTimeout || timeout == kNoTimeout ? timeout_.load(std::memory_order_relaxed) : timeout) +
           hooks_->extraTimeout(),
       hooks_->follow(),
-      {}};
-  if (flightGroup_ != 0) {
-    if (!isFlightGroupDescribed_.load(std::memory_order_relaxed)) describeFlightGroup();
-    // Counted from 1, as torch does; of the other kind: how many there were.
-    const std::uint64_t others = isPointToPoint ? counts_->collectives.load(std::memory_order_relaxed)
-                                                : counts_->pointToPoint.load(std::memory_order_relaxed);
-    const std::uint64_t own = options.sequence + 1;
-    options.flight = {flightLog_, flightGroup_, static_cast<std::uint32_t>(isPointToPoint ? others : own),
-                      isPointToPoint ? own : others, own + others};
-  }
-  return options;
+      flight_};
 }
 
 std::string ProcessGroupFarandole::transportOf(int rank) {

@@ -145,8 +145,10 @@ class ProcessGroupFarandole final : public ::c10d::Backend {
   std::vector<std::string> algorithms() const { return communicator_->algorithms().describe(); }
 
  private:
+  // In the recorder; null where nothing is recorded.
+  std::shared_ptr<const GroupFlight> startFlight();
   // What torch says of the group, once it is complete. Torch has no virtual method that tells when.
-  void describeFlightGroup();
+  void describeFlight();
   // Between startCoalescing and endCoalescing: what the calling thread issues is kept, not posted.
   struct Batch {
     std::thread::id thread;
@@ -186,9 +188,8 @@ class ProcessGroupFarandole final : public ::c10d::Backend {
   std::atomic<std::chrono::milliseconds> timeout_;
   const c10::intrusive_ptr<::c10d::Store> store_;
   const std::shared_ptr<WorkHooks> hooks_ = std::make_shared<WorkHooks>();
-  FlightLog* flightLog_ = nullptr;
-  std::uint32_t flightGroup_ = 0;  // in the recorder
-  std::atomic<bool> isFlightGroupDescribed_{false};
+  const GroupFlight* flight_ = nullptr;  // the communicator's; null where nothing is recorded
+  std::atomic<bool> isFlightDescribed_{false};
   std::shared_ptr<ProcessContext> context_;
   std::shared_ptr<collective::Communicator> communicator_;
   const std::shared_ptr<CallCounts> counts_ = std::make_shared<CallCounts>();

@@ -57,7 +57,7 @@ void WorkOf<Base>::launch() {
     transport::ProgressEngine::Access access(Base::communicator_->engine());
     Base::start();
     // Now that it is under way, whoever waits for what it sends need not wait for this too.
-    if (flight_.log != nullptr) beginFlight();
+    if (flight_ != nullptr) beginFlight();
   }
   if (recordFunctionEndCallback_) {
     Base::whenDone([work = self()] { work->recordFunctionEndCallback_(); });
@@ -74,22 +74,28 @@ template <typename Base>
 void WorkOf<Base>::beginFlight() {
   const bool isDone = Base::isDone();
   const bool isFailed = isDone && !Base::status();
-  observe::FlightRecord record = flight_.record(title_, timeout_);
   const auto state = isDone && !isFailed ? observe::FlightState::kCompleted : observe::FlightState::kStarted;
-  firstFlightEntry_ = Base::recordFlight(*flight_.log->recorder(), record, opType_, state);
-  numFlightEntries_ = Base::numFlightEntries();
-  if (isFailed || (isDone && Base::foundPeer() != observe::FlightRecord::kNoPeer)) endFlight(Base::status());
+  observe::FlightRecord record = flight_->record(title_, timeout_, sequence_, Base::kIsPointToPoint);
+  flightNumber_ = Base::recordFlight(flight_->recorder(), record, opType_, state);
+  if (!isDone) {
+    Base::wantEnding();
+  } else if (isFailed || Base::foundPeer() != observe::FlightRecord::kNoPeer) {
+    endFlight(Base::status());
+  }
 }
 
 template <typename Base>
 void WorkOf<Base>::endFlight(const Status& status) {
-  observe::FlightRecorder& recorder = *flight_.log->recorder();
+  observe::FlightRecorder& recorder = flight_->recorder();
   if (const std::int16_t peer = Base::foundPeer(); peer != observe::FlightRecord::kNoPeer) {
-    recorder.setPeer(firstFlightEntry_, peer);
+    recorder.setPeer(flightNumber_, peer);
   }
   const auto state = status ? observe::FlightState::kCompleted : observe::FlightState::kFailed;
-  for (std::uint32_t i = 0; i < numFlightEntries_; ++i) recorder.end(firstFlightEntry_ + i, state);
-  if (!status) flight_.log->fail(flight_.group, firstFlightEntry_, status.toString());
+  const std::uint64_t end = flightNumber_ + Base::numFlightEntries();
+  for (std::uint64_t number = flightNumber_; number < end; ++number) recorder.end(number, state);
+  if (status) return;
+  recorder.explain(flightNumber_, status.toString());
+  Base::communicator_->engine().defer([work = self()] { work->flight_->fail(); });
 }
 
 template <typename Base>

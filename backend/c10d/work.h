@@ -25,8 +25,8 @@ struct WorkOptions {
   const char* title;  // shown by the profiler
   std::uint64_t sequence;
   milliseconds timeout;
-  WorkHooks::OnDone onDone;  // or empty
-  FlightTicket flight;
+  WorkHooks::OnDone onDone;             // or empty
+  const GroupFlight* flight = nullptr;  // or it is not recorded
 };
 
 // An operation as c10d sees it. The operation is the state; c10d::Work's own
@@ -57,9 +57,7 @@ class WorkOf : public ::c10d::Work, public Base {
   virtual milliseconds getTimeout() const { return timeout_; }
 
  protected:
-  void ending(const Status& status) override {
-    if (numFlightEntries_ > 0) endFlight(status);
-  }
+  void ending(const Status& status) override { endFlight(status); }
   void retain() override { c10::raw::intrusive_ptr::incref(this); }
   void release() override { c10::raw::intrusive_ptr::decref(this); }
 
@@ -78,10 +76,9 @@ class WorkOf : public ::c10d::Work, public Base {
   const std::uint64_t sequence_;
   const milliseconds timeout_;
   const WorkHooks::OnDone onDone_;
-  const FlightTicket flight_;
-  std::uint64_t firstFlightEntry_ = 0;
-  std::uint32_t numFlightEntries_ = 0;  // 0: it has not begun, or is not recorded
-  std::atomic<float> duration_{-1};     // milliseconds, or negative
+  const GroupFlight* const flight_;
+  std::uint64_t flightNumber_ = 0;   // of its first entry in the recorder
+  std::atomic<float> duration_{-1};  // milliseconds, or negative
   std::mutex futureMutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   std::atomic<bool> hasFuture_{false};
@@ -113,6 +110,7 @@ class MessagesOperation : public collective::Operation {
   bool postNext() override;
   Status mismatch(const collective::Message& message) override;
   std::span<collective::Message> messages() override { return {messages_.data(), posted_}; }
+  static constexpr bool kIsPointToPoint = true;
   // An entry for each message, numbered in a row from what is returned.
   std::uint64_t recordFlight(observe::FlightRecorder& recorder, observe::FlightRecord& record, ::c10d::OpType type,
                              observe::FlightState state) const;
@@ -156,6 +154,7 @@ class CollectiveOperation : public collective::ProgramOperation {
   using ProgramOperation::ProgramOperation;
   std::vector<at::Tensor> results() const { return results_; }
   std::string describeReduction(std::uint16_t code) const override;
+  static constexpr bool kIsPointToPoint = false;
   std::uint64_t recordFlight(observe::FlightRecorder& recorder, observe::FlightRecord& record, ::c10d::OpType type,
                              observe::FlightState state) const;
   std::uint32_t numFlightEntries() const { return 1; }

@@ -45,7 +45,7 @@ void Operation::run() {
 
 void Operation::complete(Status status) {
   status_ = std::move(status);
-  ending(status_);
+  if (wantsEnding_) ending(status_);
   done_.store(true, std::memory_order_release);
   transport::ProgressEngine& engine = communicator_->engine();
   engine.noteCompletion();
