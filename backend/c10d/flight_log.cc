@@ -75,7 +75,7 @@ FlightLog::FlightLog(std::string keeper, std::size_t capacity, bool dumpsOnFailu
 std::uint32_t FlightLog::addGroup(observe::FlightGroup group, int size) {
   // c10d in C++ needs no names; groups are made in the same order on all ranks.
   if (group.name.empty()) group.name = "group " + std::to_string(numGroups_++);
-  if (group.ranks.empty()) {
+  if (static_cast<int>(group.ranks.size()) != size) {
     group.ranks.resize(size);
     std::iota(group.ranks.begin(), group.ranks.end(), 0);
   }

@@ -41,7 +41,7 @@ class FlightLog {
 
   FlightLog(std::string keeper, std::size_t capacity, bool dumpsOnFailure, bool onlyActive);
 
-  // `group.ranks` may be empty: the world's are those of the group.
+  // `group.ranks` may be empty: the group is the world.
   std::uint32_t addGroup(observe::FlightGroup group, int size);
   void ignoreFailures(std::uint32_t group);
   void failGroup(std::uint32_t group);

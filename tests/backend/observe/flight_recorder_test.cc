@@ -150,6 +150,7 @@ TEST(FlightRecorderTest, ManyMayWriteWhileOthersReadAndNoEntryIsEverTorn) {
   FlightRecorder recorder(16);  // small: writers overtake each other by a whole ring
   std::atomic<int> writing{kWriters};
   std::vector<std::thread> writers;
+  writers.reserve(kWriters);
   for (int writer = 0; writer < kWriters; ++writer) {
     writers.emplace_back([&, writer] {
       for (std::uint64_t i = 0; i < kEach; ++i) {

@@ -126,7 +126,7 @@ def _call_all(rank, world_size):
     dist.gather(one, parts if rank == 0 else None)
     dist.scatter(one, parts if rank == 0 else None)
     dist.barrier()
-    dist.monitored_barrier()
+    dist.group.WORLD.monitored_barrier(timedelta(seconds=30), False)
     dist.all_reduce(torch.eye(3).to_sparse())
     with dist._coalescing_manager():
         for _ in range(4):
