@@ -7,6 +7,7 @@
 #include <mutex>
 #include <string>
 
+#include "backend/c10d/call_counts.h"
 #include "backend/c10d/process_context.h"
 #include "backend/c10d/rendezvous.h"
 #include "backend/collective/communicator.h"
@@ -14,12 +15,6 @@
 #include "backend/net/control_plane.h"
 
 namespace farandole::backend {
-
-// What a group has been asked to do so far, for reports.
-struct CallCounts {
-  std::atomic<std::uint32_t> collectives{0};
-  std::atomic<std::uint64_t> pointToPoint{0};
-};
 
 // A group that spans hosts as a member of the process's control plane: turns its
 // word on deaths and aborts into the end of the group here, and leaves in order

@@ -35,8 +35,23 @@ c10::intrusive_ptr<CollectiveWork> ProcessGroupFarandole::startBarrierPart(const
 void ProcessGroupFarandole::monitoredBarrier(const ::c10d::BarrierOptions& opts, bool waitAllRanks) {
   WorkOptions options = workOptions(OpType::BARRIER, "farandole:monitored_barrier", opts.timeout);
   const WorkHooks::OnDone onDone = std::exchange(options.onDone, nullptr);
+  // Recorded as one operation: its parts are of nobody's interest.
+  const GroupFlight* const flight = std::exchange(options.flight, nullptr);
+  std::uint64_t entry = 0;
+  if (flight != nullptr) {
+    entry = flight->recorder().reserve(1);
+    flight->recorder().write(entry, flight->record(options.title, options.timeout, options.sequence, false),
+                             observe::FlightState::kStarted);
+  }
   const auto started = std::chrono::steady_clock::now();
   const std::string failure = rank_ == 0 ? awaitAll(options, waitAllRanks) : reportToRankZero(options);
+  if (flight != nullptr) {
+    flight->recorder().end(entry, failure.empty() ? observe::FlightState::kCompleted : observe::FlightState::kFailed);
+    if (!failure.empty()) {
+      flight->recorder().explain(entry, failure);
+      flight->fail();
+    }
+  }
   if (onDone) {
     onDone({OpType::BARRIER, options.sequence, 0, failure.empty(), started, std::chrono::steady_clock::now()});
   }

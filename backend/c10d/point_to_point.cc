@@ -64,7 +64,7 @@ WorkPtr ProcessGroupFarandole::recvAnysource(Tensors& tensors, int tag) {
 }
 
 Result<std::unique_ptr<RepeatedMessage>> ProcessGroupFarandole::repeat(const RepeatedMessageSpec& spec) {
-  return makeRepeatedMessage(context_, communicator_, counts_, timeout_, spec);
+  return makeRepeatedMessage(context_, communicator_, counts_, flight_, timeout_, spec);
 }
 
 ProcessGroupFarandole::Batch* ProcessGroupFarandole::openBatchOfThisThread() {
@@ -137,7 +137,7 @@ std::map<int, WorkPtr> ProcessGroupFarandole::postBatch(std::vector<BatchEntry> 
       items.push_back({std::move(entry.tensor), batch.peer, static_cast<std::uint32_t>(entry.tag), isSend});
     }
     auto work = c10::make_intrusive<MessagesWork>(
-        communicator_, workOptions(OpType::COALESCED, "farandole:batch_p2p", ::c10d::kUnsetTimeout));
+        communicator_, workOptions(OpType::COALESCED, "farandole:batch_p2p", ::c10d::kUnsetTimeout, items.size()));
     work->setItems(std::move(items), label);
     work->launch();
     works.emplace(batch.peer, std::move(work));

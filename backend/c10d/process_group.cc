@@ -25,11 +25,13 @@ ProcessGroupFarandole::ProcessGroupFarandole(const c10::intrusive_ptr<::c10d::St
                     p2p::kMaxRanks);
   TORCH_CHECK_VALUE(rank >= 0 && rank < size, "farandole: rank is ", rank, "; expected 0 to ", size - 1);
   TORCH_CHECK_VALUE(store != nullptr, "farandole: store is None; expected a store that all ranks share");
+  const std::shared_ptr<const GroupFlight> flight = startFlight();
   auto table = valueOrThrow(collective::AlgorithmTable::fromEnvironment());
   context_ = valueOrThrow(ProcessContext::acquire());
   const std::uint32_t group = valueOrThrow(context_->takeGroupNumber());
   // The number is free again once nothing that carries it is in flight.
-  std::shared_ptr<void> lease(nullptr, [context = context_, group](void*) { context->returnGroupNumber(group); });
+  std::shared_ptr<void> lease(nullptr,
+                              [context = context_, group, flight](void*) { context->returnGroupNumber(group); });
 
   Meeting met = valueOrThrow(meetMembers(*store, *context_, rank, size, group, table.overrides(), options_->timeout));
   communicator_ = std::make_shared<Communicator>(context_->connections(), std::move(lease), rank,
@@ -52,6 +54,27 @@ ProcessGroupFarandole::~ProcessGroupFarandole() {
   shutdown();
 }
 
+void ProcessGroupFarandole::setGroupUid(const std::string& uid) {
+  Backend::setGroupUid(uid);
+  if (flight_ != nullptr) flight_->rename(uid);
+}
+
+std::shared_ptr<const GroupFlight> ProcessGroupFarandole::startFlight() {
+  FlightLog* const log = valueOrThrow(FlightLog::acquire());
+  if (log->recorder() == nullptr) return nullptr;
+  const auto& ranks = options_->global_ranks_in_group;
+  auto flight = std::make_shared<const GroupFlight>(
+      *log, observe::FlightGroup{options_->group_name, "", rank_, std::vector<int>(ranks.begin(), ranks.end())}, size_,
+      counts_);
+  flight_ = flight.get();
+  return flight;
+}
+
+void ProcessGroupFarandole::describeFlight() {
+  flight_->describe(getGroupDesc());
+  isFlightDescribed_ = true;
+}
+
 std::uint64_t ProcessGroupFarandole::getSequenceNumberForGroup() { return counts_->collectives.load(); }
 
 ::c10d::ErrorType ProcessGroupFarandole::getError() {
@@ -65,10 +88,12 @@ void ProcessGroupFarandole::abort() {
   communicator_->abortAll(Status::aborted("the process group was aborted"));
   if (watch_ != nullptr) watch_->abort("ProcessGroup.abort() was called there");
   hooks_->startAbortHooks();
+  if (flight_ != nullptr) flight_->fail();
 }
 
 void ProcessGroupFarandole::shutdown() {
   if (!context_->isOurs()) return;
+  if (flight_ != nullptr) flight_->ignoreFailures();
   communicator_->abort(Status::aborted("the process group was shut down"));
   if (watch_ != nullptr) watch_->leave();
 }
@@ -95,18 +120,20 @@ void ProcessGroupFarandole::registerAbortHook(std::int64_t id, std::function<voi
 }
 
 WorkOptions ProcessGroupFarandole::workOptions(::c10d::OpType type, const char* title,
-                                               std::chrono::milliseconds timeout) {
+                                               std::chrono::milliseconds timeout, std::uint64_t count) {
   // A batch involves some ranks only: counting it as a collective would set them apart.
   const bool isPointToPoint = ::c10d::isP2POp(type) || type == ::c10d::OpType::COALESCED;
+  if (flight_ != nullptr && !isFlightDescribed_.load(std::memory_order_relaxed)) describeFlight();
   return {
       rank_,
       type,
       title,
-      isPointToPoint ? counts_->pointToPoint.fetch_add(1, std::memory_order_relaxed)
+      isPointToPoint ? counts_->pointToPoint.fetch_add(count, std::memory_order_relaxed)
                      : counts_->collectives.fetch_add(1, std::memory_order_relaxed),
       (timeout == ::c10d::kUnsetTimeout || timeout == kNoTimeout ? timeout_.load(std::memory_order_relaxed) : timeout) +
           hooks_->extraTimeout(),
-      hooks_->follow()};
+      hooks_->follow(),
+      flight_};
 }
 
 std::string ProcessGroupFarandole::transportOf(int rank) {

@@ -13,6 +13,7 @@
 
 #include "backend/c10d/batch_member_work.h"
 #include "backend/c10d/control_watch.h"
+#include "backend/c10d/flight_log.h"
 #include "backend/c10d/process_context.h"
 #include "backend/c10d/work.h"
 #include "backend/c10d/work_hooks.h"
@@ -62,6 +63,7 @@ class ProcessGroupFarandole final : public ::c10d::Backend, public RepeatedMessa
   // NOLINTBEGIN(modernize-use-override)
   virtual void addEphemeralTimeout(const std::chrono::milliseconds& timeout) { hooks_->extendTimeout(timeout); }
   // NOLINTEND(modernize-use-override)
+  void setGroupUid(const std::string& uid) override;
   std::uint64_t getSequenceNumberForGroup() override;
   void setSequenceNumberForGroup() override {}  // they start at 0 everywhere
   ::c10d::ErrorType getError() override;
@@ -146,6 +148,10 @@ class ProcessGroupFarandole final : public ::c10d::Backend, public RepeatedMessa
   std::vector<std::string> algorithms() const { return communicator_->algorithms().describe(); }
 
  private:
+  // In the recorder; null where nothing is recorded.
+  std::shared_ptr<const GroupFlight> startFlight();
+  // What torch says of the group, once it is complete. Torch has no virtual method that tells when.
+  void describeFlight();
   // Between startCoalescing and endCoalescing: what the calling thread issues is kept, not posted.
   struct Batch {
     std::thread::id thread;
@@ -171,7 +177,9 @@ class ProcessGroupFarandole final : public ::c10d::Backend, public RepeatedMessa
   std::string reportToRankZero(WorkOptions options);
   c10::intrusive_ptr<CollectiveWork> startBarrierPart(const WorkOptions& options, Tensors kept,
                                                       const BuildProgram& build);
-  WorkOptions workOptions(::c10d::OpType type, const char* title, std::chrono::milliseconds timeout);
+  // `count`: of what it does, in a batch.
+  WorkOptions workOptions(::c10d::OpType type, const char* title, std::chrono::milliseconds timeout,
+                          std::uint64_t count = 1);
   const collective::Topology& topology() const { return communicator_->topology(); }
 
   // torch splits and merges once for each device that this one backend serves, over one store.
@@ -183,6 +191,8 @@ class ProcessGroupFarandole final : public ::c10d::Backend, public RepeatedMessa
   std::atomic<std::chrono::milliseconds> timeout_;
   const c10::intrusive_ptr<::c10d::Store> store_;
   const std::shared_ptr<WorkHooks> hooks_ = std::make_shared<WorkHooks>();
+  const GroupFlight* flight_ = nullptr;  // the communicator's; null where nothing is recorded
+  std::atomic<bool> isFlightDescribed_{false};
   std::shared_ptr<ProcessContext> context_;
   std::shared_ptr<collective::Communicator> communicator_;
   const std::shared_ptr<CallCounts> counts_ = std::make_shared<CallCounts>();

@@ -2,6 +2,7 @@
 
 #include <c10/core/ScalarType.h>
 
+#include <array>
 #include <span>
 #include <string>
 #include <utility>
@@ -13,23 +14,26 @@ namespace farandole::backend {
 namespace {
 
 using collective::Communicator;
+using observe::FlightState;
 using transport::ProgressEngine;
 
 // Lives on alone when its owner is gone before the transport has let go of the buffer.
 class RepeatedOperation final : public collective::Operation, public std::enable_shared_from_this<RepeatedOperation> {
  public:
   RepeatedOperation(std::shared_ptr<Communicator> communicator, std::chrono::milliseconds timeout,
-                    const RepeatedMessageSpec& spec)
-      : Operation(std::move(communicator)), spec_(spec), limit_(timeout) {
+                    const GroupFlight* flight, const RepeatedMessageSpec& spec)
+      : Operation(std::move(communicator)), spec_(spec), limit_(timeout), flight_(flight) {
     setTimeout(timeout);
   }
 
-  void startWith(void* data) {
+  // `sequence`: among the point-to-point operations of the group.
+  void startWith(void* data, std::uint64_t sequence) {
     ProgressEngine::Access access(communicator_->engine());
     rearm();
     data_ = data;
     isPosted_ = false;
     start();
+    if (flight_ != nullptr) record(sequence);
   }
 
   void await() {
@@ -74,6 +78,13 @@ class RepeatedOperation final : public collective::Operation, public std::enable
 
   std::span<collective::Message> messages() override { return {&message_, 1}; }
 
+  void ending(const Status& status) override {
+    flight_->recorder().end(flightNumber_, status ? FlightState::kCompleted : FlightState::kFailed);
+    if (status) return;
+    flight_->recorder().explain(flightNumber_, status.toString());
+    communicator_->engine().defer([self = shared_from_this()] { self->flight_->fail(); });
+  }
+
   // Its owner keeps it alive.
   void retain() override {}
   void release() override {
@@ -88,8 +99,31 @@ class RepeatedOperation final : public collective::Operation, public std::enable
  private:
   at::ScalarType dtype() const { return static_cast<at::ScalarType>(spec_.dtype); }
 
+  void record(std::uint64_t sequence) {
+    observe::FlightRecord record = flight_->record(spec_.isSend ? "farandole:send" : "farandole:recv", limit_, sequence,
+                                                   /*isPointToPoint=*/true);
+    record.peer = static_cast<std::int16_t>(spec_.peer);
+    const auto type = static_cast<std::uint8_t>(spec_.dtype);
+    const std::array<std::int64_t, 1> sizes{static_cast<std::int64_t>(spec_.bytes / c10::elementSize(dtype()))};
+    if (spec_.isSend) {
+      record.addInput(type, sizes);
+    } else {
+      record.addOutput(type, sizes);
+    }
+    const bool isSent = isDone() && status().isOk();
+    flightNumber_ = flight_->recorder().reserve(1);
+    flight_->recorder().write(flightNumber_, record, isSent ? FlightState::kCompleted : FlightState::kStarted);
+    if (!isDone()) {
+      wantEnding();
+    } else if (!isSent) {
+      ending(status());
+    }
+  }
+
   const RepeatedMessageSpec spec_;
   const std::chrono::milliseconds limit_;
+  const GroupFlight* const flight_;  // or it is not recorded
+  std::uint64_t flightNumber_ = 0;
   collective::Message message_;
   void* data_ = nullptr;
   bool isPosted_ = false;
@@ -115,8 +149,7 @@ class OwnedMessage final : public RepeatedMessage {
   void start(void* data) override {
     if (isStarted_ && !operation_->status()) return;
     isStarted_ = true;
-    counts_->pointToPoint.fetch_add(1, std::memory_order_relaxed);
-    operation_->startWith(data);
+    operation_->startWith(data, counts_->pointToPoint.fetch_add(1, std::memory_order_relaxed));
   }
 
   Status wait() override {
@@ -154,10 +187,11 @@ Status check(const Communicator& communicator, const RepeatedMessageSpec& spec) 
 Result<std::unique_ptr<RepeatedMessage>> makeRepeatedMessage(std::shared_ptr<ProcessContext> context,
                                                              std::shared_ptr<Communicator> communicator,
                                                              std::shared_ptr<CallCounts> counts,
+                                                             const GroupFlight* flight,
                                                              std::chrono::milliseconds timeout,
                                                              const RepeatedMessageSpec& spec) {
   FARANDOLE_RETURN_IF_ERROR(check(*communicator, spec));
-  auto operation = std::make_shared<RepeatedOperation>(std::move(communicator), timeout, spec);
+  auto operation = std::make_shared<RepeatedOperation>(std::move(communicator), timeout, flight, spec);
   return std::unique_ptr<RepeatedMessage>(
       std::make_unique<OwnedMessage>(std::move(context), std::move(counts), std::move(operation)));
 }

@@ -9,6 +9,7 @@
 #include "backend/c10d/callback_threads.h"
 #include "backend/c10d/contract.h"
 #include "backend/c10d/errors.h"
+#include "backend/c10d/flight_tensors.h"
 #include "backend/c10d/reduce_kernels.h"
 
 namespace farandole::backend {
@@ -41,7 +42,8 @@ WorkOf<Base>::WorkOf(std::shared_ptr<Communicator> communicator, WorkOptions opt
       title_(options.title),
       sequence_(options.sequence),
       timeout_(options.timeout),
-      onDone_(std::move(options.onDone)) {
+      onDone_(std::move(options.onDone)),
+      flight_(options.flight) {
   Base::setTimeout(timeout_);
 }
 
@@ -54,6 +56,8 @@ void WorkOf<Base>::launch() {
   {
     transport::ProgressEngine::Access access(Base::communicator_->engine());
     Base::start();
+    // Now that it is under way, whoever waits for what it sends need not wait for this too.
+    if (flight_ != nullptr) beginFlight();
   }
   if (recordFunctionEndCallback_) {
     Base::whenDone([work = self()] { work->recordFunctionEndCallback_(); });
@@ -64,6 +68,34 @@ void WorkOf<Base>::launch() {
   } else {
     Base::whenDone([work = self(), started] { work->report(started); });
   }
+}
+
+template <typename Base>
+void WorkOf<Base>::beginFlight() {
+  const bool isDone = Base::isDone();
+  const bool isFailed = isDone && !Base::status();
+  const auto state = isDone && !isFailed ? observe::FlightState::kCompleted : observe::FlightState::kStarted;
+  observe::FlightRecord record = flight_->record(title_, timeout_, sequence_, Base::kIsPointToPoint);
+  flightNumber_ = Base::recordFlight(flight_->recorder(), record, opType_, state);
+  if (!isDone) {
+    Base::wantEnding();
+  } else if (isFailed || Base::foundPeer() != observe::FlightRecord::kNoPeer) {
+    endFlight(Base::status());
+  }
+}
+
+template <typename Base>
+void WorkOf<Base>::endFlight(const Status& status) {
+  observe::FlightRecorder& recorder = flight_->recorder();
+  if (const std::int16_t peer = Base::foundPeer(); peer != observe::FlightRecord::kNoPeer) {
+    recorder.setPeer(flightNumber_, peer);
+  }
+  const auto state = status ? observe::FlightState::kCompleted : observe::FlightState::kFailed;
+  const std::uint64_t end = flightNumber_ + Base::numFlightEntries();
+  for (std::uint64_t number = flightNumber_; number < end; ++number) recorder.end(number, state);
+  if (status) return;
+  recorder.explain(flightNumber_, status.toString());
+  Base::communicator_->engine().defer([work = self()] { work->flight_->fail(); });
 }
 
 template <typename Base>
@@ -248,6 +280,29 @@ Status MessagesOperation::takeContradictions() {
   if (moreContradictions_ == 0) return first;
   return Status::invalidArgument(std::string(first.message()) + "; " + std::to_string(moreContradictions_) +
                                  " more messages of the batch differ");
+}
+
+std::uint64_t MessagesOperation::recordFlight(observe::FlightRecorder& recorder, observe::FlightRecord& record,
+                                              ::c10d::OpType, observe::FlightState state) const {
+  const std::uint64_t first = recorder.reserve(items_.size());
+  for (std::size_t i = 0; i < items_.size(); ++i) {
+    const Item& item = items_[i];
+    observe::FlightRecord own = record;
+    own.peer = static_cast<std::int16_t>(item.peer);
+    own.pointToPointNumber += i;
+    own.operationNumber += i;
+    recordMessage(own, item.tensor, item.isSend);
+    recorder.write(first + i, own, state);
+  }
+  return first;
+}
+
+std::uint64_t CollectiveOperation::recordFlight(observe::FlightRecorder& recorder, observe::FlightRecord& record,
+                                                ::c10d::OpType type, observe::FlightState state) const {
+  recordTensors(record, type, results_, others_);
+  const std::uint64_t number = recorder.reserve(1);
+  recorder.write(number, record, state);
+  return number;
 }
 
 std::string CollectiveOperation::describeReduction(std::uint16_t code) const {

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "backend/c10d/flight_log.h"
 #include "backend/c10d/work_hooks.h"
 #include "backend/collective/communicator.h"
 #include "backend/collective/program.h"
@@ -24,7 +25,8 @@ struct WorkOptions {
   const char* title;  // shown by the profiler
   std::uint64_t sequence;
   milliseconds timeout;
-  WorkHooks::OnDone onDone;  // or empty
+  WorkHooks::OnDone onDone;             // or empty
+  const GroupFlight* flight = nullptr;  // or it is not recorded
 };
 
 // An operation as c10d sees it. The operation is the state; c10d::Work's own
@@ -55,6 +57,7 @@ class WorkOf : public ::c10d::Work, public Base {
   virtual milliseconds getTimeout() const { return timeout_; }
 
  protected:
+  void ending(const Status& status) override { endFlight(status); }
   void retain() override { c10::raw::intrusive_ptr::incref(this); }
   void release() override { c10::raw::intrusive_ptr::decref(this); }
 
@@ -62,6 +65,9 @@ class WorkOf : public ::c10d::Work, public Base {
   // For the profiler: begins now, ends with the operation.
   void record(at::StepCallbacks callbacks);
   void report(std::chrono::steady_clock::time_point started);
+  // For the flight recorder. With the transport held.
+  void beginFlight();
+  void endFlight(const Status& status);
   // Once, by whoever comes first: what is chained to it runs there.
   void completeFuture();
   c10::intrusive_ptr<WorkOf> self() { return c10::intrusive_ptr<WorkOf>::reclaim_copy(this); }
@@ -70,6 +76,8 @@ class WorkOf : public ::c10d::Work, public Base {
   const std::uint64_t sequence_;
   const milliseconds timeout_;
   const WorkHooks::OnDone onDone_;
+  const GroupFlight* const flight_;
+  std::uint64_t flightNumber_ = 0;   // of its first entry in the recorder
   std::atomic<float> duration_{-1};  // milliseconds, or negative
   std::mutex futureMutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
@@ -102,6 +110,16 @@ class MessagesOperation : public collective::Operation {
   bool postNext() override;
   Status mismatch(const collective::Message& message) override;
   std::span<collective::Message> messages() override { return {messages_.data(), posted_}; }
+  static constexpr bool kIsPointToPoint = true;
+  // An entry for each message, numbered in a row from what is returned.
+  std::uint64_t recordFlight(observe::FlightRecorder& recorder, observe::FlightRecord& record, ::c10d::OpType type,
+                             observe::FlightState state) const;
+  std::uint32_t numFlightEntries() const { return static_cast<std::uint32_t>(items_.size()); }
+  // Once done: the source of what was received from any rank.
+  std::int16_t foundPeer() const {
+    return items_[0].peer == collective::kAnySource ? static_cast<std::int16_t>(messages_[0].peer)
+                                                    : observe::FlightRecord::kNoPeer;
+  }
 
   std::string label_;  // of the batch
   c10::SmallVector<Item, 1> items_;
@@ -137,6 +155,11 @@ class CollectiveOperation : public collective::ProgramOperation {
   using ProgramOperation::ProgramOperation;
   std::vector<at::Tensor> results() const { return results_; }
   std::string describeReduction(std::uint16_t code) const override;
+  static constexpr bool kIsPointToPoint = false;
+  std::uint64_t recordFlight(observe::FlightRecorder& recorder, observe::FlightRecord& record, ::c10d::OpType type,
+                             observe::FlightState state) const;
+  std::uint32_t numFlightEntries() const { return 1; }
+  std::int16_t foundPeer() const { return observe::FlightRecord::kNoPeer; }
 
  private:
   std::vector<at::Tensor> results_;

@@ -48,6 +48,7 @@ void Operation::letGo() {
 
 void Operation::complete(Status status) {
   status_ = std::move(status);
+  if (wantsEnding_) ending(status_);
   done_.store(true, std::memory_order_release);
   transport::ProgressEngine& engine = communicator_->engine();
   engine.noteCompletion();

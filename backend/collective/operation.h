@@ -71,6 +71,9 @@ class Operation {
   virtual bool isBlocked() const { return false; }
   // The ranks that keep it from going on, for errors: "rank 1 (host a, pid 7)"; or nothing.
   virtual std::string missingRanks() const { return {}; }
+  // It is about to be done, with this status. Called after wantEnding() only.
+  virtual void ending(const Status&) {}
+  void wantEnding() { wantsEnding_ = true; }
   // It was ended early by an error.
   virtual void abandoned(const Status&) {}
   virtual std::span<Message> messages() = 0;
@@ -82,7 +85,10 @@ class Operation {
   virtual void letGo();
 
   // For one that is started again, when it is done and was in order.
-  void rearm() { done_.store(false, std::memory_order_relaxed); }
+  void rearm() {
+    done_.store(false, std::memory_order_relaxed);
+    wantsEnding_ = false;
+  }
   // Whether the transport may still use its buffers, or call it.
   bool isInFlight() const { return registered_ || outstanding_ > 0; }
 
@@ -107,6 +113,7 @@ class Operation {
 
   std::atomic<bool> done_{false};
   bool registered_ = false;
+  bool wantsEnding_ = false;
   bool isLost_ = false;  // a message did not come, and it will fail for that: nothing is built on what came instead
   int outstanding_ = 0;
   const Message* awaited_ = nullptr;

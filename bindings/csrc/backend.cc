@@ -3,6 +3,8 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "backend/c10d/errors.h"
+#include "backend/c10d/flight_log.h"
 #include "backend/c10d/process_group.h"
 #include "bindings/csrc/layers.h"
 #ifdef FARANDOLE_HAS_NCCL
@@ -36,6 +38,27 @@ std::map<int, backend::WorkPtr> batchP2p(ProcessGroupFarandole& group, const std
   }
   py::gil_scoped_release noGil;
   return group.batchP2p(std::move(entries), label);
+}
+
+backend::FlightLog& flightLog() {
+  auto log = backend::FlightLog::acquire();
+  backend::throwIfError(log.status());
+  return **log;
+}
+
+py::bytes pickleFlightLog() {
+  std::string pickle;
+  {
+    py::gil_scoped_release noGil;
+    pickle = flightLog().pickle();
+  }
+  return py::bytes(pickle);
+}
+
+std::string dumpFlightLog(const std::string& path) {
+  auto written = flightLog().dump(path);
+  backend::throwIfError(written.status());
+  return *written;
 }
 
 // "2.30.7", or why there is none.
@@ -80,6 +103,9 @@ void bindBackend(py::module_& module) {
   module.def("nccl_status", &ncclStatus, "The version of the NCCL that torch has loaded, or why it cannot be used.");
   module.def("leave", &backend::ProcessContext::leaveAtExit, py::call_guard<py::gil_scoped_release>(),
              "Says goodbye to the peers and ends the background work; for the end of the process.");
+  module.def("flight_recorder_keeper", [] { return flightLog().keeper(); });
+  module.def("flight_recorder_pickle", &pickleFlightLog);
+  module.def("dump_flight_recorder", &dumpFlightLog, py::arg("path"), py::call_guard<py::gil_scoped_release>());
   module.def("create_backend", &create, py::arg("options"), py::call_guard<py::gil_scoped_release>());
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from farandole import _C
+from farandole import _C, _flight_recorder
 
 # Before the interpreter is torn down: callbacks of what then fails must not enter it any more.
 atexit.register(_C.leave)
@@ -38,6 +38,7 @@ def create_backend(options: Any, backend_options: Any = None) -> Any:
     if backend_options is not None and not isinstance(backend_options, _C.ProcessGroupFarandole.Options):
         raise ValueError(f"pg_options is {backend_options!r}; expected None or ProcessGroupFarandole.Options")
     _leave_with_multiprocessing()
+    _flight_recorder.settle_who_records()
     return _C.create_backend(options)
 
 

@@ -172,6 +172,30 @@ TEST(RepeatedMessages, ADeadPeerIsNamed) {
       1);
 }
 
+TEST(RepeatedMessages, EachIsInTheFlightRecorder) {
+  runRanks(2, 300ms, [](ProcessGroupFarandole& group) {
+    const bool isSend = group.getRank() == 0;
+    const at::Tensor data = at::zeros({3, 2}, at::kShort);
+    const auto message = make(group, isSend, data);
+    for (int i = 0; i < 2; ++i) ASSERT_TRUE(once(*message, data).isOk());
+    EXPECT_EQ(isSend, isSend || once(*message, data).isOk());  // a third does not come
+    const auto log = FlightLog::acquire();
+    ASSERT_TRUE(log.isOk());
+    const auto entries = (*log)->recorder()->snapshot().entries;
+    ASSERT_EQ(entries.size(), isSend ? 2u : 3u);
+    for (std::size_t i = 0; i < entries.size(); ++i) {
+      const auto& [number, state, created, ended, record, error] = entries[i];
+      EXPECT_STREQ(record.name, isSend ? "farandole:send" : "farandole:recv");
+      EXPECT_EQ(record.peer, 1 - group.getRank());
+      EXPECT_EQ(record.pointToPointNumber, i + 1);
+      EXPECT_EQ(record.sizes[0], 6);
+      EXPECT_EQ(state, i < 2 ? observe::FlightState::kCompleted : observe::FlightState::kFailed);
+      EXPECT_GE(ended, created);
+      EXPECT_EQ(error.empty(), i < 2);
+    }
+  });
+}
+
 TEST(RepeatedMessages, AWrongSpecIsRefusedByName) {
   runRanks(2, 30s, [](ProcessGroupFarandole& group) {
     const auto refusal = [&](const RepeatedMessageSpec& spec) { return group.repeat(spec).status().toString(); };

@@ -1,0 +1,40 @@
+#include "backend/observe/tick_clock.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <thread>
+
+namespace farandole::observe {
+namespace {
+
+using namespace std::chrono_literals;
+
+std::int64_t wallNow() { return std::chrono::nanoseconds(std::chrono::system_clock::now().time_since_epoch()).count(); }
+
+TEST(TickClockTest, TicksOfThePastBecomeTheTimeOfDayAtWhichTheyWereRead) {
+  const TickClock clock;
+  std::this_thread::sleep_for(20ms);
+  const std::int64_t before = wallNow();
+  const auto ticks = clock.now();
+  const std::int64_t after = wallNow();
+  std::this_thread::sleep_for(20ms);
+  const TickClock::Converter convert(clock);
+  constexpr std::int64_t kTolerance = 1'000'000;  // a thread may lose its core between two clocks
+  EXPECT_GE(convert(ticks), before - kTolerance);
+  EXPECT_LE(convert(ticks), after + kTolerance);
+}
+
+TEST(TickClockTest, DistancesAreInNanoseconds) {
+  const TickClock clock;
+  const auto first = clock.now();
+  const auto start = std::chrono::steady_clock::now();
+  std::this_thread::sleep_for(50ms);
+  const auto second = clock.now();
+  const std::int64_t slept = std::chrono::nanoseconds(std::chrono::steady_clock::now() - start).count();
+  const TickClock::Converter convert(clock);
+  EXPECT_LT(std::llabs(convert(second) - convert(first) - slept), 5'000'000);
+}
+
+}  // namespace
+}  // namespace farandole::observe
