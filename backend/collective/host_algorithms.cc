@@ -106,17 +106,6 @@ void broadcastOnHost(Program& program, HostSegment& host, const Contract& contra
   program.copy(data.data, host.slot(root, turn), data.bytes);
 }
 
-void allGatherOnHost(Program& program, HostSegment& host, Slice input, std::span<const Slice> outputs) {
-  const HostTurn turn = beginTurn(program, host, {CollectiveKind::kAllGather, 0, 0, totalBytes(outputs)}, 1);
-  program.copy(host.slot(host.index(), turn), input.data, input.bytes);
-  program.signal(turn.base + 1);
-  program.copy(outputs[host.index()].data, input.data, input.bytes);
-  program.meet(turn);
-  for (int rank = 0; rank < host.size(); ++rank) {
-    if (rank != host.index()) program.copy(outputs[rank].data, host.slot(rank, turn), outputs[rank].bytes);
-  }
-}
-
 void reduceOnHost(Program& program, HostSegment& host, const Reduction& reduction, int root, Slice data) {
   const int rank = host.index();
   const int size = host.size();

@@ -14,7 +14,12 @@ std::size_t totalBytes(std::span<const Slice> slices);
 
 // Up to HostSegment::kSlotBytes.
 void broadcastOnHost(Program& program, HostSegment& host, const Contract& contract, int root, Slice data);
+
+// Any size (host_exchange.cc).
 void allGatherOnHost(Program& program, HostSegment& host, Slice input, std::span<const Slice> outputs);
+void gatherOnHost(Program& program, HostSegment& host, int root, Slice input, std::span<const Slice> outputs);
+void scatterOnHost(Program& program, HostSegment& host, int root, Slice output, std::span<const Slice> inputs);
+void allToAllOnHost(Program& program, HostSegment& host, std::span<const Slice> outputs, std::span<const Slice> inputs);
 
 // Any size. Without a root (-1) everybody gets the result.
 void reduceOnHost(Program& program, HostSegment& host, const Reduction& reduction, int root, Slice data);

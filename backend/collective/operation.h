@@ -71,6 +71,8 @@ class Operation {
   virtual bool isBlocked() const { return false; }
   // The ranks that keep it from going on, for errors: "rank 1 (host a, pid 7)"; or nothing.
   virtual std::string missingRanks() const { return {}; }
+  // It is about to be ended early by an error, and who waits does not know it yet.
+  virtual void abandoning(const Status&) {}
   // It was ended early by an error.
   virtual void abandoned(const Status&) {}
   virtual std::span<Message> messages() = 0;

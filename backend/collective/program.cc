@@ -13,6 +13,8 @@ namespace {
 constexpr std::size_t kWorkBytes = 128 << 10;
 // What is copied right after it was reduced, while the first-level cache has it.
 constexpr std::size_t kCopyBytes = 8 << 10;
+// What is read from another process at once.
+constexpr std::size_t kReadBytes = 256 << 10;
 
 }  // namespace
 
@@ -89,7 +91,21 @@ void Program::meet(HostTurn turn, int index) {
   steps_.push_back({Kind::kMeet, index, nullptr, nullptr, turn.base + 1, contracts_.size() - 1, nullptr});
 }
 
+void Program::offer(HostTurn turn, int entry, Offer::Way way, const void* data, std::size_t bytes, std::size_t place) {
+  std::byte* const copy = way == Offer::Way::kSlot && bytes > 0 ? host_->slot(host_->index(), turn) + place : nullptr;
+  if (way == Offer::Way::kMemory) place = reinterpret_cast<std::size_t>(data);
+  steps_.push_back(
+      {Kind::kOffer, 0, data, &host_->offer(host_->index(), turn, entry), bytes, place, nullptr, copy, 0, way});
+}
+
+void Program::take(HostTurn turn, int index, int entry, void* data, std::size_t bytes) {
+  steps_.push_back(
+      {Kind::kTake, index, &host_->offer(index, turn, entry), data, bytes, 0, nullptr, host_->slot(index, turn)});
+  ++numMessages_;
+}
+
 int ProgramOperation::missing(const Program::Step& step) const {
+  if (step.kind != Program::Kind::kAwait && step.kind != Program::Kind::kMeet) return -1;  // it takes
   const HostSegment& host = *program_.host_;
   const bool isOne = step.peer != Program::kAllRanks;
   for (int index = isOne ? step.peer : 0; index < (isOne ? step.peer + 1 : host.size()); ++index) {
@@ -145,6 +161,10 @@ std::string ProgramOperation::describe(const Contract& contract) const {
   return text;
 }
 
+void ProgramOperation::abandoning(const Status& status) {
+  if (usesHost()) communicator_->giveUp(status);
+}
+
 void ProgramOperation::abandoned(const Status& status) {
   if (usesHost()) communicator_->abandon(status);
 }
@@ -164,6 +184,34 @@ void ProgramOperation::reduceAndCopy(const Program::Step& step) {
     copy += bytes;
     left -= count;
   }
+}
+
+bool ProgramOperation::take(const Program::Step& step) {
+  const Offer& offer = *static_cast<const Offer*>(step.source);
+  auto* const to = static_cast<std::byte*>(step.destination);
+  const int rank = communicator_->rankOnHost(step.peer);
+  if (offer.way == Offer::Way::kMessage) {  // its size is compared where it arrives, and its sender is told
+    Status status = communicator_->canCome(step.peer);
+    if (!status) {
+      fail(status);
+    } else {
+      postRecv(messages_[posted_++], rank, p2p::MessageKind::kCollective, sequence_, to, step.size);
+    }
+  } else if (offer.bytes != step.size) {
+    fail(Status::invalidArgument(communicator_->describe(rank) + " sent " + std::to_string(offer.bytes) +
+                                 " bytes, the buffer here has " + std::to_string(step.size)));
+  } else if (offer.way == Offer::Way::kSlot) {
+    if (offer.bytes > 0) std::memcpy(to, static_cast<const std::byte*>(step.copy) + offer.place, offer.bytes);
+  } else {
+    const std::size_t bytes = std::min(kReadBytes, step.size - taken_);
+    const auto* const from = reinterpret_cast<const std::byte*>(offer.place);
+    const Status status = communicator_->readFrom(step.peer, to + taken_, from + taken_, bytes);
+    taken_ += bytes;
+    if (status && taken_ < step.size) return false;
+    taken_ = 0;
+    if (!status) fail(status);
+  }
+  return true;
 }
 
 bool ProgramOperation::postNext() {
@@ -207,6 +255,17 @@ bool ProgramOperation::postNext() {
         program_.host_->setContract(turn, contract);
         break;
       }
+      case Program::Kind::kOffer:
+        *static_cast<Offer*>(step.destination) = {step.size, step.firstSource, step.way};
+        if (step.copy != nullptr) std::memcpy(step.copy, step.source, step.size);
+        break;
+      case Program::Kind::kTake:
+        if (!take(step)) {  // others get a chance; it goes on with the next poll
+          blocked_ = true;
+          return true;
+        }
+        worked += step.size;
+        break;
       case Program::Kind::kSignal: communicator_->signal(step.size); break;
       case Program::Kind::kAwait:
       case Program::Kind::kMeet:
