@@ -1,7 +1,8 @@
-// The collectives that only move data, on one host. In two steps: each rank tells what it has for whom, and
+// Collectives that move data, on one host. In two steps: each rank tells what it has for whom, and
 // the others take it, from its slot or out of its own memory; then they say that they have it. Nobody but the
 // rank that gives needs to know beforehand how much it is.
 #include <algorithm>
+#include <functional>
 
 #include "backend/collective/host_algorithms.h"
 
@@ -89,9 +90,10 @@ void forOthers(const HostSegment& host, const Run& run) {
 
 // The own part is copied while the others may not have come yet.
 void allGatherOnHost(Program& program, HostSegment& host, Slice input, std::span<const Slice> outputs) {
+  const std::size_t longest = longestBytes(outputs);
   // Known to all: nothing is read from anybody's memory, and nobody needs to hear that it has been.
-  const bool isShort = std::ranges::max(outputs, {}, &Slice::bytes).bytes <= copiedBytes(host);
-  const Contract contract{CollectiveKind::kAllGather, 0, 0, totalBytes(outputs)};
+  const bool isShort = longest <= copiedBytes(host);
+  const Contract contract{CollectiveKind::kAllGather, 0, 0, totalBytes(outputs), longest};
   const HostTurn turn = beginTurn(program, host, contract, isShort ? 1 : 2);
   Offers offers(program, host, turn, kAnySize);
   offers.add(0, input);
@@ -150,6 +152,26 @@ void scatterOnHost(Program& program, HostSegment& host, int root, Slice output, 
   forOthers(host, [&](int index) { offers.sendTo(index, index); });
   program.copy(output.data, inputs[root].data, inputs[root].bytes);
   program.meet(turn);
+  offers.awaitTaken();
+}
+
+// Read where it is and combined at once (32 KiB for each: 3.3 us, new data 5.8; through windows 9.8 and 5.8).
+void reduceScatterOfTwo(Program& program, HostSegment& host, const Reduction& reduction, Slice output,
+                        std::span<const Slice> inputs) {
+  const int rank = host.index();
+  const Contract contract{CollectiveKind::kReduceScatter, reduction.code, 0, totalBytes(inputs), longestBytes(inputs)};
+  const HostTurn turn = beginTurn(program, host, contract, 2);
+  Offers offers(program, host, turn, kAnySize);
+  offers.add(1 - rank, inputs[1 - rank]);
+  program.signal(turn.base + 1);
+  program.meet(turn);
+  const Slice own = inputs[rank];
+  const std::less<> before;
+  const bool overlap = before(output.data, own.data + own.bytes) && before(own.data, output.data + output.bytes);
+  std::byte* const into = overlap ? program.scratch(output.bytes) : output.data;
+  program.takeAndReduce(turn, 1 - rank, rank, reduction.function, output.data, own.data, into, output.bytes,
+                        reduction.elementSize);
+  program.signal(turn.base + 2);
   offers.awaitTaken();
 }
 

@@ -27,7 +27,8 @@ struct Contract {
   CollectiveKind kind = CollectiveKind::kBarrier;
   std::uint16_t reduction = 0;  // Reduction::code
   std::uint32_t root = 0;
-  std::uint64_t bytes = 0;  // of what has the same size on all ranks
+  std::uint64_t bytes = 0;    // of what has the same size on all ranks
+  std::uint64_t longest = 0;  // of the parts, one for each rank, that this consists of; or 0
   bool operator==(const Contract&) const = default;
 };
 

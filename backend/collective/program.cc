@@ -104,6 +104,13 @@ void Program::take(HostTurn turn, int index, int entry, void* data, std::size_t 
   ++numMessages_;
 }
 
+void Program::takeAndReduce(HostTurn turn, int index, int entry, ReduceFunction function, void* dst, const void* own,
+                            void* into, std::size_t bytes, std::size_t elementSize) {
+  steps_.push_back({Kind::kTake, index, &host_->offer(index, turn, entry), into, bytes, sources_.size(), function,
+                    host_->slot(index, turn), elementSize});
+  sources_.insert(sources_.end(), {dst, own});
+}
+
 int ProgramOperation::missing(const Program::Step& step) const {
   if (step.kind != Program::Kind::kAwait && step.kind != Program::Kind::kMeet) return -1;  // it takes
   const HostSegment& host = *program_.host_;
@@ -156,6 +163,7 @@ std::string ProgramOperation::describe(const Contract& contract) const {
   const bool reduces = contract.kind == CollectiveKind::kAllReduce || contract.kind == CollectiveKind::kReduce ||
                        contract.kind == CollectiveKind::kReduceScatter;
   if (contract.bytes > 0) text += " of " + std::to_string(contract.bytes) + " bytes";
+  if (contract.longest > 0) text += " in parts of up to " + std::to_string(contract.longest);
   if (hasRoot) text += " with root " + std::to_string(contract.root);
   if (reduces) text += " (" + describeReduction(contract.reduction) + ")";
   return text;
@@ -189,29 +197,49 @@ void ProgramOperation::reduceAndCopy(const Program::Step& step) {
 bool ProgramOperation::take(const Program::Step& step) {
   const Offer& offer = *static_cast<const Offer*>(step.source);
   auto* const to = static_cast<std::byte*>(step.destination);
-  const int rank = communicator_->rankOnHost(step.peer);
   if (offer.way == Offer::Way::kMessage) {  // its size is compared where it arrives, and its sender is told
-    Status status = communicator_->canCome(step.peer);
-    if (!status) {
+    if (Status status = communicator_->canCome(step.peer); !status) {
       fail(status);
     } else {
-      postRecv(messages_[posted_++], rank, p2p::MessageKind::kCollective, sequence_, to, step.size);
+      postRecv(messages_[posted_++], communicator_->rankOnHost(step.peer), p2p::MessageKind::kCollective, sequence_, to,
+               step.size);
     }
-  } else if (offer.bytes != step.size) {
-    fail(Status::invalidArgument(communicator_->describe(rank) + " sent " + std::to_string(offer.bytes) +
-                                 " bytes, the buffer here has " + std::to_string(step.size)));
-  } else if (offer.way == Offer::Way::kSlot) {
-    if (offer.bytes > 0) std::memcpy(to, static_cast<const std::byte*>(step.copy) + offer.place, offer.bytes);
+    return true;
+  }
+  if (offer.bytes != step.size) {
+    fail(Status::invalidArgument(communicator_->describe(communicator_->rankOnHost(step.peer)) + " sent " +
+                                 std::to_string(offer.bytes) + " bytes, the buffer here has " +
+                                 std::to_string(step.size)));
+    return true;
+  }
+  if (offer.way == Offer::Way::kSlot) {
+    finishTake(step, static_cast<const std::byte*>(step.copy) + offer.place);
+    return true;
+  }
+  const std::size_t bytes = std::min(kReadBytes, step.size - taken_);
+  const auto* const from = reinterpret_cast<const std::byte*>(offer.place);
+  const Status status = communicator_->readFrom(step.peer, to + taken_, from + taken_, bytes);
+  taken_ += bytes;
+  if (status && taken_ < step.size) return false;
+  taken_ = 0;
+  if (status) {
+    finishTake(step, to);
   } else {
-    const std::size_t bytes = std::min(kReadBytes, step.size - taken_);
-    const auto* const from = reinterpret_cast<const std::byte*>(offer.place);
-    const Status status = communicator_->readFrom(step.peer, to + taken_, from + taken_, bytes);
-    taken_ += bytes;
-    if (status && taken_ < step.size) return false;
-    taken_ = 0;
-    if (!status) fail(status);
+    fail(status);
   }
   return true;
+}
+
+void ProgramOperation::finishTake(const Program::Step& step, const std::byte* data) {
+  if (step.function != nullptr) {
+    const void* const* const rest = &program_.sources_[step.firstSource];
+    const void* parts[2];
+    parts[step.peer] = data;
+    parts[1 - step.peer] = rest[1];
+    step.function(const_cast<void*>(rest[0]), parts, 2, step.size / step.elementSize);
+  } else if (data != step.destination && step.size > 0) {
+    std::memcpy(step.destination, data, step.size);
+  }
 }
 
 bool ProgramOperation::postNext() {

@@ -55,6 +55,10 @@ class Program {
   void offer(HostTurn turn, int entry, Offer::Way way, const void* data, std::size_t bytes, std::size_t place);
   // Takes what the other one has handed out, once this rank has met it: by whichever way it has chosen.
   void take(HostTurn turn, int index, int entry, void* data, std::size_t bytes);
+  // Between two ranks, of what does not come as a message: `dst` = what is taken and `own`, in rank order. What is read
+  // lands in `into`, which may be `dst` but not `own`.
+  void takeAndReduce(HostTurn turn, int index, int entry, ReduceFunction function, void* dst, const void* own,
+                     void* into, std::size_t bytes, std::size_t elementSize);
 
   static constexpr int kAllRanks = -1;
 
@@ -87,7 +91,7 @@ class Program {
     const void* source;  // or null
     void* destination;
     std::size_t size;         // bytes, or elements of a reduction, or a counter's value, or a message's number
-    std::size_t firstSource;  // or the place of an offer
+    std::size_t firstSource;  // or the place of an offer; of a take that reduces, where and with what
     ReduceFunction function;
     void* copy = nullptr;  // of the destination; or what is copied of an offer, or the slot that it is in
     std::size_t elementSize = 0;
@@ -133,6 +137,8 @@ class ProgramOperation : public Operation {
   void reduceAndCopy(const Program::Step& step);
   // Goes on with it; false when there is more to take, and it has not failed.
   bool take(const Program::Step& step);
+  // With what has been taken.
+  void finishTake(const Program::Step& step, const std::byte* data);
 
   bool blocked_ = false;
   bool waitsForTurn_ = false;

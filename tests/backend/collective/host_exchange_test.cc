@@ -209,6 +209,54 @@ TEST_P(HostExchangeTest, NothingIsTakenFromARankThatHasGivenUp) {
   EXPECT_NE(text.find("not done after 20 ms"), std::string::npos) << text;
 }
 
+constexpr Reduction kSumOfBytes{
+    [](void* dst, const void* const* sources, int numSources, std::size_t count) {
+      for (std::size_t i = 0; i < count; ++i) {
+        std::uint8_t sum = 0;
+        for (int s = 0; s < numSources; ++s) {
+          sum = static_cast<std::uint8_t>(sum + static_cast<const std::uint8_t*>(sources[s])[i]);
+        }
+        static_cast<std::uint8_t*>(dst)[i] = sum;
+      }
+    },
+    1};
+
+TEST_P(HostExchangeTest, AReduceScatterMayPutItsResultIntoItsOwnInput) {
+  for (const std::size_t bytes : {std::size_t{1}, std::size_t{8192}, std::size_t{8193}, std::size_t{64} << 10,
+                                  (std::size_t{64} << 10) + 1, std::size_t{500'000}}) {
+    SCOPED_TRACE(std::to_string(bytes) + " bytes");
+    Group group(2, GetParam());
+    std::mt19937_64 random(bytes);
+    std::vector<std::vector<Data>> pieces(2);
+    for (auto& list : pieces) list = {randomData(random, bytes), randomData(random, bytes)};
+    const std::vector<std::vector<Data>> inputs = pieces;
+    const auto errors = errorsOf(group, [&](Program& p, Topology t) {
+      reduceScatter(p, t, kSumOfBytes, sliceOf(pieces[t.rank][t.rank]), slicesOf(pieces[t.rank]));
+    });
+    for (int rank = 0; rank < 2; ++rank) {
+      EXPECT_EQ(errors[rank], "ok");
+      Data expected(bytes);
+      const void* const parts[2] = {inputs[0][rank].data(), inputs[1][rank].data()};
+      kSumOfBytes.function(expected.data(), parts, 2, bytes);
+      EXPECT_TRUE(pieces[rank][rank] == expected);
+      EXPECT_TRUE(pieces[rank][1 - rank] == inputs[rank][1 - rank]);
+    }
+  }
+}
+
+TEST_P(HostExchangeTest, RanksThatSplitTheSameBytesInOtherWaysAreTold) {
+  Group group(2, GetParam());
+  std::vector<std::vector<Data>> pieces = {{Data(60'000), Data(70'000)}, {Data(65'000), Data(65'000)}};
+  const auto errors = errorsOf(group, [&](Program& p, Topology t) {
+    reduceScatter(p, t, kSumOfBytes, sliceOf(pieces[t.rank][t.rank]), slicesOf(pieces[t.rank]));
+  });
+  for (const std::string& error : errors) {
+    for (const char* call : {"in parts of up to 70000", "in parts of up to 65000"}) {
+      EXPECT_NE(error.find(call), std::string::npos) << error;
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Every, HostExchangeTest, ::testing::Values(Group::kSharedMemory, Group::kUnreadable),
                          [](const auto& info) {
                            return std::string(info.param == Group::kSharedMemory ? "Read" : "NotRead");
