@@ -19,6 +19,7 @@ Slice sliceOf(Data& data) { return {data.data(), data.size()}; }
 
 std::vector<Slice> slicesOf(std::vector<Data>& all) {
   std::vector<Slice> slices;
+  slices.reserve(all.size());
   for (Data& data : all) slices.push_back(sliceOf(data));
   return slices;
 }
@@ -86,13 +87,14 @@ class HostExchangeTest : public ::testing::TestWithParam<std::size_t> {};
 // Several in flight at once, some of them several in one program, so that slots and counters are used again.
 TEST_P(HostExchangeTest, PiecesOfAllSizesArriveWhereTheyBelong) {
   const std::uint64_t first = std::random_device{}();
-  for (std::uint64_t seed = first; seed < first + 20; ++seed) {
+  for (std::uint64_t seed = first; seed < first + 12; ++seed) {
     SCOPED_TRACE("seed " + std::to_string(seed));
     std::mt19937_64 random(seed);
     const int size = 2 + static_cast<int>(random() % 4);
     Group group(size, GetParam());
     EXPECT_EQ(group[0]->topology().segment->everybodyReads(), GetParam() == Group::kSharedMemory);
     std::vector<Exchange> exchanges;
+    exchanges.reserve(12);
     for (int i = 0; i < 12; ++i) exchanges.push_back(Exchange::draw(random, size));
     const std::size_t perProgram = 1 + random() % 3;
     std::vector<std::shared_ptr<TestOperation>> operations;
@@ -132,9 +134,10 @@ std::vector<std::string> errorsOf(const Group& group, const Build& build) {
 TEST_P(HostExchangeTest, APieceOfAnotherSizeThanExpectedIsAnErrorThatNamesBothSizes) {
   for (const std::size_t sent : {std::size_t{8}, std::size_t{20'000}, std::size_t{600'000}}) {
     for (const std::size_t wanted : {std::size_t{30}, std::size_t{100}, std::size_t{700'000}}) {
-      Group group(2, GetParam());
+      // What a transport may still be sending after an early end must outlive it.
       std::vector<std::vector<Data>> inputs(2, std::vector<Data>(2, Data(600'000)));
       std::vector<std::vector<Data>> outputs = inputs;
+      Group group(2, GetParam());
       inputs[0][1].resize(sent);
       outputs[1][0].resize(wanted);
       const auto errors = errorsOf(
@@ -189,9 +192,9 @@ TEST_P(HostExchangeTest, RanksThatCallDifferentCollectivesAreToldWhoCalledWhat) 
 
 // Its memory is used for something else by then.
 TEST_P(HostExchangeTest, NothingIsTakenFromARankThatHasGivenUp) {
-  Group group(2, GetParam());
   Data data[2] = {Data(3'000'000, std::byte{1}), Data(3'000'000, std::byte{1})};
   std::vector<Data> outputs[2] = {std::vector<Data>(2, Data(3'000'000)), std::vector<Data>(2, Data(3'000'000))};
+  Group group(2, GetParam());
   const auto launch = [&](int rank) {
     Program program;
     allGather(program, group[rank]->topology(), sliceOf(data[rank]), slicesOf(outputs[rank]));
@@ -245,8 +248,8 @@ TEST_P(HostExchangeTest, AReduceScatterMayPutItsResultIntoItsOwnInput) {
 }
 
 TEST_P(HostExchangeTest, RanksThatSplitTheSameBytesInOtherWaysAreTold) {
-  Group group(2, GetParam());
   std::vector<std::vector<Data>> pieces = {{Data(60'000), Data(70'000)}, {Data(65'000), Data(65'000)}};
+  Group group(2, GetParam());
   const auto errors = errorsOf(group, [&](Program& p, Topology t) {
     reduceScatter(p, t, kSumOfBytes, sliceOf(pieces[t.rank][t.rank]), slicesOf(pieces[t.rank]));
   });
