@@ -15,7 +15,7 @@ namespace farandole::collective {
 
 // On one host the ranks first tell each other what they are about to do, and
 // stop with an error where that differs. Data that reduces, and small data, goes
-// through the memory that they share; large data from process to process. Between
+// through the memory that they share; large data is read where it is, or sent. Between
 // hosts the AlgorithmTable says how it goes.
 
 void broadcast(Program& program, Topology topology, int root, Slice data);

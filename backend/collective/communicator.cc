@@ -129,6 +129,11 @@ Result<transport::SharedMemory> Communicator::meetHost(transport::Clock::time_po
 }
 
 bool Communicator::begin(ProgramOperation& operation) {
+  const auto canRead = [&](transport::PeerId peer) { return engine().transport().canReadMemory(peer); };
+  if (!readsNoted_ && std::ranges::all_of(hostNeighbours_, canRead)) {
+    readsNoted_ = true;
+    host_->noteReads();
+  }
   if (turns_.empty()) engine().addPoller(*this);
   if (turns_.empty() || turns_.front() != &operation) turns_.push_back(&operation);
   operation.waitsForTurn_ = turns_.front() != &operation;
@@ -145,6 +150,16 @@ void Communicator::end(ProgramOperation& operation) {
 void Communicator::signal(std::uint64_t value) {
   host_->signal(value);
   nudgeHost();
+}
+
+Status Communicator::readFrom(int index, void* to, const void* from, std::size_t bytes) {
+  const int rank = rankOnHost(index);
+  Status status = engine().transport().readMemory(peers_[rank].id, to, from, bytes);
+  // It counts only if the other one had not given up by then, and gone on to use its memory.
+  if (Status there = canCome(index); !there) return there;
+  if (status.code() != StatusCode::kPeerFailed) return status.wrapUnlessOk("receiving from " + describe(rank));
+  noteLost(rank);
+  return Status(StatusCode::kPeerFailed, "its process died").wrap(describe(rank) + " failed");
 }
 
 void Communicator::nudgeHost() {

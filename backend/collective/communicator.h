@@ -111,9 +111,14 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   bool begin(ProgramOperation& operation);
   void end(ProgramOperation& operation);
   void noteLost(int rank) { lost_ = rank; }
+  // Tells the ranks of this host that this one has left its part in a collective undone. Whoever
+  // still reads its memory is to know that before the memory is used for something else.
+  void giveUp(const Status& status);
   // Ends the group: a rank has left its part in a collective undone.
   void abandon(const Status& status);
   void signal(std::uint64_t value);
+  // Copies what the rank with this index on the host has offered to be read.
+  Status readFrom(int index, void* to, const void* from, std::size_t bytes);
   // Ok, or why the rank with this index will never get as far as it is waited for.
   Status canCome(int index) const;
   bool poll() override;
@@ -121,6 +126,7 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   Result<transport::SharedMemory> meetHost(transport::Clock::time_point deadline);
   const std::vector<int>& localRanks() const { return layout_.ranksOf(layout_.hostOf(rank_)); }
   void nudgeHost();
+  int culpritOf(const Status& status) const;
 
   struct Peer {
     bool connected = false;
@@ -148,6 +154,7 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   bool asked_ = false;                             // the watch, about operations whose time is over
   std::unique_ptr<HostSegment> host_;              // of the ranks of this host, when there are two or more
   std::vector<transport::PeerId> hostNeighbours_;  // the others of them
+  bool readsNoted_ = false;                        // that this rank can read their memory
   Topology topology_;
   std::deque<ProgramOperation*> turns_;  // the first one runs
   Operation* pending_ = nullptr;         // the head of the list, oldest last

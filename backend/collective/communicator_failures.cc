@@ -40,12 +40,18 @@ void Communicator::rankFailed(int rank, const Status& status) {
   if (host_ != nullptr) host_->abandon(culprit, status.toString());
 }
 
-void Communicator::abandon(const Status& status) {
+int Communicator::culpritOf(const Status& status) const {
   // Between hosts a broken connection does not tell a death from a farewell; the watch will.
   const bool isLoss =
       status.code() == StatusCode::kPeerFailed || (status.code() == StatusCode::kPeerLeft && watch_ != nullptr);
-  failAll(status, isLoss ? lost_ : HostSegment::kNobody);
+  return isLoss ? lost_ : HostSegment::kNobody;
 }
+
+void Communicator::giveUp(const Status& status) {
+  if (aborted_) host_->abandon(culpritOf(status), status.toString());
+}
+
+void Communicator::abandon(const Status& status) { failAll(status, culpritOf(status)); }
 
 bool Communicator::lookAround() {
   if (host_ == nullptr || !aborted_) return false;

@@ -83,6 +83,8 @@ std::size_t totalBytes(std::span<const Slice> slices) {
   return bytes;
 }
 
+std::size_t longestBytes(std::span<const Slice> slices) { return std::ranges::max(slices, {}, &Slice::bytes).bytes; }
+
 HostTurn beginTurn(Program& program, HostSegment& host, const Contract& contract, std::uint64_t steps) {
   const HostTurn turn = program.takeTurn(host, steps);
   program.await(turn.base);
@@ -104,17 +106,6 @@ void broadcastOnHost(Program& program, HostSegment& host, const Contract& contra
   if (host.index() == root) return;
   program.meet(turn, root);
   program.copy(data.data, host.slot(root, turn), data.bytes);
-}
-
-void allGatherOnHost(Program& program, HostSegment& host, Slice input, std::span<const Slice> outputs) {
-  const HostTurn turn = beginTurn(program, host, {CollectiveKind::kAllGather, 0, 0, totalBytes(outputs)}, 1);
-  program.copy(host.slot(host.index(), turn), input.data, input.bytes);
-  program.signal(turn.base + 1);
-  program.copy(outputs[host.index()].data, input.data, input.bytes);
-  program.meet(turn);
-  for (int rank = 0; rank < host.size(); ++rank) {
-    if (rank != host.index()) program.copy(outputs[rank].data, host.slot(rank, turn), outputs[rank].bytes);
-  }
 }
 
 void reduceOnHost(Program& program, HostSegment& host, const Reduction& reduction, int root, Slice data) {
@@ -166,9 +157,12 @@ void reduceScatterOnHost(Program& program, HostSegment& host, const Reduction& r
                          std::span<const Slice> inputs) {
   const int rank = host.index();
   const int size = host.size();
+  const std::size_t longest = longestBytes(inputs);
+  if (size == 2 && longest <= HostSegment::kSlotBytes) {
+    return reduceScatterOfTwo(program, host, reduction, output, inputs);
+  }
   const std::size_t share = HostSegment::kWindowBytes / size;  // of a window, for each rank's piece
   const std::size_t pieceBytes = share / reduction.elementSize * reduction.elementSize;
-  const std::size_t longest = std::ranges::max_element(inputs, {}, &Slice::bytes)->bytes;
   const auto putIn = [&](std::size_t i) {
     for (int owner = 0; owner < size; ++owner) {
       const Slice piece = pieceOf(inputs[owner], i, pieceBytes);
@@ -184,7 +178,7 @@ void reduceScatterOnHost(Program& program, HostSegment& host, const Reduction& r
     program.reduce(reduction.function, piece.data, parts, piece.bytes / reduction.elementSize);
   };
   const std::size_t pieces = std::max<std::size_t>(1, (longest + pieceBytes - 1) / pieceBytes);
-  const Contract contract{CollectiveKind::kReduceScatter, reduction.code, 0, totalBytes(inputs)};
+  const Contract contract{CollectiveKind::kReduceScatter, reduction.code, 0, totalBytes(inputs), longest};
   pipeline(
       program, host, contract, pieces, [](std::size_t) {}, putIn, reduce);
 }

@@ -11,10 +11,20 @@ HostTurn beginTurn(Program& program, HostSegment& host, const Contract& contract
 // Nothing but meeting the other ranks of this host, before messages are sent.
 void announce(Program& program, const Topology& topology, const Contract& contract);
 std::size_t totalBytes(std::span<const Slice> slices);
+std::size_t longestBytes(std::span<const Slice> slices);
 
 // Up to HostSegment::kSlotBytes.
 void broadcastOnHost(Program& program, HostSegment& host, const Contract& contract, int root, Slice data);
+
+// Any size (host_exchange.cc).
 void allGatherOnHost(Program& program, HostSegment& host, Slice input, std::span<const Slice> outputs);
+void gatherOnHost(Program& program, HostSegment& host, int root, Slice input, std::span<const Slice> outputs);
+void scatterOnHost(Program& program, HostSegment& host, int root, Slice output, std::span<const Slice> inputs);
+void allToAllOnHost(Program& program, HostSegment& host, std::span<const Slice> outputs, std::span<const Slice> inputs);
+
+// Of two ranks, where each one's part is up to HostSegment::kSlotBytes.
+void reduceScatterOfTwo(Program& program, HostSegment& host, const Reduction& reduction, Slice output,
+                        std::span<const Slice> inputs);
 
 // Any size. Without a root (-1) everybody gets the result.
 void reduceOnHost(Program& program, HostSegment& host, const Reduction& reduction, int root, Slice data);

@@ -4,7 +4,7 @@ namespace farandole::collective {
 namespace {
 
 constexpr std::size_t kPage = 4096;
-constexpr std::size_t kAreaBytes =
+constexpr std::size_t kDataBytes =
     2 * (HostSegment::kSlotBytes + HostSegment::kWindowBytes + HostSegment::kResultBytes);
 
 std::size_t roundUp(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
@@ -13,7 +13,7 @@ std::size_t roundUp(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kP
 
 std::size_t HostSegment::bytes(int size) {
   const auto ranks = static_cast<std::size_t>(size);
-  return roundUp(ranks * sizeof(Line)) + ranks * kAreaBytes;
+  return roundUp(ranks * sizeof(Line)) + ranks * areaBytes(size);
 }
 
 HostSegment::HostSegment(transport::SharedMemory memory, int index, int size)
@@ -36,9 +36,28 @@ void HostSegment::abort(int rank) {
   line(0).abortedBy.compare_exchange_strong(nobody, rank + 1);
 }
 
+bool HostSegment::everybodyReads() {
+  for (int index = 0; !everybodyReads_; ++index) {
+    if (index == size_) {
+      everybodyReads_ = true;
+    } else if (!line(index).reads.load(std::memory_order_acquire)) {
+      break;
+    }
+  }
+  return everybodyReads_;
+}
+
+Offer& HostSegment::offer(int index, HostTurn turn, int entry) const {
+  return reinterpret_cast<Offer*>(area(index) + kDataBytes)[turn.parity * size_ + entry];
+}
+
+std::size_t HostSegment::areaBytes(int size) {
+  return kDataBytes + roundUp(2 * static_cast<std::size_t>(size) * sizeof(Offer));
+}
+
 std::byte* HostSegment::area(int index) const {
   return memory_.data() + roundUp(static_cast<std::size_t>(size_) * sizeof(Line)) +
-         static_cast<std::size_t>(index) * kAreaBytes;
+         static_cast<std::size_t>(index) * areaBytes(size_);
 }
 
 }  // namespace farandole::collective

@@ -27,7 +27,8 @@ struct Contract {
   CollectiveKind kind = CollectiveKind::kBarrier;
   std::uint16_t reduction = 0;  // Reduction::code
   std::uint32_t root = 0;
-  std::uint64_t bytes = 0;  // of what has the same size on all ranks
+  std::uint64_t bytes = 0;    // of what has the same size on all ranks
+  std::uint64_t longest = 0;  // of the parts, one for each rank, that this consists of; or 0
   bool operator==(const Contract&) const = default;
 };
 
@@ -36,6 +37,18 @@ struct Contract {
 struct HostTurn {
   std::uint64_t base = 0;
   int parity = 0;
+};
+
+// Data that a rank has for one of the others, or for all of them.
+struct Offer {
+  enum class Way : std::uint8_t {
+    kSlot,     // it is in the slot of the turn
+    kMemory,   // it stays where it is, and is read from there
+    kMessage,  // it comes as a message
+  };
+  std::uint64_t bytes = 0;
+  std::uint64_t place = 0;  // in the slot, or the address in the memory of its process
+  Way way = Way::kSlot;
 };
 
 // Memory that the ranks of a group share that are on one host. Each has an area
@@ -88,6 +101,13 @@ class HostSegment {
   void setContract(HostTurn turn, const Contract& contract) { line(index_).contracts[turn.parity] = contract; }
   const Contract& contract(int index, HostTurn turn) const { return line(index).contracts[turn.parity]; }
 
+  // This rank can read the memory of all the others' processes; and whether all ranks can.
+  void noteReads() { line(index_).reads.store(true); }
+  bool everybodyReads();
+
+  // What a rank has for each of the others, or in the first one what it has for all. Written and read as a slot is.
+  Offer& offer(int index, HostTurn turn, int entry) const;
+
   std::byte* slot(int index, HostTurn turn) const { return area(index) + turn.parity * kSlotBytes; }
   std::byte* window(int index, std::size_t piece) const {
     return area(index) + 2 * kSlotBytes + piece % 2 * kWindowBytes;
@@ -104,9 +124,11 @@ class HostSegment {
     std::atomic<int> abortedBy;     // of the first line alone, for all: the rank, plus 1; or 0
     Contract contracts[2];
     char reason[kReasonBytes];  // ends with a zero
+    std::atomic<bool> reads;    // it can read the memory of all the others
   };
 
   Line& line(int index) const { return reinterpret_cast<Line*>(memory_.data())[index]; }
+  static std::size_t areaBytes(int size);
   std::byte* area(int index) const;
 
   const transport::SharedMemory memory_;
@@ -114,6 +136,7 @@ class HostSegment {
   const int size_;
   std::uint64_t nextBase_ = 0;
   std::uint64_t turns_ = 0;
+  bool everybodyReads_ = false;
 };
 
 }  // namespace farandole::collective

@@ -1,6 +1,4 @@
 // The collectives that only move data.
-#include <algorithm>
-
 #include "backend/collective/between/between_algorithms.h"
 #include "backend/collective/hierarchy/hierarchy.h"
 #include "backend/collective/host_algorithms.h"
@@ -22,13 +20,9 @@ void broadcast(Program& program, Topology topology, int root, Slice data) {
 }
 
 void allGather(Program& program, Topology topology, Slice input, std::span<const Slice> outputs) {
-  HostSegment* const host = topology.wholeSegment();
-  if (host != nullptr && std::ranges::max(outputs, {}, &Slice::bytes).bytes <= HostSegment::kSlotBytes) {
-    return allGatherOnHost(program, *host, input, outputs);
-  }
+  if (HostSegment* const host = topology.wholeSegment()) return allGatherOnHost(program, *host, input, outputs);
   const std::size_t bytes = totalBytes(outputs);
-  const Algorithm algorithm =
-      host != nullptr ? Algorithm::kDirect : choose(topology, CollectiveKind::kAllGather, bytes);
+  const Algorithm algorithm = choose(topology, CollectiveKind::kAllGather, bytes);
   if (algorithm == Algorithm::kHierarchical) return hierarchy::allGather(program, topology, input, outputs);
   announce(program, topology, {CollectiveKind::kAllGather, 0, 0, bytes});
   program.copy(outputs[topology.rank].data, input.data, input.bytes);
@@ -39,6 +33,7 @@ void allGather(Program& program, Topology topology, Slice input, std::span<const
 }
 
 void gather(Program& program, Topology topology, int root, Slice input, std::span<const Slice> outputs) {
+  if (HostSegment* const host = topology.wholeSegment()) return gatherOnHost(program, *host, root, input, outputs);
   announce(program, topology, {CollectiveKind::kGather, 0, static_cast<std::uint32_t>(root), 0});
   if (topology.rank != root) {
     program.send(root, input.data, input.bytes);
@@ -52,6 +47,7 @@ void gather(Program& program, Topology topology, int root, Slice input, std::spa
 }
 
 void scatter(Program& program, Topology topology, int root, Slice output, std::span<const Slice> inputs) {
+  if (HostSegment* const host = topology.wholeSegment()) return scatterOnHost(program, *host, root, output, inputs);
   announce(program, topology, {CollectiveKind::kScatter, 0, static_cast<std::uint32_t>(root), 0});
   if (topology.rank != root) {
     program.recv(root, output.data, output.bytes);
@@ -65,6 +61,7 @@ void scatter(Program& program, Topology topology, int root, Slice output, std::s
 }
 
 void allToAll(Program& program, Topology topology, std::span<const Slice> outputs, std::span<const Slice> inputs) {
+  if (HostSegment* const host = topology.wholeSegment()) return allToAllOnHost(program, *host, outputs, inputs);
   announce(program, topology, {CollectiveKind::kAllToAll, 0, 0, 0});
   const int rank = topology.rank;
   const int size = topology.size;

@@ -58,6 +58,7 @@ void Operation::complete(Status status) {
 
 void Operation::fail(const Status& status) {
   if (isDone()) return;
+  abandoning(status);
   complete(status.wrap(describe()));
   abandoned(status);
   // Cancelling may complete messages at once: the last of them must not end this object here.

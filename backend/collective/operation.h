@@ -74,6 +74,8 @@ class Operation {
   // It is about to be done, with this status. Called after wantEnding() only.
   virtual void ending(const Status&) {}
   void wantEnding() { wantsEnding_ = true; }
+  // It is about to be ended early by an error, and who waits does not know it yet.
+  virtual void abandoning(const Status&) {}
   // It was ended early by an error.
   virtual void abandoned(const Status&) {}
   virtual std::span<Message> messages() = 0;

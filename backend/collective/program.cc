@@ -13,6 +13,8 @@ namespace {
 constexpr std::size_t kWorkBytes = 128 << 10;
 // What is copied right after it was reduced, while the first-level cache has it.
 constexpr std::size_t kCopyBytes = 8 << 10;
+// What is read from another process at once.
+constexpr std::size_t kReadBytes = 256 << 10;
 
 }  // namespace
 
@@ -89,7 +91,28 @@ void Program::meet(HostTurn turn, int index) {
   steps_.push_back({Kind::kMeet, index, nullptr, nullptr, turn.base + 1, contracts_.size() - 1, nullptr});
 }
 
+void Program::offer(HostTurn turn, int entry, Offer::Way way, const void* data, std::size_t bytes, std::size_t place) {
+  std::byte* const copy = way == Offer::Way::kSlot && bytes > 0 ? host_->slot(host_->index(), turn) + place : nullptr;
+  if (way == Offer::Way::kMemory) place = reinterpret_cast<std::size_t>(data);
+  steps_.push_back(
+      {Kind::kOffer, 0, data, &host_->offer(host_->index(), turn, entry), bytes, place, nullptr, copy, 0, way});
+}
+
+void Program::take(HostTurn turn, int index, int entry, void* data, std::size_t bytes) {
+  steps_.push_back(
+      {Kind::kTake, index, &host_->offer(index, turn, entry), data, bytes, 0, nullptr, host_->slot(index, turn)});
+  ++numMessages_;
+}
+
+void Program::takeAndReduce(HostTurn turn, int index, int entry, ReduceFunction function, void* dst, const void* own,
+                            void* into, std::size_t bytes, std::size_t elementSize) {
+  steps_.push_back({Kind::kTake, index, &host_->offer(index, turn, entry), into, bytes, sources_.size(), function,
+                    host_->slot(index, turn), elementSize});
+  sources_.insert(sources_.end(), {dst, own});
+}
+
 int ProgramOperation::missing(const Program::Step& step) const {
+  if (step.kind != Program::Kind::kAwait && step.kind != Program::Kind::kMeet) return -1;  // it takes
   const HostSegment& host = *program_.host_;
   const bool isOne = step.peer != Program::kAllRanks;
   for (int index = isOne ? step.peer : 0; index < (isOne ? step.peer + 1 : host.size()); ++index) {
@@ -140,9 +163,14 @@ std::string ProgramOperation::describe(const Contract& contract) const {
   const bool reduces = contract.kind == CollectiveKind::kAllReduce || contract.kind == CollectiveKind::kReduce ||
                        contract.kind == CollectiveKind::kReduceScatter;
   if (contract.bytes > 0) text += " of " + std::to_string(contract.bytes) + " bytes";
+  if (contract.longest > 0) text += " in parts of up to " + std::to_string(contract.longest);
   if (hasRoot) text += " with root " + std::to_string(contract.root);
   if (reduces) text += " (" + describeReduction(contract.reduction) + ")";
   return text;
+}
+
+void ProgramOperation::abandoning(const Status& status) {
+  if (usesHost()) communicator_->giveUp(status);
 }
 
 void ProgramOperation::abandoned(const Status& status) {
@@ -163,6 +191,54 @@ void ProgramOperation::reduceAndCopy(const Program::Step& step) {
     dst += bytes;
     copy += bytes;
     left -= count;
+  }
+}
+
+bool ProgramOperation::take(const Program::Step& step) {
+  const Offer& offer = *static_cast<const Offer*>(step.source);
+  auto* const to = static_cast<std::byte*>(step.destination);
+  if (offer.way == Offer::Way::kMessage) {  // its size is compared where it arrives, and its sender is told
+    if (Status status = communicator_->canCome(step.peer); !status) {
+      fail(status);
+    } else {
+      postRecv(messages_[posted_++], communicator_->rankOnHost(step.peer), p2p::MessageKind::kCollective, sequence_, to,
+               step.size);
+    }
+    return true;
+  }
+  if (offer.bytes != step.size) {
+    fail(Status::invalidArgument(communicator_->describe(communicator_->rankOnHost(step.peer)) + " sent " +
+                                 std::to_string(offer.bytes) + " bytes, the buffer here has " +
+                                 std::to_string(step.size)));
+    return true;
+  }
+  if (offer.way == Offer::Way::kSlot) {
+    finishTake(step, static_cast<const std::byte*>(step.copy) + offer.place);
+    return true;
+  }
+  const std::size_t bytes = std::min(kReadBytes, step.size - taken_);
+  const auto* const from = reinterpret_cast<const std::byte*>(offer.place);
+  const Status status = communicator_->readFrom(step.peer, to + taken_, from + taken_, bytes);
+  taken_ += bytes;
+  if (status && taken_ < step.size) return false;
+  taken_ = 0;
+  if (status) {
+    finishTake(step, to);
+  } else {
+    fail(status);
+  }
+  return true;
+}
+
+void ProgramOperation::finishTake(const Program::Step& step, const std::byte* data) {
+  if (step.function != nullptr) {
+    const void* const* const rest = &program_.sources_[step.firstSource];
+    const void* parts[2];
+    parts[step.peer] = data;
+    parts[1 - step.peer] = rest[1];
+    step.function(const_cast<void*>(rest[0]), parts, 2, step.size / step.elementSize);
+  } else if (data != step.destination && step.size > 0) {
+    std::memcpy(step.destination, data, step.size);
   }
 }
 
@@ -207,6 +283,17 @@ bool ProgramOperation::postNext() {
         program_.host_->setContract(turn, contract);
         break;
       }
+      case Program::Kind::kOffer:
+        *static_cast<Offer*>(step.destination) = {step.size, step.firstSource, step.way};
+        if (step.copy != nullptr) std::memcpy(step.copy, step.source, step.size);
+        break;
+      case Program::Kind::kTake:
+        if (!take(step)) {  // others get a chance; it goes on with the next poll
+          blocked_ = true;
+          return true;
+        }
+        worked += step.size;
+        break;
       case Program::Kind::kSignal: communicator_->signal(step.size); break;
       case Program::Kind::kAwait:
       case Program::Kind::kMeet:

@@ -51,6 +51,15 @@ class Program {
   // Awaits the first step of all ranks, or of one, and compares their contracts with the own one.
   void meet(HostTurn turn, int index = kAllRanks);
 
+  // Hands out data in the turn, before its first signal: entry `entry` of this rank's offers. `place`: in the slot.
+  void offer(HostTurn turn, int entry, Offer::Way way, const void* data, std::size_t bytes, std::size_t place);
+  // Takes what the other one has handed out, once this rank has met it: by whichever way it has chosen.
+  void take(HostTurn turn, int index, int entry, void* data, std::size_t bytes);
+  // Between two ranks, of what does not come as a message: `dst` = what is taken and `own`, in rank order. What is read
+  // lands in `into`, which may be `dst` but not `own`.
+  void takeAndReduce(HostTurn turn, int index, int entry, ReduceFunction function, void* dst, const void* own,
+                     void* into, std::size_t bytes, std::size_t elementSize);
+
   static constexpr int kAllRanks = -1;
 
   // Memory that lives as long as the program.
@@ -72,18 +81,21 @@ class Program {
     kTell,
     kSignal,
     kAwait,
-    kMeet
+    kMeet,
+    kOffer,
+    kTake
   };
   struct Step {
     Kind kind;
     int peer;            // a rank; of the host's steps its index there, or kAllRanks; or the number of sources
     const void* source;  // or null
     void* destination;
-    std::size_t size;  // bytes, or elements of a reduction, or a counter's value, or a message's number
-    std::size_t firstSource;
+    std::size_t size;         // bytes, or elements of a reduction, or a counter's value, or a message's number
+    std::size_t firstSource;  // or the place of an offer; of a take that reduces, where and with what
     ReduceFunction function;
-    void* copy = nullptr;  // of the destination
+    void* copy = nullptr;  // of the destination; or what is copied of an offer, or the slot that it is in
     std::size_t elementSize = 0;
+    Offer::Way way = Offer::Way::kSlot;
   };
 
   std::vector<Step> steps_;
@@ -109,6 +121,7 @@ class ProgramOperation : public Operation {
   bool postNext() final;
   bool isBlocked() const final { return blocked_ || waitsForTurn_; }
   std::string missingRanks() const final;
+  void abandoning(const Status& status) final;
   void abandoned(const Status& status) final;
   std::span<Message> messages() final { return {messages_.get(), static_cast<std::size_t>(posted_)}; }
 
@@ -122,6 +135,10 @@ class ProgramOperation : public Operation {
   std::string describe(const Contract& contract) const;
   Status compareContracts(const Program::Step& step) const;
   void reduceAndCopy(const Program::Step& step);
+  // Goes on with it; false when there is more to take, and it has not failed.
+  bool take(const Program::Step& step);
+  // With what has been taken.
+  void finishTake(const Program::Step& step, const std::byte* data);
 
   bool blocked_ = false;
   bool waitsForTurn_ = false;
@@ -131,6 +148,7 @@ class ProgramOperation : public Operation {
   std::size_t next_ = 0;
   std::unique_ptr<Message[]> messages_;
   int posted_ = 0;
+  std::size_t taken_ = 0;  // bytes, of the step that takes
 };
 
 }  // namespace farandole::collective

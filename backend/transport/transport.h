@@ -71,6 +71,10 @@ class Transport {
   virtual Status shareMemory(PeerId peer, std::uint64_t key, int descriptor);
   // What a peer has passed; a closed descriptor while it has not.
   virtual Descriptor takeSharedMemory(PeerId peer, std::uint64_t key);
+  // Whether readMemory() reaches this peer: not before it has been heard of.
+  virtual bool canReadMemory(PeerId) const { return false; }
+  // Copies from where the peer said that it has something. kPeerFailed when its process has ended.
+  virtual Status readMemory(PeerId peer, void* to, const void* from, std::size_t bytes);
   // Wakes the peer up if it sleeps: shared memory was written, and a full fence passed.
   virtual void nudge(PeerId) {}
 

@@ -116,6 +116,11 @@ void ShmTransport::pull(Link& link, Request& request, const Unexpected& message)
   }
 }
 
+Status ShmTransport::readMemory(PeerId peer, void* to, const void* from, std::size_t bytes) {
+  return copyFromProcess(links_[static_cast<std::uint32_t>(peer)].pid, static_cast<std::byte*>(to),
+                         static_cast<const std::byte*>(from), bytes);
+}
+
 void ShmTransport::finish(Pull& pull, Status status) {
   Request& request = *std::exchange(pull.request, nullptr);
   freePulls_.push_back(static_cast<std::uint32_t>(

@@ -57,6 +57,8 @@ class ShmTransport final : public Transport {
   bool canShareMemory(PeerId) const override { return true; }
   Status shareMemory(PeerId peer, std::uint64_t key, int descriptor) override;
   Descriptor takeSharedMemory(PeerId peer, std::uint64_t key) override;
+  bool canReadMemory(PeerId peer) const override { return links_[static_cast<std::uint32_t>(peer)].canCopy; }
+  Status readMemory(PeerId peer, void* to, const void* from, std::size_t bytes) override;
   void nudge(PeerId peer) override { ring(links_[static_cast<std::uint32_t>(peer)]); }
   void leave() override;
   void signal() override;

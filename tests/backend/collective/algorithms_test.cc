@@ -35,7 +35,8 @@ Data randomData(std::mt19937_64& random, std::size_t size) {
 
 // Sizes around every switch of algorithm, and odd ones.
 std::size_t randomSize(std::mt19937_64& random) {
-  constexpr std::size_t kSizes[] = {0, 1, 2, 3, 7, 511, 512, 513, 4096, 5000, 70'000, 200'001};
+  constexpr std::size_t kSizes[] = {0,    1,    2,    3,    7,    511,    512,    513,    1024,
+                                    1025, 4096, 5000, 8192, 8193, 65'536, 70'000, 200'001};
   return kSizes[random() % std::size(kSizes)];
 }
 
@@ -243,9 +244,12 @@ TEST(HostAlgorithms, ARankThatGivesUpEndsTheWaitOfTheOthers) {
   EXPECT_NE(operation->status().toString().find("rank 1"), std::string::npos) << operation->status().toString();
 }
 
-INSTANTIATE_TEST_SUITE_P(Every, AlgorithmsTest, ::testing::Values(0, 4096, Group::kSharedMemory), [](const auto& info) {
-  return std::string(info.param == 0 ? "LoopbackRendezvous" : info.param == 4096 ? "LoopbackEager" : "SharedMemory");
-});
+INSTANTIATE_TEST_SUITE_P(Every, AlgorithmsTest, ::testing::Values(0, 4096, Group::kSharedMemory, Group::kUnreadable),
+                         [](const auto& info) {
+                           if (info.param == Group::kSharedMemory) return std::string("SharedMemory");
+                           if (info.param == Group::kUnreadable) return std::string("SharedMemoryThatIsNotRead");
+                           return std::string(info.param == 0 ? "LoopbackRendezvous" : "LoopbackEager");
+                         });
 
 }  // namespace
 }  // namespace farandole::collective

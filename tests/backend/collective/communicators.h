@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "backend/collective/algorithms.h"
 #include "backend/collective/communicator.h"
 #include "backend/collective/program.h"
 #include "backend/transport/loopback/loopback_transport.h"
@@ -15,13 +16,14 @@ namespace farandole::collective::testing {
 // A group whose ranks live in this process, each with a transport and a loop of its own.
 class Group {
  public:
-  // Over loopback, which takes messages up to `eagerBytes` at once; kSharedMemory: over shared memory.
+  // Over loopback, which takes messages up to `eagerBytes` at once; kSharedMemory: over shared memory;
+  // kUnreadable: the same where no rank can read another one's memory.
   Group(int size, std::size_t eagerBytes) : fabric_(transport::LoopbackFabric::create(eagerBytes)) {
-    const bool isShared = eagerBytes == kSharedMemory;
+    const bool isShared = eagerBytes == kSharedMemory || eagerBytes == kUnreadable;
     std::vector<Member> members;
     for (int rank = 0; rank < size; ++rank) {
       auto& loop = *loops_.emplace_back(std::make_unique<net::EventLoop>("rank-" + std::to_string(rank)));
-      auto transport = isShared ? makeShm() : fabric_->makeTransport();
+      auto transport = isShared ? makeShm(eagerBytes == kSharedMemory) : fabric_->makeTransport();
       members.push_back(
           {transport->address(), static_cast<std::uint32_t>(rank) + 1, "host", rank, isShared ? "host" : "", ""});
       connections_.push_back(std::make_unique<transport::Connections>(std::move(transport), loop));
@@ -30,6 +32,7 @@ class Group {
       communicators_.push_back(std::make_shared<Communicator>(*connections_[rank], nullptr, rank, members));
     }
     connectHosts();
+    if (eagerBytes == kSharedMemory) settle();
   }
   // Rank r is on host hosts[r]: shared memory there, loopback between the hosts.
   Group(const std::vector<int>& hosts, std::size_t eagerBytes, const AlgorithmTable& table)
@@ -39,7 +42,8 @@ class Group {
     for (std::size_t rank = 0; rank < hosts.size(); ++rank) {
       auto& loop = *loops_.emplace_back(std::make_unique<net::EventLoop>("rank-" + std::to_string(rank)));
       auto transport = transport::RoutingTransport::create(
-          makeShm(), [this]() -> Result<std::unique_ptr<transport::Transport>> { return fabric_->makeTransport(); });
+          makeShm(true),
+          [this]() -> Result<std::unique_ptr<transport::Transport>> { return fabric_->makeTransport(); });
       if (!transport) throw std::runtime_error(transport.status().toString());
       const std::string host = "host-" + std::to_string(hosts[rank]);
       members.push_back({(*transport)->address(), static_cast<std::uint32_t>(rank) + 1, host, static_cast<int>(rank),
@@ -58,6 +62,7 @@ class Group {
     connectHosts();
   }
   static constexpr std::size_t kSharedMemory = ~std::size_t{0};
+  static constexpr std::size_t kUnreadable = kSharedMemory - 1;
 
   ~Group() {
     for (auto& loop : loops_) loop->stop();
@@ -74,8 +79,10 @@ class Group {
       if (!status) throw std::runtime_error(status.toString());
     }
   }
-  static std::unique_ptr<transport::Transport> makeShm() {
-    auto transport = transport::ShmTransport::create({});
+  // Until all know that they can read each other's memory.
+  void settle();
+  static std::unique_ptr<transport::Transport> makeShm(bool singleCopy) {
+    auto transport = transport::ShmTransport::create({.singleCopy = singleCopy});
     if (!transport) throw std::runtime_error(transport.status().toString());
     return std::move(transport).value();
   }
@@ -110,5 +117,22 @@ class TestOperation final : public ProgramOperation, public std::enable_shared_f
  private:
   std::shared_ptr<TestOperation> self_;
 };
+
+inline void Group::settle() {
+  for (std::uint32_t i = 0; size() > 1 && !communicators_[0]->topology().segment->everybodyReads(); ++i) {
+    if (i == 1000) throw std::runtime_error("the ranks cannot read each other's memory");
+    std::vector<std::shared_ptr<TestOperation>> operations;
+    for (auto& communicator : communicators_) {
+      Program program;
+      barrier(program, communicator->topology());
+      operations.push_back(TestOperation::launch(communicator, std::move(program), 1'000'000 + i));
+    }
+    for (auto& operation : operations) {
+      if (!operation->wait(transport::Clock::now() + std::chrono::seconds(10)) || !operation->status()) {
+        throw std::runtime_error("the ranks do not meet: " + operation->status().toString());
+      }
+    }
+  }
+}
 
 }  // namespace farandole::collective::testing

@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-ACTIONS = ("send", "recv", "all_reduce", "all_reduce_large", "batch", "idle")
+ACTIONS = (
+    "send", "recv", "all_reduce", "all_reduce_large", "all_to_all", "all_gather", "gather", "scatter", "batch", "idle"
+)  # fmt: skip
 
 
 def act(action: str, rank: int, world_size: int, victim: int) -> None:
@@ -20,6 +22,16 @@ def act(action: str, rank: int, world_size: int, victim: int) -> None:
         dist.all_reduce(torch.ones(10))
     elif action == "all_reduce_large":
         dist.all_reduce(torch.ones(3_000_000))
+    elif action == "all_to_all":
+        dist.all_to_all_single(torch.zeros(world_size << 17), torch.zeros(world_size << 17))
+    elif action == "all_gather":
+        dist.all_gather_into_tensor(torch.zeros(world_size << 20), torch.zeros(1 << 20))
+    elif action == "gather":  # to one that survives
+        outputs = list(torch.zeros(world_size, 1 << 17)) if rank == 0 else None
+        dist.gather(torch.zeros(1 << 17), outputs, 0)
+    elif action == "scatter":
+        inputs = list(torch.zeros(world_size, 1 << 17)) if rank == victim else None
+        dist.scatter(torch.zeros(1 << 17), inputs, victim)
     elif action == "batch":
         peers = [peer for peer in range(world_size) if peer != rank]
         ops = [dist.P2POp(dist.isend, torch.ones(100), peer) for peer in peers]

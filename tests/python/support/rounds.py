@@ -107,7 +107,7 @@ class Round:
         if self.kind == "reduce_scatter":
             call(dist.reduce_scatter, outputs[0], list(self.part(me, self.size).view(self.size, -1).unbind()), self.op)
             return outputs[:1]
-        sizes = [[rng.choice([0, 1, 5, 900, 5000]) for _ in range(self.size)] for _ in range(self.size)]
+        sizes = [[rng.choice([0, 1, 5, 900, 5000, 40_000]) for _ in range(self.size)] for _ in range(self.size)]
         if self.kind == "all_to_all_single":
             sent = view(_data(self.seed, me, sum(sizes[me]), self.dtype))
             unit = self.dtype.itemsize // x.dtype.itemsize
