@@ -55,7 +55,7 @@ def test_point_to_point_measures_every_peer_at_both_sizes(tmp_path, capsys):
     report = measure(tmp_path, capsys, "point_to_point")
     medians = medians_of(report)
     noops = {"C++ ProcessGroup no-op", "Python fake"}
-    moving = {"ucx_perftest", "C++ Backend", "C++ ProcessGroup", "Python farandole", "Python gloo"}
+    moving = {"ucx_perftest", "C++ repeated", "C++ Backend", "C++ ProcessGroup", "Python farandole", "Python gloo"}
     assert {(case, peer) for case, peer, _ in medians} == {
         (case, peer) for case in ("8 B", "64 MiB") for peer in moving | noops
     }
@@ -63,7 +63,7 @@ def test_point_to_point_measures_every_peer_at_both_sizes(tmp_path, capsys):
         assert medians["64 MiB", peer, "median"] > medians["8 B", peer, "median"]
     for peer in noops:
         assert medians["64 MiB", peer, "median"] < 1e-3  # for which all of the memory's bandwidth would not do
-    assert [target["unit"] for target in report["targets"]] == ["ratio", "s", "ratio", "s"]
+    assert [target["unit"] for target in report["targets"]] == ["ratio", "ratio", "s", "ratio", "s"]
 
 
 @pytest.mark.parametrize(
