@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import farandole
-from support.processes import run_ranks
+from support.processes import await_all, run_ranks
 
 # torch records plugins itself where it has this.
 HAS_HOOKS = hasattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS")
@@ -96,7 +96,9 @@ def _differ(rank, world_size):
             dist.broadcast(torch.ones(3), 0)
         else:
             dist.all_reduce(torch.ones(3))
-    return _await_dump(rank)["entries"][-1]["error"]
+    error = _await_dump(rank)["entries"][-1]["error"]
+    await_all(rank, world_size)
+    return error
 
 
 def test_torchs_analyzer_names_the_rank_that_called_another_collective(traces):

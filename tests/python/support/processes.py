@@ -66,6 +66,17 @@ def run_ranks(
                     process.join()
 
 
+def await_all(rank: int, world_size: int) -> None:
+    """On every rank: returns when all have come this far. Who has met an error stays until the others have met theirs:
+    leaving would be another one for them.
+    """
+    import torch.distributed
+
+    store = torch.distributed.distributed_c10d._get_default_store()
+    store.set(f"came {rank}", "")
+    store.wait([f"came {other}" for other in range(world_size)])
+
+
 def _collect(processes: list[Any], pipes: list[Any], deadline: float, may_die: Collection[int]) -> list[Any]:
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
