@@ -156,6 +156,12 @@ observe::FlightRecord GroupFlight::record(const char* name, std::chrono::millise
   return record;
 }
 
+void GroupFlight::end(std::uint64_t first, std::uint64_t count, const Status& status) const {
+  const auto state = status ? observe::FlightState::kCompleted : observe::FlightState::kFailed;
+  for (std::uint64_t number = first; number < first + count; ++number) recorder().end(number, state);
+  if (!status) recorder().explain(first, status.toString());
+}
+
 void GroupFlight::rename(const std::string& name) const { recorder().nameGroup(id_, name); }
 
 void GroupFlight::describe(const std::string& description) const {

@@ -71,6 +71,8 @@ class GroupFlight {
   // `sequence`: of the operation among the point-to-point operations of the group, or among its collectives.
   observe::FlightRecord record(const char* name, std::chrono::milliseconds timeout, std::uint64_t sequence,
                                bool isPointToPoint) const;
+  // Of `count` entries in a row: they have ended alike, and for this reason where it is an error.
+  void end(std::uint64_t first, std::uint64_t count, const Status& status) const;
   void rename(const std::string& name) const;
   // Once; it is not told of before.
   void describe(const std::string& description) const;

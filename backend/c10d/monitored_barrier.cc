@@ -46,11 +46,8 @@ void ProcessGroupFarandole::monitoredBarrier(const ::c10d::BarrierOptions& opts,
   const auto started = std::chrono::steady_clock::now();
   const std::string failure = rank_ == 0 ? awaitAll(options, waitAllRanks) : reportToRankZero(options);
   if (flight != nullptr) {
-    flight->recorder().end(entry, failure.empty() ? observe::FlightState::kCompleted : observe::FlightState::kFailed);
-    if (!failure.empty()) {
-      flight->recorder().explain(entry, failure);
-      flight->fail();
-    }
+    flight->end(entry, 1, failure.empty() ? Status::ok() : Status::internal(failure));
+    if (!failure.empty()) flight->fail();
   }
   if (onDone) {
     onDone({OpType::BARRIER, options.sequence, 0, failure.empty(), started, std::chrono::steady_clock::now()});

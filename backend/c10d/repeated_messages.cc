@@ -79,9 +79,8 @@ class RepeatedOperation final : public collective::Operation, public std::enable
   std::span<collective::Message> messages() override { return {&message_, 1}; }
 
   void ending(const Status& status) override {
-    flight_->recorder().end(flightNumber_, status ? FlightState::kCompleted : FlightState::kFailed);
+    flight_->end(flightNumber_, 1, status);
     if (status) return;
-    flight_->recorder().explain(flightNumber_, status.toString());
     communicator_->engine().defer([self = shared_from_this()] { self->flight_->fail(); });
   }
 

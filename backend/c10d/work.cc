@@ -86,15 +86,11 @@ void WorkOf<Base>::beginFlight() {
 
 template <typename Base>
 void WorkOf<Base>::endFlight(const Status& status) {
-  observe::FlightRecorder& recorder = flight_->recorder();
   if (const std::int16_t peer = Base::foundPeer(); peer != observe::FlightRecord::kNoPeer) {
-    recorder.setPeer(flightNumber_, peer);
+    flight_->recorder().setPeer(flightNumber_, peer);
   }
-  const auto state = status ? observe::FlightState::kCompleted : observe::FlightState::kFailed;
-  const std::uint64_t end = flightNumber_ + Base::numFlightEntries();
-  for (std::uint64_t number = flightNumber_; number < end; ++number) recorder.end(number, state);
+  flight_->end(flightNumber_, Base::numFlightEntries(), status);
   if (status) return;
-  recorder.explain(flightNumber_, status.toString());
   Base::communicator_->engine().defer([work = self()] { work->flight_->fail(); });
 }
 

@@ -5,11 +5,30 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
+#include <cstdint>
+#include <cstdlib>
 #include <iostream>
+#include <new>
 #include <random>
 
 #include "tests/backend/c10d/rank_processes.h"
+
+namespace {
+
+thread_local std::size_t numAllocations = 0;
+
+}  // namespace
+
+// What the test program and the libraries that it loads allocate.
+void* operator new(std::size_t bytes) {
+  ++numAllocations;
+  if (void* const memory = std::malloc(bytes > 0 ? bytes : 1)) return memory;
+  throw std::bad_alloc();
+}
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 
 namespace farandole::backend {
 namespace {
@@ -193,6 +212,34 @@ TEST(RepeatedMessages, EachIsInTheFlightRecorder) {
       EXPECT_GE(ended, created);
       EXPECT_EQ(error.empty(), i < 2);
     }
+  });
+}
+
+TEST(RepeatedMessages, ShortOnesAllocateNothingOnceTheyRun) {
+  runRanks(2, 30s, [](ProcessGroupFarandole& group) {
+    const at::Tensor data = at::zeros({8192}, at::kByte);
+    const auto out = make(group, true, data);
+    const auto in = make(group, false, data);
+    const int peer = 1 - group.getRank();
+    std::vector<at::Tensor> tensors{data};
+    // Of 100 round trips, the fewest of several: a wait so long that it sleeps tells the event loop, which allocates.
+    const auto allocationsOf = [&](const auto& move) {
+      std::size_t fewest = SIZE_MAX;
+      for (int run = 0; run < 30; ++run) {
+        const std::size_t before = numAllocations;
+        for (int i = 0; i < 100; ++i) {
+          for (const bool isSend : {peer == 1, peer == 0}) move(isSend);
+        }
+        fewest = std::min(fewest, numAllocations - before);
+      }
+      return fewest;
+    };
+    const auto repeated = [&](bool isSend) { ASSERT_TRUE(once(isSend ? *out : *in, data).isOk()); };
+    EXPECT_EQ(allocationsOf(repeated), 0u);
+    const auto plain = [&](bool isSend) {
+      (isSend ? group.send(tensors, peer, 0) : group.recv(tensors, peer, 0))->wait();
+    };
+    EXPECT_GE(allocationsOf(plain), 200u);  // for they are counted
   });
 }
 
