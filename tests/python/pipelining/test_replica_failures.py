@@ -177,6 +177,7 @@ def _repeat_with_new_groups(rank: int, world_size: int) -> None:
     grid = _Grid(Schedule1F1B, rank)
     if rank == 0:
         grid.fail("forward", 1)
+    dist.barrier()  # who gives up ends the others' operations: those of the construction are to be over
     assert grid.step()[0] is not None
     dist.barrier()
     for parameter in grid.module.parameters():
