@@ -28,9 +28,8 @@ class ControlWatch final : public net::ControlListener, public collective::Group
 
   // From here on this process may end as it likes.
   void leave();
-  // Ends the group on all other ranks.
-  void abort(const std::string& reason);
 
+  void abort(const std::string& reason) override;
   void ask() override;
   bool hasAnswers() override;
   void awaitAnswers() override;

@@ -51,7 +51,12 @@ void Communicator::giveUp(const Status& status) {
   if (aborted_) host_->abandon(culpritOf(status), status.toString());
 }
 
-void Communicator::abandon(const Status& status) { failAll(status, culpritOf(status)); }
+void Communicator::abandon(const Status& status) {
+  if (!aborted_) return;  // that is what this rank gave up for
+  // A death the watch knows, and names, itself.
+  if (watch_ != nullptr && status.code() != StatusCode::kPeerFailed) watch_->abort(status.toString());
+  failAll(status, culpritOf(status));
+}
 
 bool Communicator::lookAround() {
   if (host_ == nullptr || !aborted_) return false;

@@ -9,6 +9,8 @@ namespace farandole::collective {
 class GroupWatch {
  public:
   virtual ~GroupWatch() = default;
+  // Ends the group on all other ranks; returns at once.
+  virtual void abort(const std::string& reason) = 0;
   // Asks all ranks what they are doing, unless a question is under way; returns at once.
   virtual void ask() = 0;
   // None is under way: a question ends soon, also when a rank does not answer.

@@ -174,7 +174,7 @@ void ProgramOperation::abandoning(const Status& status) {
 }
 
 void ProgramOperation::abandoned(const Status& status) {
-  if (usesHost()) communicator_->abandon(status);
+  communicator_->abandon(status);
 }
 
 void ProgramOperation::reduceAndCopy(const Program::Step& step) {

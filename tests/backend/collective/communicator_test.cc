@@ -94,11 +94,13 @@ TEST(Communicator, ARankThatTheWatchHoldsForDeadEndsTheGroup) {
 
 class TestWatch final : public GroupWatch {
  public:
+  void abort(const std::string& reason) override { reasons.push_back(reason); }
   void ask() override { ++questions; }
   bool hasAnswers() override { return answered; }
   void awaitAnswers() override {}
   std::string answers() override { return "rank 1 sleeps"; }
 
+  std::vector<std::string> reasons;  // with the engine held
   std::atomic<int> questions{0};
   std::atomic<bool> answered{false};
 };
@@ -120,28 +122,48 @@ TEST(Communicator, ATimeoutTellsWhatTheOtherRanksAnswer) {
   EXPECT_EQ(unwaited->status().toString(),
             "test operation: not done when its timeout came, waits for rank 1 (host host, pid 1); rank 1 sleeps");
 
-  auto waited = TestOperation::launch(group[0], recvProgram(1, in), 2);
+  Group another(2, 0);
+  another[0]->setWatch(watch);
+  auto waited = TestOperation::launch(another[0], recvProgram(1, in), 1);
   EXPECT_FALSE(waited->wait(transport::Clock::now() + 20ms));
-  group[0]->timeOut(*waited, 20ms);
+  another[0]->timeOut(*waited, 20ms);
   EXPECT_EQ(waited->status().toString(),
             "test operation: not done after 20 ms, waits for rank 1 (host host, pid 1); rank 1 sleeps");
 }
 
-TEST(Communicator, ATimedOutReceiveLeavesTheGroupUsable) {
+TEST(Communicator, ACollectiveThatTimesOutEndsTheGroup) {
   Group group(2, 0);
-  int lost = 0;
   int in = 0;
-  const int value = 3;
-  auto pending = TestOperation::launch(group[0], recvProgram(1, lost), 1);
+  auto pending = TestOperation::launch(group[0], recvProgram(1, in), 1);
+  auto another = TestOperation::launch(group[0], recvProgram(1, in), 2);
   EXPECT_FALSE(pending->wait(transport::Clock::now() + 20ms));
   group[0]->timeOut(*pending, 20ms);
   EXPECT_EQ(pending->status().code(), StatusCode::kTimeout);
-  auto recv = TestOperation::launch(group[0], recvProgram(1, in), 2);
-  auto send = TestOperation::launch(group[1], sendProgram(0, value), 2);
+  ASSERT_TRUE(another->isDone());
+  EXPECT_EQ(another->status().code(), StatusCode::kTimeout);
+  EXPECT_EQ(TestOperation::launch(group[0], recvProgram(1, in), 3)->status().code(), StatusCode::kTimeout);
+}
+
+TEST(Communicator, TheWatchIsToldWhyARankGaveUpAndNotOfWhatItTellsItself) {
+  Group group(2, 0);
+  const auto watch = std::make_shared<TestWatch>();
+  group[0]->setWatch(watch);
+  std::int64_t in = 0;
+  const int value = 3;
+  Program program;
+  program.recv(1, &in, sizeof in);
+  auto recv = TestOperation::launch(group[0], std::move(program), 1);
+  auto send = TestOperation::launch(group[1], sendProgram(0, value), 1);
   EXPECT_TRUE(recv->wait(transport::Clock::now() + 10s));
-  EXPECT_TRUE(recv->status());
-  EXPECT_EQ(in, 3);
-  EXPECT_EQ(lost, 0);
+  EXPECT_EQ(watch->reasons, std::vector<std::string>{"rank 1 (host host, pid 1) sent 4 bytes, the buffer here has 8"});
+
+  Group dying(2, 0);
+  dying[0]->setWatch(watch);
+  int never = 0;
+  auto pending = TestOperation::launch(dying[0], recvProgram(1, never), 1);
+  dying[0]->rankFailed(1, Status(StatusCode::kPeerFailed, "rank 1 failed"));
+  EXPECT_TRUE(pending->isDone());
+  EXPECT_EQ(watch->reasons.size(), 1u);
 }
 
 TEST(Communicator, AnOperationThatNobodyWaitsForIsEndedAtItsDeadline) {
