@@ -71,6 +71,19 @@ class Excess(Ratio):
 
 
 @dataclass
+class ExcessRatio(Ratio):
+    """How much more one series is than a floor, relative to another one."""
+
+    floor: Series = field(kw_only=True)
+
+    def median(self) -> float:
+        floors = self.floor.round_medians()
+        return statistics.median(
+            (over - floor) / under for (over, under), floor in zip(self._rounds(), floors, strict=True)
+        )
+
+
+@dataclass
 class Target:
     """A figure to reach: at most, or at least, the limit."""
 
@@ -125,6 +138,10 @@ def ratio(name: str, over: Series, under: Series) -> Ratio:
 
 def excess(name: str, over: Series, under: Series) -> Excess:
     return Excess(over.case, name, over, under)
+
+
+def excess_ratio(name: str, over: Series, floor: Series, under: Series) -> ExcessRatio:
+    return ExcessRatio(over.case, name, over, under, floor=floor)
 
 
 def size_name(size: int) -> str:

@@ -1,7 +1,7 @@
 import pytest
 
 from farandole.bench._output import value_text
-from farandole.bench._series import Sample, Series, Target, excess, interleave, ratio, size_name
+from farandole.bench._series import Sample, Series, Target, excess, excess_ratio, interleave, ratio, size_name
 
 
 def series_of(*rounds: list[float]) -> Series:
@@ -42,6 +42,15 @@ def test_an_excess_is_the_difference_within_rounds():
     under = series_of([1.0], [10.0], [2.0])
     over = series_of([1.5], [10.5], [9.0])
     assert excess("over", over, under).median() == pytest.approx(0.5)
+
+
+def test_a_ratio_of_what_is_left_above_a_floor_takes_the_floor_of_the_same_round():
+    over, floor, under = (
+        series_of([3.0], [30.0], [9.0]),
+        series_of([1.0], [10.0], [1.0]),
+        series_of([1.0], [10.0], [1.0]),
+    )
+    assert excess_ratio("less", over, floor, under).median() == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(
