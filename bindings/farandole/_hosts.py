@@ -11,8 +11,10 @@ import ctypes
 import os
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from farandole._delay_line import DelayLine, open_tap
 
 INTERFACE = "eth0"  # of every host, beside its loopback
 
@@ -30,15 +32,15 @@ class Hosts(contextlib.AbstractContextManager["Hosts"]):
     Args:
         count: number of hosts.
         rate: of each link and in each direction, as tc writes it ("1gbit"); None: as fast as the machine.
-        delay: of each link and in each direction ("100us").
+        delay: of each link and in each direction, in seconds.
 
     Raises:
         NoHostsError: the machine lacks something that is asked for.
     """
 
-    def __init__(self, count: int, rate: str | None = None, delay: str | None = None) -> None:
-        self.delay = delay
+    def __init__(self, count: int, rate: str | None = None, delay: float | None = None) -> None:
         self._spaces: list[int] = []  # open files; the last one is the switch's
+        self._delay_lines: list[DelayLine] = []
         try:
             for _ in range(count + 1):
                 self._spaces.append(_new_network_namespace())
@@ -52,8 +54,15 @@ class Hosts(contextlib.AbstractContextManager["Hosts"]):
 
     def close(self) -> None:
         """Lets go of the hosts; they end with the processes that are in them."""
+        while self._delay_lines:
+            self._delay_lines.pop().close()
         while self._spaces:
             os.close(self._spaces.pop())
+
+    @property
+    def delays_itself(self) -> bool:
+        """The delay is that of processes of this module, not of the kernel."""
+        return len(self._delay_lines) > 0
 
     @property
     def count(self) -> int:
@@ -89,23 +98,28 @@ class Hosts(contextlib.AbstractContextManager["Hosts"]):
     def mend(self, host: int) -> None:
         _run_in(self._spaces[-1], "ip", "link", "set", _port(host), "master", "switch")
 
-    def _wire(self, count: int, rate: str | None, delay: str | None) -> None:
+    def _wire(self, count: int, rate: str | None, delay: float | None) -> None:
         switch = self._spaces[-1]
         try:
             _run_in(switch, "ip", "link", "add", "switch", "type", "bridge")
             _run_in(switch, "ip", "link", "set", "switch", "up")
+            has_netem = delay is not None and _has_netem(switch)
             for host in range(count):
                 space = self._spaces[host]
-                fd = f"/proc/{os.getpid()}/fd/{space}"
-                _run_in(switch, "ip", "link", "add", _port(host), "type", "veth", "peer", INTERFACE, "netns", fd)
+                if delay is None or has_netem:
+                    fd = f"/proc/{os.getpid()}/fd/{space}"
+                    _run_in(switch, "ip", "link", "add", _port(host), "type", "veth", "peer", INTERFACE, "netns", fd)
+                else:
+                    taps = (_open_tap_in(space, INTERFACE), _open_tap_in(switch, _port(host)))
+                    self._delay_lines.append(DelayLine(taps, delay))
                 _run_in(switch, "ip", "link", "set", _port(host), "master", "switch", "up")
                 _run_in(space, "ip", "link", "set", "lo", "up")
                 _run_in(space, "ip", "address", "add", f"{self.address(host)}/24", "dev", INTERFACE)
                 _run_in(space, "ip", "link", "set", INTERFACE, "up")
                 for side, interface in ((space, INTERFACE), (switch, _port(host))):
-                    _shape(side, interface, rate, delay)
+                    _shape(side, interface, rate, delay if has_netem else None)
         except (OSError, subprocess.CalledProcessError) as error:
-            text = f"hosts need iproute2, and veth, bridge, tbf and netem in the kernel: {_reason(error)}"
+            text = f"hosts need iproute2, and veth, bridge, tbf, and netem or tun in the kernel: {_reason(error)}"
             raise NoHostsError(text) from error
 
 
@@ -141,24 +155,44 @@ def _check(result: int, what: str) -> None:
         raise OSError(error, f"{what}: {os.strerror(error)}")
 
 
-def _new_network_namespace() -> int:
-    """A file that keeps it alive; made by a thread of its own, so that this process stays where it is."""
-    made: list[int | OSError] = []
+def _on_a_thread(do: Callable[[], int]) -> int:
+    """What it does to the thread's namespaces leaves this process where it is."""
+    results: list[int | OSError] = []
 
-    def make() -> None:
+    def run() -> None:
         try:
-            _check(_libc.unshare(_CLONE_NEWNET), "unshare(CLONE_NEWNET)")
-            made.append(os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC))
+            results.append(do())
         except OSError as error:
-            made.append(error)
+            results.append(error)
 
-    thread = threading.Thread(target=make)
+    thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    if isinstance(made[0], OSError):
-        text = f"hosts need the right to make network namespaces (CAP_SYS_ADMIN): {made[0]}"
-        raise NoHostsError(text) from made[0]
-    return made[0]
+    (result,) = results
+    if isinstance(result, OSError):
+        raise result
+    return result
+
+
+def _new_network_namespace() -> int:
+    """A file that keeps it alive."""
+
+    def make() -> int:
+        _check(_libc.unshare(_CLONE_NEWNET), "unshare(CLONE_NEWNET)")
+        return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+
+    try:
+        return _on_a_thread(make)
+    except OSError as error:
+        raise NoHostsError(f"hosts need the right to make network namespaces (CAP_SYS_ADMIN): {error}") from error
+
+
+def _open_tap_in(space: int, interface: str) -> int:
+    def make() -> int:
+        enter_namespace(f"/proc/{os.getpid()}/fd/{space}")
+        return open_tap(interface)
+
+    return _on_a_thread(make)
 
 
 def _command_in(space: int, *command: str) -> list[str]:
@@ -169,13 +203,23 @@ def _run_in(space: int, *command: str) -> str:
     return subprocess.run(_command_in(space, *command), check=True, capture_output=True, text=True, timeout=10).stdout
 
 
-def _shape(space: int, interface: str, rate: str | None, delay: str | None) -> None:
+def _has_netem(space: int) -> bool:
+    try:
+        _run_in(space, "tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1us")
+    except subprocess.CalledProcessError:
+        return False
+    _run_in(space, "tc", "qdisc", "del", "dev", "lo", "root")
+    return True
+
+
+def _shape(space: int, interface: str, rate: str | None, delay: float | None) -> None:
     if rate is not None:
         tail = ("burst", "256kb", "latency", "50ms")
         _run_in(space, "tc", "qdisc", "add", "dev", interface, "root", "handle", "1:", "tbf", "rate", rate, *tail)
     if delay is not None:
         place = ("parent", "1:1") if rate is not None else ("root",)
-        _run_in(space, "tc", "qdisc", "add", "dev", interface, *place, "netem", "limit", "10000", "delay", delay)
+        tail = ("limit", "10000", "delay", f"{delay * 1e6:.0f}us")
+        _run_in(space, "tc", "qdisc", "add", "dev", interface, *place, "netem", *tail)
 
 
 def _port(host: int) -> str:

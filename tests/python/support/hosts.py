@@ -16,7 +16,7 @@ __all__ = ["INTERFACE", "Hosts", "PretendHost"]
 class Hosts(_hosts.Hosts):
     """Skips the test, with the reason, where the machine lacks something that is asked for."""
 
-    def __init__(self, count: int, rate: str | None = None, delay: str | None = None) -> None:
+    def __init__(self, count: int, rate: str | None = None, delay: float | None = None) -> None:
         try:
             super().__init__(count, rate, delay)
         except _hosts.NoHostsError as error:
