@@ -28,6 +28,7 @@ c10::intrusive_ptr<CollectiveWork> ProcessGroupFarandole::startBarrierPart(const
   collective::Program program;
   build(program);
   work->setProgram(std::move(program), static_cast<std::uint32_t>(options.sequence));
+  work->endAlone();
   work->launch();
   return work;
 }

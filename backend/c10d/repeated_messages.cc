@@ -22,7 +22,7 @@ class RepeatedOperation final : public collective::Operation, public std::enable
  public:
   RepeatedOperation(std::shared_ptr<Communicator> communicator, std::chrono::milliseconds timeout,
                     const GroupFlight* flight, const RepeatedMessageSpec& spec)
-      : Operation(std::move(communicator)), spec_(spec), limit_(timeout), flight_(flight) {
+      : Operation(std::move(communicator)), spec_(spec), flight_(flight) {
     setTimeout(timeout);
   }
 
@@ -37,7 +37,7 @@ class RepeatedOperation final : public collective::Operation, public std::enable
   }
 
   void await() {
-    if (!isDone() && !wait(deadline())) communicator_->timeOut(*this, limit_);
+    if (!isDone() && !wait(deadline())) communicator_->timeOut(*this, timeout());
   }
 
   void keep(std::shared_ptr<void> buffer) {
@@ -99,8 +99,9 @@ class RepeatedOperation final : public collective::Operation, public std::enable
   at::ScalarType dtype() const { return static_cast<at::ScalarType>(spec_.dtype); }
 
   void record(std::uint64_t sequence) {
-    observe::FlightRecord record = flight_->record(spec_.isSend ? "farandole:send" : "farandole:recv", limit_, sequence,
-                                                   /*isPointToPoint=*/true);
+    observe::FlightRecord record =
+        flight_->record(spec_.isSend ? "farandole:send" : "farandole:recv", timeout(), sequence,
+                        /*isPointToPoint=*/true);
     record.peer = static_cast<std::int16_t>(spec_.peer);
     const auto type = static_cast<std::uint8_t>(spec_.dtype);
     const std::array<std::int64_t, 1> sizes{static_cast<std::int64_t>(spec_.bytes / c10::elementSize(dtype()))};
@@ -120,7 +121,6 @@ class RepeatedOperation final : public collective::Operation, public std::enable
   }
 
   const RepeatedMessageSpec spec_;
-  const std::chrono::milliseconds limit_;
   const GroupFlight* const flight_;  // or it is not recorded
   std::uint64_t flightNumber_ = 0;
   collective::Message message_;

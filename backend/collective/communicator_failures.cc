@@ -79,6 +79,8 @@ void Communicator::failAll(const Status& status, int culprit) {
 }
 
 void Communicator::failForLoss(Operation& operation, const Status& status) {
+  // A rank that aborted the group is the reason, and not who has left since.
+  if (lookAround()) return operation.fail(aborted_);
   if (watch_ == nullptr || !aborted_) return operation.fail(status);
   operation.isLost_ = true;
   ++operation.outstanding_;
@@ -127,6 +129,7 @@ void Communicator::failPending(const std::function<Status(Operation&)>& select) 
 }
 
 void Communicator::peerFailed(transport::PeerId id, const Status& status) {
+  lookAround();
   for (int rank = 0; rank < size(); ++rank) {
     Peer& peer = peers_[rank];
     if (!peer.connected || peer.id != id) continue;

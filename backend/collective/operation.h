@@ -54,6 +54,7 @@ class Operation {
 
   // Before start(): how long it may take. It ends with an error some time after.
   void setTimeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
+  std::chrono::milliseconds timeout() const { return timeout_; }
   // Valid while it is pending.
   transport::Clock::time_point deadline() const { return deadline_; }
 

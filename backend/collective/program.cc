@@ -174,7 +174,7 @@ void ProgramOperation::abandoning(const Status& status) {
 }
 
 void ProgramOperation::abandoned(const Status& status) {
-  communicator_->abandon(status);
+  if (!endsAlone_) communicator_->abandon(status);
 }
 
 void ProgramOperation::reduceAndCopy(const Program::Step& step) {

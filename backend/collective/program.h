@@ -112,6 +112,8 @@ class ProgramOperation : public Operation {
   // `sequence` tells the collectives of a communicator apart: equal on all ranks.
   void setProgram(Program program, std::uint32_t sequence);
   bool usesHost() const { return program_.usesHost(); }
+  // That this rank did not finish it does not end the group: its caller tells the others.
+  void endAlone() { endsAlone_ = true; }
 
  protected:
   using Operation::describe;
@@ -140,6 +142,7 @@ class ProgramOperation : public Operation {
   // With what has been taken.
   void finishTake(const Program::Step& step, const std::byte* data);
 
+  bool endsAlone_ = false;
   bool blocked_ = false;
   bool waitsForTurn_ = false;
   bool hasTurn_ = false;

@@ -67,7 +67,6 @@ int pollTimeout(Clock::time_point deadline) {
 ProgressEngine::ProgressEngine(std::unique_ptr<Transport> transport, net::EventLoop& loop)
     : transport_(std::move(transport)),
       loop_(loop),
-      spinTime_(kSpinTime),
       patience_(kPatience + getpid() % 7 * std::chrono::microseconds(8)),
       stepsAsideAfter_(patience_),
       descriptor_(loop.context(), dup(transport_->eventFd())),
@@ -88,7 +87,7 @@ void ProgressEngine::noteRanksOnHost(int ranks) {
   const bool fits = sched_getaffinity(0, sizeof allowed, &allowed) == 0 && CPU_COUNT(&allowed) >= ranks;
   Access access(*this);
   ranksOnHost_ = std::max(ranksOnHost_, ranks);
-  if (ranks == ranksOnHost_) spinTime_ = fits ? kSpinTimeOnOwnCore : kSpinTime;
+  if (ranks == ranksOnHost_) everyRankHasACore_ = fits;
 }
 
 void ProgressEngine::addListener(Listener& listener) {
@@ -227,7 +226,7 @@ bool ProgressEngine::progressAsOwner(const std::atomic<bool>& done, Clock::time_
     if (isSpinning && (idle == 0 || idle % kSpinsBetweenLooks != 0)) continue;
     if (done.load(std::memory_order_relaxed)) break;  // by who had the transport meanwhile, and signals only who sleeps
     const auto now = Clock::now();
-    if (idle == kSpinsBetweenLooks) yieldAt = now + spinTime_;
+    if (idle == kSpinsBetweenLooks) yieldAt = now + (everyRankHasACore_ ? kSpinTimeOnOwnCore : kSpinTime);
     if (now < yieldAt) continue;
     isSpinning = false;
     if (now < yieldAt + kYieldTime) {
@@ -259,7 +258,7 @@ bool ProgressEngine::progressAsOwner(const std::atomic<bool>& done, Clock::time_
 void ProgressEngine::noteGaveWay(Clock::duration yield) {
   timeGivenWay_ += std::clamp(yield, kLeastForYield, kMostForYield);
   // With more ranks than cores there is nowhere to go: every core has ranks to run.
-  if (timeGivenWay_ < stepsAsideAfter_ || spinTime_ != kSpinTimeOnOwnCore) return;
+  if (timeGivenWay_ < stepsAsideAfter_ || !everyRankHasACore_) return;
   timeGivenWay_ = {};
   stepsAsideAfter_ = std::min(2 * stepsAsideAfter_, kLongestPatience);
   stepAside();

@@ -130,8 +130,8 @@ class ProgressEngine {
   bool ownerPolling_ = false;  // that somebody is the owner
   bool loopTicking_ = false;   // the loop looks by timer, not by event
   std::uint64_t waits_ = 0;
-  std::chrono::nanoseconds spinTime_;  // that a waiter spends on empty progress calls before it yields
   int ranksOnHost_ = 1;
+  bool everyRankHasACore_ = false;  // of this host; not known before a group is made
   const Clock::duration patience_;  // differs from process to process: not both step aside at once
   Clock::duration timeGivenWay_{};  // in turn
   Clock::duration stepsAsideAfter_;

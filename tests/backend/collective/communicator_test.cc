@@ -131,6 +131,31 @@ TEST(Communicator, ATimeoutTellsWhatTheOtherRanksAnswer) {
             "test operation: not done after 20 ms, waits for rank 1 (host host, pid 1); rank 1 sleeps");
 }
 
+TEST(Communicator, ALossWaitsForTheWatchToSayWhy) {
+  Group group(2, 0);
+  group[0]->setWatch(std::make_shared<TestWatch>());
+  int in = 0;
+  auto pending = TestOperation::launch(group[0], recvProgram(1, in), 1);
+  group.end(1);
+  EXPECT_FALSE(pending->wait(transport::Clock::now() + 100ms));
+  group[0]->rankFailed(1, Status::aborted("rank 1 gave up"));
+  ASSERT_TRUE(pending->wait(transport::Clock::now() + 10s));
+  EXPECT_EQ(pending->status().toString(), "test operation: rank 1 gave up");
+}
+
+TEST(Communicator, ALossThatTheWatchDoesNotExplainIsTheReasonInTheEnd) {
+  Group group(2, 0);
+  const auto watch = std::make_shared<TestWatch>();
+  group[0]->setWatch(watch);
+  int in = 0;
+  auto pending = TestOperation::launch(group[0], recvProgram(1, in), 1);
+  group.end(1);
+  ASSERT_TRUE(pending->wait(transport::Clock::now() + 10s));
+  EXPECT_EQ(pending->status().code(), StatusCode::kPeerFailed);
+  EXPECT_NE(pending->status().toString().find("rank 1 (host host, pid 1)"), std::string::npos);
+  EXPECT_TRUE(watch->reasons.empty());
+}
+
 TEST(Communicator, ACollectiveThatTimesOutEndsTheGroup) {
   Group group(2, 0);
   int in = 0;

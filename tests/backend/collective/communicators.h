@@ -69,6 +69,13 @@ class Group {
     communicators_.clear();
   }
 
+  // It is gone as a process that has ended is.
+  void end(int rank) {
+    loops_[rank]->stop();
+    communicators_[rank].reset();
+    connections_[rank].reset();
+  }
+
   const std::shared_ptr<Communicator>& operator[](int rank) const { return communicators_[rank]; }
   int size() const { return static_cast<int>(communicators_.size()); }
 
