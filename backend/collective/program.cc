@@ -66,7 +66,7 @@ std::byte* Program::scratch(std::size_t bytes) {
 void ProgramOperation::setProgram(Program program, std::uint32_t sequence) {
   program_ = std::move(program);
   sequence_ = sequence;
-  messages_ = std::make_unique<Message[]>(program_.numMessages());
+  if (program_.numMessages() > 0) messages_ = std::make_unique<Message[]>(program_.numMessages());
 }
 
 HostTurn Program::takeTurn(HostSegment& host, std::uint64_t steps) {

@@ -20,6 +20,8 @@ using ReduceFunction = void (*)(void* dst, const void* const* sources, int numSo
 // local work. Built by the algorithms, carried out by a ProgramOperation.
 class Program {
  public:
+  Program() { steps_.reserve(kUsualSteps); }
+
   // Return the message's number in the program. What one rank sends to another
   // arrives in the order in which it is received there.
   int send(int peer, const void* data, std::size_t bytes);
@@ -70,6 +72,7 @@ class Program {
 
  private:
   friend class ProgramOperation;
+  static constexpr std::size_t kUsualSteps = 8;  // of a short collective: its vector grows no more
   enum class Kind : std::uint8_t {
     kSend,
     kRecv,
