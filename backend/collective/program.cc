@@ -1,10 +1,12 @@
 #include "backend/collective/program.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
 #include <set>
 
 #include "backend/collective/communicator.h"
+#include "backend/collective/streaming_copy.h"
 
 namespace farandole::collective {
 namespace {
@@ -15,6 +17,17 @@ constexpr std::size_t kWorkBytes = 128 << 10;
 constexpr std::size_t kCopyBytes = 8 << 10;
 // What is read from another process at once.
 constexpr std::size_t kReadBytes = 256 << 10;
+
+void copyLocally(void* to, const void* from, std::size_t bytes) {
+  const auto target = reinterpret_cast<std::uintptr_t>(to);
+  const auto source = reinterpret_cast<std::uintptr_t>(from);
+  const bool overlaps = std::max(target, source) - std::min(target, source) < bytes;
+  if (bytes < kStreamedBytes || overlaps) {
+    std::memmove(to, from, bytes);
+  } else {
+    streamingCopy(to, from, bytes);
+  }
+}
 
 }  // namespace
 
@@ -260,7 +273,7 @@ bool ProgramOperation::postNext() {
                  step.size);
         break;
       case Program::Kind::kCopy:
-        std::memmove(step.destination, step.source, step.size);
+        copyLocally(step.destination, step.source, step.size);
         worked += step.size;
         break;
       case Program::Kind::kReduce:
