@@ -110,8 +110,7 @@ class Hosts(contextlib.AbstractContextManager["Hosts"]):
                     fd = f"/proc/{os.getpid()}/fd/{space}"
                     _run_in(switch, "ip", "link", "add", _port(host), "type", "veth", "peer", INTERFACE, "netns", fd)
                 else:
-                    taps = (_open_tap_in(space, INTERFACE), _open_tap_in(switch, _port(host)))
-                    self._delay_lines.append(DelayLine(taps, delay))
+                    self._delay_lines.append(_far_link((space, INTERFACE), (switch, _port(host)), delay))
                 _run_in(switch, "ip", "link", "set", _port(host), "master", "switch", "up")
                 _run_in(space, "ip", "link", "set", "lo", "up")
                 _run_in(space, "ip", "address", "add", f"{self.address(host)}/24", "dev", INTERFACE)
@@ -193,6 +192,17 @@ def _open_tap_in(space: int, interface: str) -> int:
         return open_tap(interface)
 
     return _on_a_thread(make)
+
+
+def _far_link(one: tuple[int, str], other: tuple[int, str], delay: float) -> DelayLine:
+    """Between two interfaces that it makes, each given as namespace and name."""
+    tap = _open_tap_in(*one)
+    try:
+        other_tap = _open_tap_in(*other)
+    except OSError:
+        os.close(tap)
+        raise
+    return DelayLine((tap, other_tap), delay)
 
 
 def _command_in(space: int, *command: str) -> list[str]:
