@@ -30,9 +30,8 @@ void Communicator::abortAll(const Status& status) {
 
 void Communicator::rankFailed(int rank, const Status& status) {
   ProgressEngine::Access access(engine());
-  const bool died = status.code() == StatusCode::kPeerFailed;
-  if (host_ != nullptr && !died) host_->abort(rank);
-  const int culprit = died ? rank : HostSegment::kNobody;
+  // The others of this host hear it as well, with the reason, which a word in the segment would lack.
+  const int culprit = status.code() == StatusCode::kPeerFailed ? rank : HostSegment::kNobody;
   failAll(status, culprit);
   if (std::exchange(isReasonKnown_, true)) return;
   // What ended the group before, a broken connection or a rank that gave up, followed from this.
