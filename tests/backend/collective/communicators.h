@@ -18,7 +18,7 @@ class Group {
  public:
   // Over loopback, which takes messages up to `eagerBytes` at once; kSharedMemory: over shared memory;
   // kUnreadable: the same where no rank can read another one's memory.
-  Group(int size, std::size_t eagerBytes) : fabric_(transport::LoopbackFabric::create(eagerBytes)) {
+  Group(int size, std::size_t eagerBytes) : Group(eagerBytes) {
     const bool isShared = eagerBytes == kSharedMemory || eagerBytes == kUnreadable;
     std::vector<Member> members;
     for (int rank = 0; rank < size; ++rank) {
@@ -35,8 +35,7 @@ class Group {
     if (eagerBytes == kSharedMemory) settle();
   }
   // Rank r is on host hosts[r]: shared memory there, loopback between the hosts.
-  Group(const std::vector<int>& hosts, std::size_t eagerBytes, const AlgorithmTable& table)
-      : fabric_(transport::LoopbackFabric::create(eagerBytes)) {
+  Group(const std::vector<int>& hosts, std::size_t eagerBytes, const AlgorithmTable& table) : Group(eagerBytes) {
     std::vector<Member> members;
     std::vector<std::string> networkAddresses;
     for (std::size_t rank = 0; rank < hosts.size(); ++rank) {
@@ -80,6 +79,9 @@ class Group {
   int size() const { return static_cast<int>(communicators_.size()); }
 
  private:
+  // What throws after it is cleaned up after by the destructor, which stops the loops first.
+  explicit Group(std::size_t eagerBytes) : fabric_(transport::LoopbackFabric::create(eagerBytes)) {}
+
   void connectHosts() {
     for (auto& communicator : communicators_) {
       const Status status = communicator->connectHost(transport::Clock::now() + std::chrono::seconds(10));
@@ -126,8 +128,9 @@ class TestOperation final : public ProgramOperation, public std::enable_shared_f
 };
 
 inline void Group::settle() {
+  const auto deadline = transport::Clock::now() + std::chrono::seconds(10);
   for (std::uint32_t i = 0; size() > 1 && !communicators_[0]->topology().segment->everybodyReads(); ++i) {
-    if (i == 1000) throw std::runtime_error("the ranks cannot read each other's memory");
+    if (transport::Clock::now() > deadline) throw std::runtime_error("the ranks cannot read each other's memory");
     std::vector<std::shared_ptr<TestOperation>> operations;
     for (auto& communicator : communicators_) {
       Program program;
