@@ -25,6 +25,18 @@ Program sendProgram(int peer, const int& value) {
   return program;
 }
 
+// Of two ranks, the first one's receive, done: it has room for 8 bytes, and 4 came.
+std::shared_ptr<TestOperation> receiveAnotherSize(Group& group) {
+  std::int64_t in = 0;
+  static constexpr int value = 3;  // it may be on its way for longer than this
+  Program program;
+  program.recv(1, &in, sizeof in);
+  auto recv = TestOperation::launch(group[0], std::move(program), 1);
+  auto send = TestOperation::launch(group[1], sendProgram(0, value), 1);
+  EXPECT_TRUE(recv->wait(transport::Clock::now() + 10s));
+  return recv;
+}
+
 TEST(Communicator, AbortEndsWhatIsPendingAndWhatComesLater) {
   Group group(2, 0);
   int in = 0;
@@ -173,13 +185,7 @@ TEST(Communicator, TheWatchIsToldWhyARankGaveUpAndNotOfWhatItTellsItself) {
   Group group(2, 0);
   const auto watch = std::make_shared<TestWatch>();
   group[0]->setWatch(watch);
-  std::int64_t in = 0;
-  const int value = 3;
-  Program program;
-  program.recv(1, &in, sizeof in);
-  auto recv = TestOperation::launch(group[0], std::move(program), 1);
-  auto send = TestOperation::launch(group[1], sendProgram(0, value), 1);
-  EXPECT_TRUE(recv->wait(transport::Clock::now() + 10s));
+  receiveAnotherSize(group);
   const auto reasons = [&] {
     transport::ProgressEngine::Access access(group[0]->engine());
     return watch->reasons;
@@ -208,13 +214,7 @@ TEST(Communicator, AnOperationThatNobodyWaitsForIsEndedAtItsDeadline) {
 
 TEST(Communicator, AMessageOfAnotherSizeFailsTheReceiverWithBothSizes) {
   Group group(2, 1024);
-  std::int64_t in = 0;
-  const int value = 3;
-  Program program;
-  program.recv(1, &in, sizeof in);
-  auto recv = TestOperation::launch(group[0], std::move(program), 1);
-  auto send = TestOperation::launch(group[1], sendProgram(0, value), 1);
-  EXPECT_TRUE(recv->wait(transport::Clock::now() + 10s));
+  const auto recv = receiveAnotherSize(group);
   EXPECT_EQ(recv->status().toString(), "test operation: rank 1 (host host, pid 1) sent 4 bytes, the buffer here has 8");
 }
 

@@ -2,7 +2,6 @@
 
 import os
 import random
-import time
 from dataclasses import dataclass
 
 import pytest
@@ -11,7 +10,7 @@ import torch.distributed as dist
 
 import farandole
 from support.hosts import INTERFACE, Hosts, PretendHost
-from support.processes import RankFailed, run_ranks
+from support.processes import RankFailed, await_all, run_ranks
 from support.rounds import run_rounds
 
 SECONDS = 3.0
@@ -80,7 +79,7 @@ def test_averages_are_divided_once_and_sums_have_the_same_bits(hosts):
 def _call_different_sizes(rank, world_size):
     with pytest.raises((ValueError, dist.DistBackendError)) as raised:
         dist.all_reduce(torch.ones(4 + rank // 2))
-    time.sleep(0.5 * rank)  # what the others learn is not that this one has left
+    await_all(rank, world_size)  # what the others learn is not that this one has left
     return str(raised.value)
 
 
