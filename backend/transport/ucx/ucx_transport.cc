@@ -1,13 +1,13 @@
 #include "backend/transport/ucx/ucx_transport.h"
 
 #include <array>
-#include <chrono>
 #include <utility>
+#include <vector>
+
+#include "backend/transport/ucx/ucx_closing.h"
 
 namespace farandole::transport {
 namespace {
-
-constexpr auto kCloseTimeout = std::chrono::milliseconds(500);
 
 ucp_request_param_t requestParam(Request& request) {
   ucp_request_param_t param;
@@ -59,8 +59,13 @@ Status UcxTransport::open(UcxReach reach) {
 }
 
 UcxTransport::~UcxTransport() {
-  for (Endpoint& endpoint : endpoints_) closeEndpoint(endpoint);
-  if (worker_ != nullptr) ucp_worker_destroy(worker_);
+  peerFailed_ = nullptr;
+  if (worker_ != nullptr) {
+    std::vector<ucp_ep_h> handles;
+    for (const Endpoint& endpoint : endpoints_) handles.push_back(endpoint.handle);
+    if (!closeEndpoints(worker_, handles)) return;  // a leak: better than a crash
+    ucp_worker_destroy(worker_);
+  }
   if (context_ != nullptr) ucp_cleanup(context_);
 }
 
@@ -165,24 +170,6 @@ std::string UcxTransport::describe(PeerId peer) const {
     if (std::string_view(entries[i].device_name) != "memory") text += std::string("/") + entries[i].device_name;
   }
   return text;
-}
-
-// Gives what was sent time to leave; a peer that is gone does not hold it up.
-void UcxTransport::closeEndpoint(Endpoint& endpoint) {
-  if (endpoint.handle == nullptr) return;
-  ucp_request_param_t param = {};
-  if (!endpoint.failure) {
-    param.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
-    param.flags = UCP_EP_CLOSE_FLAG_FORCE;
-  }
-  const ucs_status_ptr_t handle = ucp_ep_close_nbx(endpoint.handle, &param);
-  endpoint.handle = nullptr;
-  if (!UCS_PTR_IS_PTR(handle)) return;
-  const auto deadline = std::chrono::steady_clock::now() + kCloseTimeout;
-  while (ucp_request_check_status(handle) == UCS_INPROGRESS && std::chrono::steady_clock::now() < deadline) {
-    ucp_worker_progress(worker_);
-  }
-  ucp_request_free(handle);
 }
 
 void UcxTransport::noteDone(Request& request) {

@@ -47,7 +47,6 @@ class UcxTransport final : public Transport {
 
   UcxTransport() = default;
   Status open(UcxReach reach);
-  void closeEndpoint(Endpoint& endpoint);
 
   static ucp_request_param_t recvParam(Request& request, ucp_tag_recv_info_t& info);
   static Status received(Request& request, ucs_status_t status, const ucp_tag_recv_info_t& info);

@@ -1,0 +1,51 @@
+#include "backend/transport/ucx/ucx_closing.h"
+
+#include <chrono>
+
+namespace farandole::transport {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr auto kFlushTimeout = std::chrono::milliseconds(500);
+constexpr auto kDiscardTimeout = std::chrono::seconds(5);
+constexpr ucp_request_param_t kPlain = {};
+
+// Frees what has completed of `handles`, which holds the rest when the time is over.
+void finish(ucp_worker_h worker, std::vector<ucs_status_ptr_t>& handles, Clock::time_point deadline) {
+  const auto isDone = [](ucs_status_ptr_t handle) {
+    if (!UCS_PTR_IS_PTR(handle)) return true;
+    if (ucp_request_check_status(handle) == UCS_INPROGRESS) return false;
+    ucp_request_free(handle);
+    return true;
+  };
+  for (std::erase_if(handles, isDone); !handles.empty(); std::erase_if(handles, isDone)) {
+    if (Clock::now() > deadline) return;
+    ucp_worker_progress(worker);
+  }
+}
+
+}  // namespace
+
+// A worker that is destroyed while it discards what a closed or failed endpoint had under way
+// corrupts the heap (UCX 1.22: a filter of ucs_callbackq_remove_oneshot adds to the queue that is
+// searched). Its flush waits for that, and the calls after it complete the last requests.
+bool closeEndpoints(ucp_worker_h worker, const std::vector<ucp_ep_h>& endpoints) {
+  std::vector<ucs_status_ptr_t> handles;
+  handles.reserve(2 * endpoints.size() + 1);
+  for (ucp_ep_h endpoint : endpoints) handles.push_back(ucp_ep_flush_nbx(endpoint, &kPlain));
+  finish(worker, handles, Clock::now() + kFlushTimeout);
+
+  ucp_request_param_t force = {};
+  force.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
+  force.flags = UCP_EP_CLOSE_FLAG_FORCE;
+  for (ucp_ep_h endpoint : endpoints) handles.push_back(ucp_ep_close_nbx(endpoint, &force));
+  handles.push_back(ucp_worker_flush_nbx(worker, &kPlain));
+  const auto deadline = Clock::now() + kDiscardTimeout;
+  finish(worker, handles, deadline);
+  while (ucp_worker_progress(worker) != 0 && Clock::now() < deadline) {
+  }
+  return handles.empty();
+}
+
+}  // namespace farandole::transport

@@ -1,0 +1,14 @@
+#pragma once
+
+#include <ucp/api/ucp.h>
+
+#include <vector>
+
+namespace farandole::transport {
+
+// Closes all endpoints of a worker: what was sent has time to leave, and a peer that is gone does
+// not hold it up. False when UCX did not let go of them in time: then the worker must not be
+// destroyed. Requests that had not completed do so here.
+bool closeEndpoints(ucp_worker_h worker, const std::vector<ucp_ep_h>& endpoints);
+
+}  // namespace farandole::transport
