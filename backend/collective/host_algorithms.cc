@@ -9,9 +9,8 @@ namespace {
 
 // Up to here everybody reads all data: one meeting instead of two, `size` times the reading.
 constexpr std::size_t kFlatBytes = 32 << 10;
-// Two ranks read no more that way, at any size; a piece of theirs and the sum stay in the second-level cache.
-constexpr std::size_t kFlatBytesOfTwo = HostSegment::kSlotBytes;
-constexpr std::size_t kPieceBytesOfTwo = 64 << 10;
+// Two ranks reduce each its half where the other one has put it: half of the lines go from core to core.
+constexpr std::size_t kFlatBytesOfTwo = 8 << 10;
 
 Slice pieceOf(Slice data, std::size_t piece, std::size_t pieceBytes) {
   const std::size_t begin = std::min(piece * pieceBytes, data.bytes);
@@ -45,34 +44,6 @@ void reduceFlat(Program& program, HostSegment& host, const Reduction& reduction,
   std::vector<const void*> parts(host.size());
   for (int rank = 0; rank < host.size(); ++rank) parts[rank] = host.slot(rank, turn);
   program.reduce(reduction.function, data.data, parts, data.bytes / reduction.elementSize);
-}
-
-// In round i a rank hands over piece i and reduces piece i - 1. Its signal says that both are
-// done: a window is written again when the other one has read it.
-void reduceOfTwo(Program& program, HostSegment& host, const Reduction& reduction, int root, Slice data) {
-  const int rank = host.index();
-  const std::size_t pieceBytes = kPieceBytesOfTwo / reduction.elementSize * reduction.elementSize;
-  const std::size_t pieces = (data.bytes + pieceBytes - 1) / pieceBytes;
-  const HostTurn turn = beginTurn(program, host, contractOf(reduction, root, data), pieces + 1);
-  for (std::size_t i = 0; i <= pieces; ++i) {
-    if (i == 1) {
-      program.meet(turn);
-    } else if (i > 1) {
-      program.await(turn.base + i);
-    }
-    if (i < pieces && root != rank) {
-      const Slice piece = pieceOf(data, i, pieceBytes);
-      program.copy(host.window(rank, i), piece.data, piece.bytes);
-    }
-    if (i > 0 && (root < 0 || root == rank)) {
-      const Slice piece = pieceOf(data, i - 1, pieceBytes);
-      const void* parts[2];
-      parts[rank] = piece.data;
-      parts[1 - rank] = host.window(1 - rank, i - 1);
-      program.reduce(reduction.function, piece.data, parts, piece.bytes / reduction.elementSize);
-    }
-    program.signal(turn.base + i + 1);
-  }
 }
 
 }  // namespace
@@ -111,18 +82,22 @@ void broadcastOnHost(Program& program, HostSegment& host, const Contract& contra
 void reduceOnHost(Program& program, HostSegment& host, const Reduction& reduction, int root, Slice data) {
   const int rank = host.index();
   const int size = host.size();
-  const std::size_t flatBytes = size == 2 ? kFlatBytesOfTwo : kFlatBytes;
-  if (data.bytes <= flatBytes) return reduceFlat(program, host, reduction, root, data);
-  if (size == 2) return reduceOfTwo(program, host, reduction, root, data);
+  if (data.bytes <= (size == 2 ? kFlatBytesOfTwo : kFlatBytes)) {
+    return reduceFlat(program, host, reduction, root, data);
+  }
   const std::size_t pieceBytes = HostSegment::kWindowBytes / reduction.elementSize * reduction.elementSize;
   const auto shard = [&](int owner, std::size_t bytes) { return shardOf(owner, size, reduction.elementSize, bytes); };
+  // Of two ranks, where the other one has put its part, and from where it alone takes it out.
+  const auto result = [&](int owner, const Shard& part, std::size_t i) {
+    return size == 2 ? host.window(1 - owner, i) + part.begin : host.result(owner, i);
+  };
   const auto takeOut = [&](std::size_t i) {  // all but the own shard
     if (root >= 0 && root != rank) return;
     const Slice piece = pieceOf(data, i, pieceBytes);
     for (int owner = 0; owner < size; ++owner) {
       if (owner == rank) continue;
       const Shard part = shard(owner, piece.bytes);
-      program.copy(piece.data + part.begin, host.result(owner, i), part.bytes);
+      program.copy(piece.data + part.begin, result(owner, part, i), part.bytes);
     }
   };
   const auto putIn = [&](std::size_t i) {  // all but the own shard
@@ -143,9 +118,9 @@ void reduceOnHost(Program& program, HostSegment& host, const Reduction& reductio
     if (root == rank) {
       program.reduce(reduction.function, piece.data + own.begin, parts, count);
     } else if (root >= 0) {
-      program.reduce(reduction.function, host.result(rank, i), parts, count);
+      program.reduce(reduction.function, result(rank, own, i), parts, count);
     } else {
-      program.reduceAndCopy(reduction.function, piece.data + own.begin, host.result(rank, i), parts, count,
+      program.reduceAndCopy(reduction.function, piece.data + own.begin, result(rank, own, i), parts, count,
                             reduction.elementSize);
     }
   };

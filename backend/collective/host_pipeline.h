@@ -5,8 +5,9 @@
 namespace farandole::collective {
 
 // Pieces that pass through the windows in a pipeline of three stages. In round i, a rank
-// takes out the results of piece i - 2, puts in piece i, and reduces its shard of piece
-// i - 1. It signals after putting in and after reducing; the values are these.
+// puts in piece i, reduces its shard of piece i - 1, and takes out the results of piece
+// i - 2: nothing that it waits for was done by the others in the same round. It signals
+// after putting in and after reducing; the values are these.
 struct Rounds {
   HostTurn turn;
   std::uint64_t pieces;
@@ -21,10 +22,6 @@ void pipeline(Program& program, HostSegment& host, const Contract& contract, std
               const PutIn& putIn, const Reduce& reduce) {
   const Rounds rounds{beginTurn(program, host, contract, Rounds::steps(pieces)), pieces};
   for (std::uint64_t i = 0; i < pieces + 2; ++i) {
-    if (i >= 2) {
-      program.await(rounds.reduced(i - 2));
-      takeOut(i - 2);
-    }
     if (i < pieces) {
       putIn(i);
       program.signal(rounds.putIn(i));
@@ -37,6 +34,10 @@ void pipeline(Program& program, HostSegment& host, const Contract& contract, std
       }
       reduce(i - 1);
       program.signal(rounds.reduced(i - 1));
+    }
+    if (i >= 2) {
+      program.await(rounds.reduced(i - 2));
+      takeOut(i - 2);
     }
   }
 }

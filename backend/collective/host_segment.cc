@@ -5,7 +5,7 @@ namespace {
 
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kDataBytes =
-    2 * (HostSegment::kSlotBytes + HostSegment::kWindowBytes + HostSegment::kResultBytes);
+    2 * HostSegment::kSlotBytes + HostSegment::kWindows * (HostSegment::kWindowBytes + HostSegment::kResultBytes);
 
 std::size_t roundUp(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 

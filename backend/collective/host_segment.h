@@ -52,8 +52,9 @@ struct Offer {
 };
 
 // Memory that the ranks of a group share that are on one host. Each has an area
-// that it alone writes, and a counter that says how far it is. Ranks are named by
-// their index among those of the host, which is the rank when the group is all there.
+// that it alone writes (two ranks reduce in each other's windows), and a counter
+// that says how far it is. Ranks are named by their index among those of the host,
+// which is the rank when the group is all there.
 //
 // The collectives of a group run one after the other, and each counts every
 // rank's counter up by the same number of steps. So a counter that has come to
@@ -63,10 +64,11 @@ class HostSegment {
   // Of each rank's area. Slots are for data that is handed over whole, one for
   // collectives with an even number, one for odd ones: a slot is written again
   // when everybody has begun the collective in between. Windows are for data
-  // that passes by in pieces, alternating inside one collective.
+  // that passes by in pieces, in turn inside one collective.
   static constexpr std::size_t kSlotBytes = 64 << 10;
   static constexpr std::size_t kWindowBytes = 128 << 10;
   static constexpr std::size_t kResultBytes = kWindowBytes / 2;
+  static constexpr std::size_t kWindows = 3;  // and results: one for each stage of the pipeline
 
   static std::size_t bytes(int size);
   // Over zeroed memory of bytes(size), which all ranks of the host map.
@@ -110,10 +112,10 @@ class HostSegment {
 
   std::byte* slot(int index, HostTurn turn) const { return area(index) + turn.parity * kSlotBytes; }
   std::byte* window(int index, std::size_t piece) const {
-    return area(index) + 2 * kSlotBytes + piece % 2 * kWindowBytes;
+    return area(index) + 2 * kSlotBytes + piece % kWindows * kWindowBytes;
   }
   std::byte* result(int index, std::size_t piece) const {
-    return area(index) + 2 * kSlotBytes + 2 * kWindowBytes + piece % 2 * kResultBytes;
+    return area(index) + 2 * kSlotBytes + kWindows * kWindowBytes + piece % kWindows * kResultBytes;
   }
 
  private:
