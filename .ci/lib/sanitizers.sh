@@ -9,6 +9,7 @@ report_to() {
   local common=log_path=$1/sanitizer:exitcode=86:handle_segv=2:handle_sigbus=2:handle_sigfpe=2:handle_sigill=2
   export ASAN_OPTIONS=$common:detect_stack_use_after_return=1:strict_string_checks=1
   export UBSAN_OPTIONS=$common:print_stacktrace=1
+  export LSAN_OPTIONS=suppressions=$ROOT/.ci/lib/leaks.supp:print_suppressions=0
   # UCX 1.22 has process_vm_readv overwrite the very description of what to read, by which the sanitizer then goes.
   export UCX_MODULES=^cma
 }
