@@ -4,7 +4,9 @@ Writes what an editable install would: the package's metadata (from which torch
 reads the entry points) and a .pth file that names the build tree's python/
 folder. Nothing is copied, so a rebuild is seen at once.
 
-usage: link_package.py BUILD/python
+usage: link_package.py BUILD/python [FOLDER]
+
+FOLDER, which PYTHONPATH will name too, takes the place of the environment's own folder of packages.
 """
 
 import contextlib
@@ -22,7 +24,7 @@ def main() -> None:
     if not list(build.glob("farandole/_C*.so")):
         sys.exit(f"link_package: {build} holds no built farandole/_C")
     root = pathlib.Path(__file__).resolve().parent.parent
-    site = pathlib.Path(sysconfig.get_paths()["platlib"])
+    site = pathlib.Path(sys.argv[2] if len(sys.argv) > 2 else sysconfig.get_paths()["platlib"]).resolve()
     pth = site / "farandole.pth"
     source = root / "pyproject.toml"
     old = list(site.glob("farandole-*.dist-info"))

@@ -8,3 +8,7 @@ from pathlib import Path
 os.environ.setdefault("TORCH_INCLUDE_STACK_TRACE", "0")
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+from support.sanitizers import no_sanitizer_reports
+
+__all__ = ["no_sanitizer_reports"]

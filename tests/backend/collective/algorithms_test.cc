@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-#include <cstring>
+#include <algorithm>
 #include <functional>
 #include <random>
 
@@ -21,7 +21,7 @@ constexpr Reduction kSum{[](void* dst, const void* const* sources, int numSource
                              const auto* source = static_cast<const std::int64_t*>(sources[s]);
                              for (std::size_t i = 0; i < count; ++i) sum[i] += source[i];
                            }
-                           std::memcpy(dst, sum.data(), count * sizeof(std::int64_t));
+                           std::copy(sum.begin(), sum.end(), static_cast<std::int64_t*>(dst));
                          },
                          sizeof(std::int64_t)};
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from support.processes import run_ranks
+from support.sanitizers import SANITIZED
 
 
 def _subgroups(rank, world_size):
@@ -188,6 +189,7 @@ def _caught_signals(rank, world_size):
         return next(int(line.split()[1], 16) for line in status if line.startswith("SigCgt"))
 
 
+@pytest.mark.skipif(SANITIZED, reason="the sanitizers have handlers of their own")
 def test_no_signal_handler_is_installed_behind_the_users_back():
     bits = [1 << (s - 1) for s in (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGHUP)]
     for caught in run_ranks(_caught_signals, 2, "farandole"):

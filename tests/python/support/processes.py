@@ -56,14 +56,20 @@ def run_ranks(
             theirs.close()
             processes.append(process)
             pipes.append(ours)
+        stopped = set(may_die)
         try:
-            return _collect(processes, pipes, time.monotonic() + timeout, may_die)
+            results = _collect(processes, pipes, time.monotonic() + timeout, may_die)
         finally:
-            for process in processes:
+            for rank, process in enumerate(processes):
                 process.join(timeout=2)
                 if process.is_alive():
+                    stopped.add(rank)
                     process.kill()
                     process.join()
+        for rank, process in enumerate(processes):
+            if process.exitcode != 0 and rank not in stopped:
+                raise RankFailed(f"[rank {rank}] gave its result, then ended with exit code {process.exitcode}")
+        return results
 
 
 def await_all(rank: int, world_size: int) -> None:
