@@ -72,7 +72,7 @@ class Program {
 
  private:
   friend class ProgramOperation;
-  static constexpr std::size_t kUsualSteps = 8;  // of a short collective: its vector grows no more
+  static constexpr std::size_t kUsualSteps = 12;  // of a short collective: its vector grows no more
   enum class Kind : std::uint8_t {
     kSend,
     kRecv,

@@ -7,11 +7,14 @@
 #include <random>
 
 #include "tests/backend/collective/communicators.h"
+#include "tests/backend/collective/slices.h"
 
 namespace farandole::collective {
 namespace {
 
 using testing::Group;
+using testing::sliceOf;
+using testing::slicesOf;
 using testing::TestOperation;
 using Data = std::vector<std::int64_t>;
 
@@ -24,8 +27,6 @@ constexpr Reduction kSum{[](void* dst, const void* const* sources, int numSource
                            std::copy(sum.begin(), sum.end(), static_cast<std::int64_t*>(dst));
                          },
                          sizeof(std::int64_t)};
-
-Slice sliceOf(Data& data) { return {reinterpret_cast<std::byte*>(data.data()), data.size() * sizeof(std::int64_t)}; }
 
 Data randomData(std::mt19937_64& random, std::size_t size) {
   Data data(size);
@@ -101,28 +102,24 @@ TEST_P(AlgorithmsTest, AllReduceAndReduceGiveTheSum) {
 TEST_P(AlgorithmsTest, GatherScatterAndAllGatherMoveUnevenPieces) {
   forRandomGroups([&](std::mt19937_64& random, int size) {
     const int root = static_cast<int>(random() % size);
-    std::vector<Data> pieces;
-    for (int rank = 0; rank < size; ++rank) pieces.push_back(randomData(random, randomSize(random)));
+    std::vector<Data> pieces(size);
+    for (Data& piece : pieces) piece = randomData(random, randomSize(random));
     const auto emptyPieces = [&] {
-      std::vector<Data> empty;
-      for (const Data& piece : pieces) empty.emplace_back(piece.size(), -1);
+      std::vector<Data> empty = pieces;
+      for (Data& piece : empty) std::ranges::fill(piece, -1);
       return empty;
     };
-    const auto slices = [](std::vector<Data>& all) {
-      std::vector<Slice> result;
-      for (Data& data : all) result.push_back(sliceOf(data));
-      return result;
-    };
     std::vector<std::vector<Data>> gathered(size, emptyPieces());
-    runOnAll(size, [&](Program& p, Topology t) { allGather(p, t, sliceOf(pieces[t.rank]), slices(gathered[t.rank])); });
+    runOnAll(size,
+             [&](Program& p, Topology t) { allGather(p, t, sliceOf(pieces[t.rank]), slicesOf(gathered[t.rank])); });
     for (const auto& all : gathered) EXPECT_EQ(all, pieces);
 
     std::vector<Data> atRoot = emptyPieces();
-    runOnAll(size, [&](Program& p, Topology t) { gather(p, t, root, sliceOf(pieces[t.rank]), slices(atRoot)); });
+    runOnAll(size, [&](Program& p, Topology t) { gather(p, t, root, sliceOf(pieces[t.rank]), slicesOf(atRoot)); });
     EXPECT_EQ(atRoot, pieces);
 
     std::vector<Data> scattered = emptyPieces();
-    runOnAll(size, [&](Program& p, Topology t) { scatter(p, t, root, sliceOf(scattered[t.rank]), slices(pieces)); });
+    runOnAll(size, [&](Program& p, Topology t) { scatter(p, t, root, sliceOf(scattered[t.rank]), slicesOf(pieces)); });
     EXPECT_EQ(scattered, pieces);
   });
 }
@@ -144,17 +141,13 @@ TEST_P(AlgorithmsTest, AllToAllAndReduceScatterDeliverEveryPiece) {
         for (std::size_t k = 0; k < n; ++k) expected[j][k] += pieces[i][j][k];
       }
     }
-    const auto slices = [](std::vector<Data>& all) {
-      std::vector<Slice> result;
-      for (Data& data : all) result.push_back(sliceOf(data));
-      return result;
-    };
-    runOnAll(size, [&](Program& p, Topology t) { allToAll(p, t, slices(received[t.rank]), slices(pieces[t.rank])); });
+    runOnAll(size,
+             [&](Program& p, Topology t) { allToAll(p, t, slicesOf(received[t.rank]), slicesOf(pieces[t.rank])); });
     for (int i = 0; i < size; ++i) {
       for (int j = 0; j < size; ++j) EXPECT_EQ(received[j][i], pieces[i][j]);
     }
     runOnAll(size, [&](Program& p, Topology t) {
-      reduceScatter(p, t, kSum, sliceOf(reduced[t.rank]), slices(pieces[t.rank]));
+      reduceScatter(p, t, kSum, sliceOf(reduced[t.rank]), slicesOf(pieces[t.rank]));
     });
     EXPECT_EQ(reduced, expected);
   });

@@ -5,24 +5,18 @@
 #include <random>
 
 #include "tests/backend/collective/communicators.h"
+#include "tests/backend/collective/slices.h"
 
 namespace farandole::collective {
 namespace {
 
 using namespace std::chrono_literals;
 using testing::Group;
+using testing::sliceOf;
+using testing::slicesOf;
 using testing::TestOperation;
 using Data = std::vector<std::byte>;
 using Build = std::function<void(Program&, Topology)>;
-
-Slice sliceOf(Data& data) { return {data.data(), data.size()}; }
-
-std::vector<Slice> slicesOf(std::vector<Data>& all) {
-  std::vector<Slice> slices;
-  slices.reserve(all.size());
-  for (Data& data : all) slices.push_back(sliceOf(data));
-  return slices;
-}
 
 // Bytes around all at which data goes another way, alone and together with that for other ranks.
 std::size_t randomSize(std::mt19937_64& random) {

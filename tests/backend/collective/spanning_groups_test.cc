@@ -11,11 +11,14 @@
 #include "backend/collective/algorithms.h"
 #include "backend/collective/host_layout.h"
 #include "tests/backend/collective/communicators.h"
+#include "tests/backend/collective/slices.h"
 
 namespace farandole::collective {
 namespace {
 
 using testing::Group;
+using testing::sliceOf;
+using testing::slicesOf;
 using testing::TestOperation;
 using Data = std::vector<std::int64_t>;
 
@@ -40,17 +43,6 @@ constexpr Reduction kSum{&add<std::int64_t, false>, sizeof(std::int64_t)};
 constexpr Reduction kAverage{&add<std::int64_t, true>, sizeof(std::int64_t), 0, &add<std::int64_t, false>,
                              &divide<std::int64_t>};
 constexpr Reduction kFloatSum{&add<float, false>, sizeof(float)};
-
-template <typename T>
-Slice sliceOf(std::vector<T>& data) {
-  return {reinterpret_cast<std::byte*>(data.data()), data.size() * sizeof(T)};
-}
-
-std::vector<Slice> slicesOf(std::vector<Data>& all) {
-  std::vector<Slice> slices;
-  for (Data& data : all) slices.push_back(sliceOf(data));
-  return slices;
-}
 
 Data randomData(std::mt19937_64& random, std::size_t size) {
   Data data(size);
@@ -131,7 +123,9 @@ TEST_P(SpanningGroupsTest, AllReduceAndReduceGiveTheSumAndTheAverage) {
     }
     Data average = sum;  // divided once, at the end: toward zero
     for (std::int64_t& x : average) x /= group.size();
-    for (const auto& [reduction, expected] : {std::pair{kSum, sum}, std::pair{kAverage, average}}) {
+    for (const bool divides : {false, true}) {
+      const Reduction& reduction = divides ? kAverage : kSum;
+      const Data& expected = divides ? average : sum;
       std::vector<Data> data = inputs;
       runOnAll(group, [&](Program& p, const Topology& t) { allReduce(p, t, reduction, sliceOf(data[t.rank])); });
       for (const Data& d : data) ASSERT_EQ(d, expected);
