@@ -9,7 +9,8 @@ namespace {
 
 // Up to here everybody reads all data: one meeting instead of two, `size` times the reading.
 constexpr std::size_t kFlatBytes = 32 << 10;
-// Two ranks reduce each its half where the other one has put it: half of the lines go from core to core.
+// Of two ranks, who otherwise reduce each its half where the other one has put it (from Python 8 KiB 6.9 us either way,
+// 16 KiB 9.2 flat against 7.6, 32 KiB 10.9 against 9.3).
 constexpr std::size_t kFlatBytesOfTwo = 8 << 10;
 
 Slice pieceOf(Slice data, std::size_t piece, std::size_t pieceBytes) {

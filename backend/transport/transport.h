@@ -39,7 +39,7 @@ class Transport {
   virtual Result<PeerId> connect(std::string_view address) = 0;
   // Ok, or how the peer failed: sends fail, what it had sent can still be received.
   virtual Status failure(PeerId peer) const = 0;
-  // Runs inside progress() when a peer's process or connection is found broken.
+  // Runs inside progress() when a peer's process or connection is found broken; not while the transport is destroyed.
   virtual void onPeerFailed(PeerFailed handler) = 0;
 
   virtual void send(PeerId peer, std::uint64_t tag, const void* data, std::size_t bytes, Request& request) = 0;

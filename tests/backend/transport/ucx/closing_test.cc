@@ -1,12 +1,15 @@
 // Ranks that leave at any moment, with messages of every kind under way.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <atomic>
 #include <barrier>
 #include <chrono>
 #include <cstdlib>
 #include <deque>
+#include <iostream>
 #include <random>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -87,6 +90,7 @@ void takePart(int rank, const std::vector<Message>& messages, unsigned seed, Mee
   while (open > 0 && Clock::now() < end) transport->progress();
   if (open > 0) ++meeting.unfinished;
 
+  transport->onPeerFailed([](PeerId, const Status&) { ADD_FAILURE() << "told while it is destroyed"; });
   const auto start = Clock::now();
   transport.reset();
   EXPECT_LT(Clock::now() - start, 4s);
