@@ -25,14 +25,6 @@ Result<std::unique_ptr<RoutingTransport>> RoutingTransport::create(std::unique_p
   return routing;
 }
 
-// A transport that is being destroyed may still find that a peer is gone (UCX does, when it closes its endpoints), and
-// by then there is no route to tell it by, nor anybody to tell.
-RoutingTransport::~RoutingTransport() {
-  for (Transport* const transport : {local_.get(), network_.get()}) {
-    if (transport != nullptr) transport->onPeerFailed(nullptr);
-  }
-}
-
 Status RoutingTransport::openNetwork() {
   if (network_ != nullptr) return Status::ok();
   Result<std::unique_ptr<Transport>> network = openNetwork_();

@@ -18,7 +18,7 @@ class RoutingTransport final : public Transport {
 
   // Without `local` everybody is reached over the network, which is then opened at once.
   static Result<std::unique_ptr<RoutingTransport>> create(std::unique_ptr<Transport> local, Open openNetwork);
-  ~RoutingTransport() override;
+  ~RoutingTransport() override = default;
 
   // Whether peers of the same host may use address(); else networkAddress() serves all.
   bool hasLocal() const { return local_ != nullptr; }
