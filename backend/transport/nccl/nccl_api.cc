@@ -7,13 +7,6 @@ namespace {
 
 constexpr int kOldestVersion = 22700;  // 2.27.0
 
-template <typename Function>
-Status take(void* library, const char* name, Function& function) {
-  function = reinterpret_cast<Function>(dlsym(library, name));
-  return function != nullptr ? Status::ok()
-                             : Status::unavailable(std::string("the loaded NCCL has no function ") + name);
-}
-
 std::string versionText(int version) {
   return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
          std::to_string(version % 100);
@@ -29,24 +22,15 @@ Result<NcclApi> NcclApi::load() {
         "no NCCL is loaded in this process: torch was built without CUDA, or links it statically");
   }
   NcclApi api;
-  FARANDOLE_RETURN_IF_ERROR(take(library, "ncclGetVersion", api.getVersion));
-  FARANDOLE_RETURN_IF_ERROR(take(library, "ncclGetErrorString", api.getErrorString));
-  FARANDOLE_RETURN_IF_ERROR(take(library, "ncclGetLastError", api.getLastError));
-  FARANDOLE_RETURN_IF_ERROR(take(library, "ncclGetUniqueId", api.getUniqueId));
-  FARANDOLE_RETURN_IF_ERROR(take(library, "ncclCommInitRankConfig", api.commInitRankConfig));
-  FARANDOLE_RETURN_IF_ERROR(take(library, "ncclCommGetAsyncError", api.commGetAsyncError));
-  FARANDOLE_RETURN_IF_ERROR(take(library, "ncclCommFinalize", api.commFinalize));
-  FARANDOLE_RETURN_IF_ERROR(take(library, "ncclCommDestroy", api.commDestroy));
-  FARANDOLE_RETURN_IF_ERROR(take(library, "ncclCommAbort", api.commAbort));
-  FARANDOLE_RETURN_IF_ERROR(take(library, "ncclGroupStart", api.groupStart));
-  FARANDOLE_RETURN_IF_ERROR(take(library, "ncclGroupEnd", api.groupEnd));
-  FARANDOLE_RETURN_IF_ERROR(take(library, "ncclSend", api.send));
-  FARANDOLE_RETURN_IF_ERROR(take(library, "ncclRecv", api.recv));
-  FARANDOLE_RETURN_IF_ERROR(take(library, "ncclAllReduce", api.allReduce));
-  FARANDOLE_RETURN_IF_ERROR(take(library, "ncclBroadcast", api.broadcast));
-  FARANDOLE_RETURN_IF_ERROR(take(library, "ncclReduce", api.reduce));
-  FARANDOLE_RETURN_IF_ERROR(take(library, "ncclAllGather", api.allGather));
-  FARANDOLE_RETURN_IF_ERROR(take(library, "ncclReduceScatter", api.reduceScatter));
+#define FARANDOLE_TAKE(member, function, ...) \
+  api.member = reinterpret_cast<decltype(api.member)>(dlsym(library, #function));
+  FARANDOLE_NCCL_FUNCTIONS(FARANDOLE_TAKE)
+  FARANDOLE_NCCL_NEWER_FUNCTIONS(FARANDOLE_TAKE)
+#undef FARANDOLE_TAKE
+#define FARANDOLE_REQUIRE(member, function) \
+  if (api.member == nullptr) return Status::unavailable("the loaded NCCL has no function " #function);
+  FARANDOLE_NCCL_FUNCTIONS(FARANDOLE_REQUIRE)
+#undef FARANDOLE_REQUIRE
   int version = 0;
   FARANDOLE_RETURN_IF_ERROR(api.check(api.getVersion(&version), "ncclGetVersion"));
   if (version < kOldestVersion) {

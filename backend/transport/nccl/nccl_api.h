@@ -2,9 +2,49 @@
 
 #include <nccl.h>
 
+#include <cstddef>
+#include <cstdint>
 #include <string>
+#include <type_traits>
 
 #include "backend/common/status.h"
+
+// USE(member, function): what farandole calls of NCCL.
+#define FARANDOLE_NCCL_FUNCTIONS(USE)                 \
+  USE(getVersion, ncclGetVersion)                     \
+  USE(getErrorString, ncclGetErrorString)             \
+  USE(getLastError, ncclGetLastError)                 \
+  USE(getUniqueId, ncclGetUniqueId)                   \
+  USE(commInitRankConfig, ncclCommInitRankConfig)     \
+  USE(commSplit, ncclCommSplit)                       \
+  USE(commGetAsyncError, ncclCommGetAsyncError)       \
+  USE(commFinalize, ncclCommFinalize)                 \
+  USE(commDestroy, ncclCommDestroy)                   \
+  USE(commAbort, ncclCommAbort)                       \
+  USE(commRegister, ncclCommRegister)                 \
+  USE(commDeregister, ncclCommDeregister)             \
+  USE(memAlloc, ncclMemAlloc)                         \
+  USE(memFree, ncclMemFree)                           \
+  USE(groupStart, ncclGroupStart)                     \
+  USE(groupEnd, ncclGroupEnd)                         \
+  USE(send, ncclSend)                                 \
+  USE(recv, ncclRecv)                                 \
+  USE(allReduce, ncclAllReduce)                       \
+  USE(broadcast, ncclBroadcast)                       \
+  USE(reduce, ncclReduce)                             \
+  USE(allGather, ncclAllGather)                       \
+  USE(reduceScatter, ncclReduceScatter)               \
+  USE(redOpCreatePreMulSum, ncclRedOpCreatePreMulSum) \
+  USE(redOpDestroy, ncclRedOpDestroy)
+
+// USE(member, function, type): the same of versions after 2.27. The headers may lack them, too.
+#define FARANDOLE_NCCL_NEWER_FUNCTIONS(USE)                                                                         \
+  USE(commShrink, ncclCommShrink, ncclResult_t(ncclComm_t, int*, int, ncclComm_t*, ncclConfig_t*, int))             \
+  USE(commRevoke, ncclCommRevoke, ncclResult_t(ncclComm_t, int))                                                    \
+  USE(commWindowRegister, ncclCommWindowRegister, ncclResult_t(ncclComm_t, void*, std::size_t, ncclWindow_t*, int)) \
+  USE(commWindowDeregister, ncclCommWindowDeregister, ncclResult_t(ncclComm_t, ncclWindow_t))                       \
+  USE(commMemStats, ncclCommMemStats, ncclResult_t(ncclComm_t, int, std::uint64_t*))                                \
+  USE(alltoAll, ncclAlltoAll, ncclResult_t(const void*, void*, std::size_t, ncclDataType_t, ncclComm_t, cudaStream_t))
 
 namespace farandole::transport {
 
@@ -12,24 +52,13 @@ namespace farandole::transport {
 // never from a second copy, which would have a state of its own. Every call of
 // NCCL goes through such a table, so that a test can put its own functions there.
 struct NcclApi {
-  decltype(&::ncclGetVersion) getVersion = nullptr;
-  decltype(&::ncclGetErrorString) getErrorString = nullptr;
-  decltype(&::ncclGetLastError) getLastError = nullptr;
-  decltype(&::ncclGetUniqueId) getUniqueId = nullptr;
-  decltype(&::ncclCommInitRankConfig) commInitRankConfig = nullptr;
-  decltype(&::ncclCommGetAsyncError) commGetAsyncError = nullptr;
-  decltype(&::ncclCommFinalize) commFinalize = nullptr;
-  decltype(&::ncclCommDestroy) commDestroy = nullptr;
-  decltype(&::ncclCommAbort) commAbort = nullptr;
-  decltype(&::ncclGroupStart) groupStart = nullptr;
-  decltype(&::ncclGroupEnd) groupEnd = nullptr;
-  decltype(&::ncclSend) send = nullptr;
-  decltype(&::ncclRecv) recv = nullptr;
-  decltype(&::ncclAllReduce) allReduce = nullptr;
-  decltype(&::ncclBroadcast) broadcast = nullptr;
-  decltype(&::ncclReduce) reduce = nullptr;
-  decltype(&::ncclAllGather) allGather = nullptr;
-  decltype(&::ncclReduceScatter) reduceScatter = nullptr;
+#define FARANDOLE_MEMBER(member, function) decltype(&::function) member = nullptr;
+  FARANDOLE_NCCL_FUNCTIONS(FARANDOLE_MEMBER)
+#undef FARANDOLE_MEMBER
+  // Null where the loaded library has none.
+#define FARANDOLE_MEMBER(member, function, type) std::add_pointer_t<type> member = nullptr;
+  FARANDOLE_NCCL_NEWER_FUNCTIONS(FARANDOLE_MEMBER)
+#undef FARANDOLE_MEMBER
 
   // kUnavailable when no NCCL is loaded, when it lacks a function, or when it is
   // older than what farandole supports; the message says which.
