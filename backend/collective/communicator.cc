@@ -171,9 +171,9 @@ Status Communicator::canCome(int index) const {
     return Status::aborted(describe(by) + " aborted the group");
   }
   const int rank = rankOnHost(index);
-  if (!peers_[rank].failure) return peers_[rank].failure.wrap(describe(rank) + " is gone");
-  if (!host_->isAbandoned(index)) return Status::ok();
-  // Who gave up may have seen a death before this rank did: the dead one is to be named.
+  if (!host_->isAbandoned(index)) return peers_[rank].failure.wrapUnlessOk(describe(rank) + " is gone");
+  // Why it gave up, also when it has left since. It may have seen a death before this rank did: the dead one is to be
+  // named.
   const int culprit = host_->culpritOf(index);
   if (culprit == HostSegment::kNobody) {
     return Status::aborted(describe(rank) + " has left or given up the group: " + host_->reasonOf(index));

@@ -181,6 +181,33 @@ TEST(Communicator, ACollectiveThatTimesOutEndsTheGroup) {
   EXPECT_EQ(TestOperation::launch(group[0], recvProgram(1, in), 3)->status().code(), StatusCode::kTimeout);
 }
 
+TEST(Communicator, WhyARankGaveUpIsToldThoughItHasLeftSince) {
+  Group group(2, Group::kSharedMemory);
+  const auto launchBarrier = [&](int rank, std::uint32_t sequence) {
+    Program program;
+    barrier(program, group[rank]->topology());
+    return TestOperation::launch(group[rank], std::move(program), sequence);
+  };
+  auto alone = launchBarrier(1, 1);
+  group[1]->timeOut(*alone, 20ms);
+  group.end(1);
+  int in = 0;
+  auto waiting = std::make_shared<TestOperation>(group[0]);
+  waiting->setProgram(recvProgram(1, in), 1);
+  waiting->endAlone();
+  {
+    transport::ProgressEngine::Access access(group[0]->engine());
+    waiting->start();
+  }
+  ASSERT_TRUE(waiting->wait(transport::Clock::now() + 10s));
+  EXPECT_EQ(waiting->status().code(), StatusCode::kPeerLeft) << waiting->status().toString();
+
+  launchBarrier(0, 2);  // the other one had come to it
+  auto late = launchBarrier(0, 3);
+  ASSERT_TRUE(late->wait(transport::Clock::now() + 10s));
+  EXPECT_NE(late->status().toString().find("not done after 20 ms"), std::string::npos) << late->status().toString();
+}
+
 TEST(Communicator, TheWatchIsToldWhyARankGaveUpAndNotOfWhatItTellsItself) {
   Group group(2, 0);
   const auto watch = std::make_shared<TestWatch>();
