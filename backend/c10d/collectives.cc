@@ -1,13 +1,12 @@
 #include "backend/c10d/errors.h"
 #include "backend/c10d/process_group.h"
-#include "backend/c10d/reduce_kernels.h"
+#include "backend/c10d/program_calls.h"
 #include "backend/c10d/tensor_checks.h"
 
 namespace farandole::backend {
 
 using ::c10d::OpType;
 using collective::Program;
-using collective::Slice;
 
 namespace {
 
@@ -28,16 +27,20 @@ void checkSameSize(const char* operation, const char* argument, const Tensors& t
   }
 }
 
-// PREMUL_SUM: what a rank gives is multiplied before the sum, in the tensor itself or in a copy.
+// PREMUL_SUM: what a rank gives is multiplied before the sum, in the tensor itself or in a copy; on CUDA by NCCL.
+std::optional<at::Scalar> factorOn(const at::Tensor& tensor, const ::c10d::ReduceOp& op) {
+  return tensor.is_cuda() ? std::nullopt : premulFactor(op);
+}
+
 void premultiply(const ::c10d::ReduceOp& op, const at::Tensor& tensor) {
-  const auto factor = premulFactor(op);
+  const auto factor = factorOn(tensor, op);
   if (!factor) return;
   const at::AutoDispatchBelowADInplaceOrView noAutograd;
   tensor.mul_(*factor);
 }
 
 at::Tensor premultiplied(const ::c10d::ReduceOp& op, const at::Tensor& tensor) {
-  const auto factor = premulFactor(op);
+  const auto factor = factorOn(tensor, op);
   if (!factor) return tensor;
   const at::AutoDispatchBelowADInplaceOrView noAutograd;
   return tensor.clone().mul_(*factor);
@@ -57,15 +60,43 @@ c10::intrusive_ptr<CollectiveWork> ProcessGroupFarandole::makeCollective(OpType 
   return c10::make_intrusive<CollectiveWork>(communicator_, workOptions(type, title, timeout));
 }
 
-WorkPtr ProcessGroupFarandole::runCollective(OpType type, const char* title, std::chrono::milliseconds timeout,
-                                             Tensors results, Tensors kept, const BuildProgram& build) {
+Reducing ProcessGroupFarandole::reducingFor(const char* operation, const ::c10d::ReduceOp& op,
+                                            const at::Tensor& tensor) {
+  const Reducing reducing{op, tensor.scalar_type()};
+  if (tensor.is_cuda()) {
+    cuda().checkReduction(operation, reducing);
+  } else {
+    (void)reductionFor(op, reducing.dtype);
+  }
+  return reducing;
+}
+
+WorkPtr ProcessGroupFarandole::runCollective(OpType type, const char* title, const Call& call, Tensors results,
+                                             Tensors kept, const BuildCollective& build) {
+  const at::Tensor& any = results.empty() ? kept[0] : results[0];
+  WorkPtr work;
+  if (any.is_cuda()) {
+    const at::Device device = any.device();
+    work = cuda().run(workOptions(type, title, call.timeout), device, call.isAsync, std::move(results), std::move(kept),
+                      build);
+  } else {
+    work = runProgram(type, title, call.timeout, std::move(results), std::move(kept), [&](Program& program) {
+      ProgramCalls calls(program, topology());
+      build(calls);
+    });
+  }
+  if (Batch* batch = openBatchOfThisThread()) batch->collectives.push_back(work);
+  return work;
+}
+
+WorkPtr ProcessGroupFarandole::runProgram(OpType type, const char* title, std::chrono::milliseconds timeout,
+                                          Tensors results, Tensors kept, const BuildProgram& build) {
   auto work = makeCollective(type, title, timeout);
   work->setTensors(std::move(results), std::move(kept));
   Program program;
   build(program);
   work->setProgram(std::move(program), static_cast<std::uint32_t>(work->getSequencenumber()));
   work->launch();
-  if (Batch* batch = openBatchOfThisThread()) batch->collectives.push_back(work);
   return work;
 }
 
@@ -73,33 +104,31 @@ WorkPtr ProcessGroupFarandole::broadcast(Tensors& tensors, const ::c10d::Broadca
   const at::Tensor& tensor = checkSingleDense("broadcast", "tensors", tensors);
   checkRank("broadcast", "src", opts.rootRank, size_);
   checkRootTensor("broadcast", opts.rootTensor);
-  return runCollective(OpType::BROADCAST, "farandole:broadcast", opts.timeout, tensors, {}, [&](Program& program) {
-    collective::broadcast(program, topology(), static_cast<int>(opts.rootRank), sliceOf(tensor));
+  return runCollective(OpType::BROADCAST, "farandole:broadcast", opts, tensors, {}, [&](CollectiveCalls& calls) {
+    calls.broadcast(static_cast<int>(opts.rootRank), sliceOf(tensor));
   });
 }
 
 WorkPtr ProcessGroupFarandole::allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& opts) {
   if (tensors.size() == 1 && tensors[0].defined() && tensors[0].is_sparse()) return allreduce_sparse(tensors, opts);
   const at::Tensor& tensor = checkSingleDense("all_reduce", "tensors", tensors);
-  const collective::Reduction reduction = reductionFor(opts.reduceOp, tensor.scalar_type());
+  const Reducing reducing = reducingFor("all_reduce", opts.reduceOp, tensor);
   premultiply(opts.reduceOp, tensor);
-  return runCollective(OpType::ALLREDUCE, "farandole:all_reduce", opts.timeout, tensors, {}, [&](Program& program) {
-    collective::allReduce(program, topology(), reduction, sliceOf(tensor));
-  });
+  return runCollective(OpType::ALLREDUCE, "farandole:all_reduce", opts, tensors, {},
+                       [&](CollectiveCalls& calls) { calls.allReduce(reducing, sliceOf(tensor)); });
 }
 
 WorkPtr ProcessGroupFarandole::allreduce_coalesced(Tensors& tensors, const ::c10d::AllreduceCoalescedOptions& opts) {
   TORCH_CHECK_VALUE(!tensors.empty(), "all_reduce_coalesced: tensors is empty; expected one or more");
   for (const at::Tensor& tensor : tensors) {
     checkDense("all_reduce_coalesced", "tensors", tensor);
-    (void)reductionFor(opts.reduceOp, tensor.scalar_type());
+    (void)reducingFor("all_reduce_coalesced", opts.reduceOp, tensor);
   }
   for (const at::Tensor& tensor : tensors) premultiply(opts.reduceOp, tensor);
-  return runCollective(OpType::ALLREDUCE_COALESCED, "farandole:all_reduce_coalesced", opts.timeout, tensors, {},
-                       [&](Program& program) {
+  return runCollective(OpType::ALLREDUCE_COALESCED, "farandole:all_reduce_coalesced", opts, tensors, {},
+                       [&](CollectiveCalls& calls) {
                          for (const at::Tensor& tensor : tensors) {
-                           collective::allReduce(program, topology(), reductionFor(opts.reduceOp, tensor.scalar_type()),
-                                                 sliceOf(tensor));
+                           calls.allReduce({opts.reduceOp, tensor.scalar_type()}, sliceOf(tensor));
                          }
                        });
 }
@@ -108,15 +137,15 @@ WorkPtr ProcessGroupFarandole::reduce(Tensors& tensors, const ::c10d::ReduceOpti
   const at::Tensor& tensor = checkSingleDense("reduce", "tensors", tensors);
   checkRank("reduce", "dst", opts.rootRank, size_);
   checkRootTensor("reduce", opts.rootTensor);
-  const collective::Reduction reduction = reductionFor(opts.reduceOp, tensor.scalar_type());
+  const Reducing reducing = reducingFor("reduce", opts.reduceOp, tensor);
   at::Tensor data = tensor;
   if (rank_ == opts.rootRank) {
     premultiply(opts.reduceOp, data);
   } else {
     data = premultiplied(opts.reduceOp, data);
   }
-  return runCollective(OpType::REDUCE, "farandole:reduce", opts.timeout, tensors, {data}, [&](Program& program) {
-    collective::reduce(program, topology(), reduction, static_cast<int>(opts.rootRank), sliceOf(data));
+  return runCollective(OpType::REDUCE, "farandole:reduce", opts, tensors, {data}, [&](CollectiveCalls& calls) {
+    calls.reduce(reducing, static_cast<int>(opts.rootRank), sliceOf(data));
   });
 }
 
@@ -126,9 +155,8 @@ WorkPtr ProcessGroupFarandole::allgather(std::vector<Tensors>& outputs, Tensors&
   const Tensors& list = checkSingleList("all_gather", "tensor_list", outputs);
   checkList("all_gather", "tensor_list", list, size_, input);
   checkFlat("all_gather", "tensor_list of this rank", list[rank_], input, 1);
-  return runCollective(OpType::ALLGATHER, "farandole:all_gather", opts.timeout, list, inputs, [&](Program& program) {
-    collective::allGather(program, topology(), sliceOf(input), slicesOf(list));
-  });
+  return runCollective(OpType::ALLGATHER, "farandole:all_gather", opts, list, inputs,
+                       [&](CollectiveCalls& calls) { calls.allGather(sliceOf(input), slicesOf(list)); });
 }
 
 WorkPtr ProcessGroupFarandole::_allgather_base(at::Tensor& output, at::Tensor& input,
@@ -136,10 +164,8 @@ WorkPtr ProcessGroupFarandole::_allgather_base(at::Tensor& output, at::Tensor& i
   checkTensor("all_gather_into_tensor", "input_tensor", input);
   checkTensor("all_gather_into_tensor", "output_tensor", output);
   checkFlat("all_gather_into_tensor", "output_tensor", output, input, size_);
-  return runCollective(OpType::_ALLGATHER_BASE, "farandole:_all_gather_base", opts.timeout, {output}, {input},
-                       [&](Program& program) {
-                         collective::allGather(program, topology(), sliceOf(input), equalSlices(output, size_));
-                       });
+  return runCollective(OpType::_ALLGATHER_BASE, "farandole:_all_gather_base", opts, {output}, {input},
+                       [&](CollectiveCalls& calls) { calls.allGather(sliceOf(input), equalSlices(output, size_)); });
 }
 
 WorkPtr ProcessGroupFarandole::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
@@ -153,12 +179,12 @@ WorkPtr ProcessGroupFarandole::allgather_coalesced(std::vector<Tensors>& outputs
     checkFlats("all_gather_coalesced", "output", list, "input", inputs, 1);
     all.insert(all.end(), list.begin(), list.end());
   }
-  return runCollective(OpType::ALLGATHER_COALESCED, "farandole:all_gather_coalesced", opts.timeout, all, inputs,
-                       [&](Program& program) {
+  return runCollective(OpType::ALLGATHER_COALESCED, "farandole:all_gather_coalesced", opts, all, inputs,
+                       [&](CollectiveCalls& calls) {
                          std::vector<Slice> slices(size);
                          for (std::size_t j = 0; j < inputs.size(); ++j) {
                            for (std::size_t i = 0; i < size; ++i) slices[i] = sliceOf(outputs[i][j]);
-                           collective::allGather(program, topology(), sliceOf(inputs[j]), slices);
+                           calls.allGather(sliceOf(inputs[j]), slices);
                          }
                        });
 }
@@ -166,11 +192,10 @@ WorkPtr ProcessGroupFarandole::allgather_coalesced(std::vector<Tensors>& outputs
 WorkPtr ProcessGroupFarandole::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                const ::c10d::AllgatherOptions& opts) {
   checkFlats("all_gather_into_tensor_coalesced", "outputs", outputs, "inputs", inputs, size_);
-  return runCollective(OpType::_ALLGATHER_BASE, "farandole:all_gather_into_tensor_coalesced", opts.timeout, outputs,
-                       inputs, [&](Program& program) {
+  return runCollective(OpType::_ALLGATHER_BASE, "farandole:all_gather_into_tensor_coalesced", opts, outputs, inputs,
+                       [&](CollectiveCalls& calls) {
                          for (std::size_t i = 0; i < inputs.size(); ++i) {
-                           collective::allGather(program, topology(), sliceOf(inputs[i]),
-                                                 equalSlices(outputs[i], size_));
+                           calls.allGather(sliceOf(inputs[i]), equalSlices(outputs[i], size_));
                          }
                        });
 }
@@ -188,8 +213,8 @@ WorkPtr ProcessGroupFarandole::gather(std::vector<Tensors>& outputs, Tensors& in
     TORCH_CHECK_VALUE(outputs.empty(), "gather: gather_list is given on rank ", rank_, "; expected on rank ",
                       opts.rootRank, " only");
   }
-  return runCollective(OpType::GATHER, "farandole:gather", opts.timeout, list, inputs, [&](Program& program) {
-    collective::gather(program, topology(), static_cast<int>(opts.rootRank), sliceOf(input), slicesOf(list));
+  return runCollective(OpType::GATHER, "farandole:gather", opts, list, inputs, [&](CollectiveCalls& calls) {
+    calls.gather(static_cast<int>(opts.rootRank), sliceOf(input), slicesOf(list));
   });
 }
 
@@ -202,10 +227,10 @@ WorkPtr ProcessGroupFarandole::gather_into_tensor(at::Tensor& output, at::Tensor
     checkTensor("gather_into_tensor", "gather_tensor", output);
     checkFlat("gather_into_tensor", "gather_tensor", output, input, size_);
   }
-  return runCollective(OpType::GATHER, "farandole:gather_into_tensor", opts.timeout,
-                       isRoot ? Tensors{output} : Tensors{}, {input}, [&](Program& program) {
-                         collective::gather(program, topology(), static_cast<int>(opts.rootRank), sliceOf(input),
-                                            isRoot ? equalSlices(output, size_) : std::vector<Slice>{});
+  return runCollective(OpType::GATHER, "farandole:gather_into_tensor", opts, isRoot ? Tensors{output} : Tensors{},
+                       {input}, [&](CollectiveCalls& calls) {
+                         calls.gather(static_cast<int>(opts.rootRank), sliceOf(input),
+                                      isRoot ? equalSlices(output, size_) : std::vector<Slice>{});
                        });
 }
 
@@ -222,8 +247,8 @@ WorkPtr ProcessGroupFarandole::scatter(Tensors& outputs, std::vector<Tensors>& i
     TORCH_CHECK_VALUE(inputs.empty(), "scatter: scatter_list is given on rank ", rank_, "; expected on rank ",
                       opts.rootRank, " only");
   }
-  return runCollective(OpType::SCATTER, "farandole:scatter", opts.timeout, outputs, list, [&](Program& program) {
-    collective::scatter(program, topology(), static_cast<int>(opts.rootRank), sliceOf(output), slicesOf(list));
+  return runCollective(OpType::SCATTER, "farandole:scatter", opts, outputs, list, [&](CollectiveCalls& calls) {
+    calls.scatter(static_cast<int>(opts.rootRank), sliceOf(output), slicesOf(list));
   });
 }
 
@@ -234,12 +259,10 @@ WorkPtr ProcessGroupFarandole::reduce_scatter(Tensors& outputs, std::vector<Tens
   checkList("reduce_scatter", "input_list", list, size_, output);
   TORCH_CHECK_VALUE(list[rank_].numel() == output.numel(), "reduce_scatter: input_list[", rank_, "] has ",
                     list[rank_].numel(), " elements; expected ", output.numel(), " as output");
-  const collective::Reduction reduction = reductionFor(opts.reduceOp, output.scalar_type());
+  const Reducing reducing = reducingFor("reduce_scatter", opts.reduceOp, output);
   const Tensors data = premultiplied(opts.reduceOp, list);
-  return runCollective(OpType::REDUCE_SCATTER, "farandole:reduce_scatter", opts.timeout, outputs, data,
-                       [&](Program& program) {
-                         collective::reduceScatter(program, topology(), reduction, sliceOf(output), slicesOf(data));
-                       });
+  return runCollective(OpType::REDUCE_SCATTER, "farandole:reduce_scatter", opts, outputs, data,
+                       [&](CollectiveCalls& calls) { calls.reduceScatter(reducing, sliceOf(output), slicesOf(data)); });
 }
 
 WorkPtr ProcessGroupFarandole::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
@@ -247,26 +270,25 @@ WorkPtr ProcessGroupFarandole::_reduce_scatter_base(at::Tensor& output, at::Tens
   checkTensor("reduce_scatter_tensor", "output", output);
   checkTensor("reduce_scatter_tensor", "input", input);
   checkFlat("reduce_scatter_tensor", "input", input, output, size_);
-  const collective::Reduction reduction = reductionFor(opts.reduceOp, output.scalar_type());
+  const Reducing reducing = reducingFor("reduce_scatter_tensor", opts.reduceOp, output);
   const at::Tensor data = premultiplied(opts.reduceOp, input);
-  return runCollective(OpType::_REDUCE_SCATTER_BASE, "farandole:_reduce_scatter_base", opts.timeout, {output}, {data},
-                       [&](Program& program) {
-                         collective::reduceScatter(program, topology(), reduction, sliceOf(output),
-                                                   equalSlices(data, size_));
-                       });
+  return runCollective(
+      OpType::_REDUCE_SCATTER_BASE, "farandole:_reduce_scatter_base", opts, {output}, {data},
+      [&](CollectiveCalls& calls) { calls.reduceScatter(reducing, sliceOf(output), equalSlices(data, size_)); });
 }
 
 WorkPtr ProcessGroupFarandole::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                const ::c10d::ReduceScatterOptions& opts) {
   checkFlats("reduce_scatter_tensor_coalesced", "inputs", inputs, "outputs", outputs, size_);
-  std::vector<collective::Reduction> reductions;
-  for (const at::Tensor& output : outputs) reductions.push_back(reductionFor(opts.reduceOp, output.scalar_type()));
+  for (const at::Tensor& output : outputs) {
+    (void)reducingFor("reduce_scatter_tensor_coalesced", opts.reduceOp, output);
+  }
   const Tensors data = premultiplied(opts.reduceOp, inputs);
-  return runCollective(OpType::_REDUCE_SCATTER_BASE, "farandole:reduce_scatter_tensor_coalesced", opts.timeout, outputs,
-                       data, [&](Program& program) {
+  return runCollective(OpType::_REDUCE_SCATTER_BASE, "farandole:reduce_scatter_tensor_coalesced", opts, outputs, data,
+                       [&](CollectiveCalls& calls) {
                          for (std::size_t i = 0; i < data.size(); ++i) {
-                           collective::reduceScatter(program, topology(), reductions[i], sliceOf(outputs[i]),
-                                                     equalSlices(data[i], size_));
+                           calls.reduceScatter({opts.reduceOp, outputs[i].scalar_type()}, sliceOf(outputs[i]),
+                                               equalSlices(data[i], size_));
                          }
                        });
 }
@@ -279,24 +301,34 @@ WorkPtr ProcessGroupFarandole::alltoall_base(at::Tensor& output, at::Tensor& inp
   checkTensor("all_to_all_single", "input", input);
   TORCH_CHECK_TYPE(output.scalar_type() == input.scalar_type(), "all_to_all_single: output has dtype ",
                    output.scalar_type(), "; expected ", input.scalar_type(), " as input");
+  TORCH_CHECK_VALUE(output.device() == input.device(), "all_to_all_single: output is on device ", output.device(),
+                    "; expected ", input.device(), " as input");
   const auto outputs = splitSlices("all_to_all_single", "output", output, outputSplits, size_);
   const auto inputs = splitSlices("all_to_all_single", "input", input, inputSplits, size_);
-  return runCollective(OpType::ALLTOALL_BASE, "farandole:all_to_all", opts.timeout, {output}, {input},
-                       [&](Program& program) { collective::allToAll(program, topology(), outputs, inputs); });
+  return runCollective(OpType::ALLTOALL_BASE, "farandole:all_to_all", opts, {output}, {input},
+                       [&](CollectiveCalls& calls) { calls.allToAll(outputs, inputs); });
 }
 
 WorkPtr ProcessGroupFarandole::alltoall(Tensors& outputs, Tensors& inputs, const ::c10d::AllToAllOptions& opts) {
   TORCH_CHECK_VALUE(!inputs.empty(), "all_to_all: input_tensor_list is empty; expected one tensor for each rank");
   checkList("all_to_all", "input_tensor_list", inputs, size_, inputs[0]);
   checkList("all_to_all", "output_tensor_list", outputs, size_, inputs[0]);
-  return runCollective(OpType::ALLTOALL, "farandole:all_to_all", opts.timeout, outputs, inputs, [&](Program& program) {
-    collective::allToAll(program, topology(), slicesOf(outputs), slicesOf(inputs));
-  });
+  return runCollective(OpType::ALLTOALL, "farandole:all_to_all", opts, outputs, inputs,
+                       [&](CollectiveCalls& calls) { calls.allToAll(slicesOf(outputs), slicesOf(inputs)); });
 }
 
 WorkPtr ProcessGroupFarandole::barrier(const ::c10d::BarrierOptions& opts) {
-  return runCollective(OpType::BARRIER, "farandole:barrier", opts.timeout, {}, {},
-                       [&](Program& program) { collective::barrier(program, topology()); });
+  const OpType type = OpType::BARRIER;
+  const char* const title = "farandole:barrier";
+  WorkPtr work;
+  if (opts.device && opts.device->is_cuda()) {
+    work = cuda().barrier(workOptions(type, title, opts.timeout), *opts.device);
+  } else {
+    work = runProgram(type, title, opts.timeout, {}, {},
+                      [&](Program& program) { collective::barrier(program, topology()); });
+  }
+  if (Batch* batch = openBatchOfThisThread()) batch->collectives.push_back(work);
+  return work;
 }
 
 }  // namespace farandole::backend

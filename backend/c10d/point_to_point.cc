@@ -1,5 +1,7 @@
 #include <ATen/record_function.h>
 
+#include <algorithm>
+
 #include "backend/c10d/errors.h"
 #include "backend/c10d/process_group.h"
 #include "backend/c10d/repeated_messages.h"
@@ -43,6 +45,10 @@ WorkPtr ProcessGroupFarandole::pointToPoint(Direction direction, Tensors& tensor
     batch->entries.push_back({direction, tensors[0], peer, tag});
     return batch->member;
   }
+  if (tensors[0].is_cuda()) {
+    auto works = postOnCuda({{direction, tensors[0], peer, tag}});
+    return std::move(works.begin()->second);
+  }
   auto work = c10::make_intrusive<MessagesWork>(
       communicator_, workOptions(isSend ? OpType::SEND : OpType::RECV, isSend ? "farandole:send" : "farandole:recv",
                                  ::c10d::kUnsetTimeout));
@@ -54,6 +60,7 @@ WorkPtr ProcessGroupFarandole::pointToPoint(Direction direction, Tensors& tensor
 WorkPtr ProcessGroupFarandole::recvAnysource(Tensors& tensors, int tag) {
   checkSingle("recv", "tensors", tensors);
   checkTag("recv", tag);
+  TORCH_CHECK_VALUE(!tensors[0].is_cuda(), "recv: src is any rank; expected a rank for a tensor on CUDA");
   TORCH_CHECK_VALUE(openBatchOfThisThread() == nullptr,
                     "recv: src is any rank inside a batch; expected a rank, a batch is ordered by peer");
   auto work = c10::make_intrusive<MessagesWork>(
@@ -123,6 +130,23 @@ std::map<int, WorkPtr> ProcessGroupFarandole::batchP2p(std::vector<BatchEntry> e
 
 std::map<int, WorkPtr> ProcessGroupFarandole::postBatch(std::vector<BatchEntry> entries, const std::string& label) {
   RECORD_FUNCTION(label.empty() ? "farandole:batch_p2p" : "farandole:batch_p2p " + label, {});
+  const auto onCuda = std::stable_partition(entries.begin(), entries.end(),
+                                            [](const BatchEntry& entry) { return !entry.tensor.is_cuda(); });
+  if (onCuda == entries.end()) return postOnCpu(std::move(entries), label);
+  std::vector<BatchEntry> rest(std::make_move_iterator(onCuda), std::make_move_iterator(entries.end()));
+  entries.erase(onCuda, entries.end());
+  std::map<int, WorkPtr> works = postOnCpu(std::move(entries), label);
+  for (auto& [peer, work] : postOnCuda(std::move(rest))) {
+    WorkPtr& one = works[peer];
+    if (one != nullptr) {
+      work = c10::make_intrusive<JointWork>(rank_, OpType::COALESCED, std::vector{std::move(one), std::move(work)});
+    }
+    one = std::move(work);
+  }
+  return works;
+}
+
+std::map<int, WorkPtr> ProcessGroupFarandole::postOnCpu(std::vector<BatchEntry> entries, const std::string& label) {
   std::vector<p2p::BatchOp> ops;
   ops.reserve(entries.size());
   for (const BatchEntry& entry : entries) {

@@ -78,6 +78,7 @@ void ProcessGroupFarandole::describeFlight() {
 std::uint64_t ProcessGroupFarandole::getSequenceNumberForGroup() { return counts_->collectives.load(); }
 
 ::c10d::ErrorType ProcessGroupFarandole::getError() {
+  if (const auto cuda = cudaIfAny(); cuda != nullptr && !cuda->status()) return ::c10d::ErrorType::COMM_ERROR;
   transport::ProgressEngine::Access access(context_->connections().engine());
   const Status& status = communicator_->usable();
   return status.isOk() ? ::c10d::ErrorType::SUCCESS : ::c10d::ErrorType::COMM_ERROR;
@@ -85,7 +86,9 @@ std::uint64_t ProcessGroupFarandole::getSequenceNumberForGroup() { return counts
 
 void ProcessGroupFarandole::abort() {
   if (!context_->isOurs()) return;
-  communicator_->abortAll(Status::aborted("the process group was aborted"));
+  const Status status = Status::aborted("the process group was aborted");
+  communicator_->abortAll(status);
+  if (const auto cuda = cudaIfAny()) cuda->abort(status);
   if (watch_ != nullptr) watch_->abort("ProcessGroup.abort() was called there");
   hooks_->startAbortHooks();
   if (flight_ != nullptr) flight_->fail();
@@ -94,6 +97,7 @@ void ProcessGroupFarandole::abort() {
 void ProcessGroupFarandole::shutdown() {
   if (!context_->isOurs()) return;
   if (flight_ != nullptr) flight_->ignoreFailures();
+  if (const auto cuda = cudaIfAny()) cuda->close();
   communicator_->abort(Status::aborted("the process group was shut down"));
   if (watch_ != nullptr) watch_->leave();
 }

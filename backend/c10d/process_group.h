@@ -13,6 +13,7 @@
 
 #include "backend/c10d/batch_member_work.h"
 #include "backend/c10d/control_watch.h"
+#include "backend/c10d/cuda_group.h"
 #include "backend/c10d/flight_log.h"
 #include "backend/c10d/process_context.h"
 #include "backend/c10d/work.h"
@@ -34,7 +35,7 @@ struct BatchEntry {
   int tag;
 };
 
-// The c10d backend "farandole". Tensors on the CPU travel over UCX.
+// The c10d backend "farandole". Tensors on the CPU travel over UCX and shared memory, those on CUDA over NCCL.
 //
 // Thread: any, as c10d asks; the collectives of one group must be called in the
 // same order on all its ranks. Matching of messages is by (group, source, tag),
@@ -111,6 +112,9 @@ class ProcessGroupFarandole final : public ::c10d::Backend, public RepeatedMessa
   // For what replays a plan; of tensors on the CPU.
   Result<std::unique_ptr<RepeatedMessage>> repeat(const RepeatedMessageSpec& spec) override;
 
+  // Makes the CUDA half's communicator ahead of its first use, as torch does with init_process_group(device_id=).
+  void eagerConnectSingleDevice(at::Device device) override;
+
   // Collectives (collectives.cc).
   WorkPtr broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& opts) override;
   WorkPtr allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& opts) override;
@@ -161,15 +165,34 @@ class ProcessGroupFarandole final : public ::c10d::Backend, public RepeatedMessa
   };
 
   using BuildProgram = std::function<void(collective::Program&)>;
+  using BuildCollective = CudaGroup::Build;
+
+  // What c10d's options of all collectives have.
+  struct Call {
+    template <typename Options>
+    Call(const Options& options) : timeout(options.timeout), isAsync(options.asyncOp) {}
+    std::chrono::milliseconds timeout;
+    bool isAsync;
+  };
+
+  // The CUDA half, made on first use; throws where there can be none (cuda_half.cc).
+  CudaGroup& cuda();
+  std::shared_ptr<CudaGroup> cudaIfAny();
 
   // What batchP2p does once the entries are checked.
   std::map<int, WorkPtr> postBatch(std::vector<BatchEntry> entries, const std::string& label);
+  std::map<int, WorkPtr> postOnCpu(std::vector<BatchEntry> entries, const std::string& label);
+  std::map<int, WorkPtr> postOnCuda(std::vector<BatchEntry> entries);
   WorkPtr pointToPoint(p2p::Direction direction, Tensors& tensors, int peer, int tag);
   Batch* openBatchOfThisThread();
   void dropBatch();
-  // What the program reads or writes beyond `results` is in `kept`.
-  WorkPtr runCollective(::c10d::OpType type, const char* title, std::chrono::milliseconds timeout, Tensors results,
-                        Tensors kept, const BuildProgram& build);
+  // On the device of the tensors. What is read or written beyond `results` is in `kept`.
+  WorkPtr runCollective(::c10d::OpType type, const char* title, const Call& call, Tensors results, Tensors kept,
+                        const BuildCollective& build);
+  WorkPtr runProgram(::c10d::OpType type, const char* title, std::chrono::milliseconds timeout, Tensors results,
+                     Tensors kept, const BuildProgram& build);
+  // Throws where the device of the tensor cannot reduce so.
+  Reducing reducingFor(const char* operation, const ::c10d::ReduceOp& op, const at::Tensor& tensor);
   c10::intrusive_ptr<CollectiveWork> makeCollective(::c10d::OpType type, const char* title,
                                                     std::chrono::milliseconds timeout);
   // A monitored barrier, on rank 0 and elsewhere: what failed, or nothing. Its parts share one number.
@@ -197,6 +220,8 @@ class ProcessGroupFarandole final : public ::c10d::Backend, public RepeatedMessa
   std::shared_ptr<collective::Communicator> communicator_;
   const std::shared_ptr<CallCounts> counts_ = std::make_shared<CallCounts>();
   std::shared_ptr<ControlWatch> watch_;  // null where all ranks are on this host
+  std::mutex cudaMutex_;
+  std::shared_ptr<CudaGroup> cuda_;  // guarded by cudaMutex_; null before its first use
   std::mutex childMutex_;
   c10::weak_intrusive_ptr<::c10d::Store> lastChildStore_;
   int lastChildStoreUses_ = 0;

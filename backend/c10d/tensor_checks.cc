@@ -12,11 +12,17 @@ void checkStrided(const char* operation, const char* argument, const at::Tensor&
   TORCH_CHECK_VALUE(tensor.defined(), operation, ": ", argument, " is undefined; expected a tensor");
   TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, operation, ": ", argument, " has layout ", tensor.layout(),
                     "; expected a dense (strided) tensor");
-  TORCH_CHECK_VALUE(tensor.device().is_cpu(), operation, ": ", argument, " is on device ", tensor.device(),
-                    "; farandole moves tensors on cpu only so far");
+  TORCH_CHECK_VALUE(tensor.device().is_cpu() || tensor.device().is_cuda(), operation, ": ", argument, " is on device ",
+                    tensor.device(), "; expected cpu or cuda");
   TORCH_CHECK_VALUE(!tensor.is_conj() && !tensor.is_neg(), operation, ": ", argument, " is a lazily ",
                     tensor.is_conj() ? "conjugated" : "negated", " view; expected its values, pass ",
                     tensor.is_conj() ? ".resolve_conj()" : ".resolve_neg()");
+}
+
+// One call is on one device.
+void checkDevice(const char* operation, const char* argument, const at::Tensor& tensor, const at::Tensor& like) {
+  TORCH_CHECK_VALUE(tensor.device() == like.device(), operation, ": ", argument, " is on device ", tensor.device(),
+                    "; expected ", like.device(), " as the other argument");
 }
 
 at::Tensor& single(const char* operation, const char* argument, std::vector<at::Tensor>& tensors) {
@@ -55,6 +61,7 @@ void checkList(const char* operation, const char* argument, const std::vector<at
                     count, ", one for each rank");
   for (const at::Tensor& tensor : tensors) {
     checkDense(operation, argument, tensor);
+    checkDevice(operation, argument, tensor, like);
     TORCH_CHECK_TYPE(tensor.scalar_type() == like.scalar_type(), operation, ": ", argument, " has a tensor of dtype ",
                      tensor.scalar_type(), "; expected ", like.scalar_type(), " as the other argument");
     TORCH_CHECK_VALUE((tensor.is_contiguous() && like.is_contiguous()) || tensor.strides() == like.strides(), operation,
@@ -69,6 +76,7 @@ void checkRank(const char* operation, const char* argument, std::int64_t rank, i
 }
 
 void checkFlat(const char* operation, const char* argument, const at::Tensor& flat, const at::Tensor& part, int size) {
+  checkDevice(operation, argument, flat, part);
   TORCH_CHECK_TYPE(flat.scalar_type() == part.scalar_type(), operation, ": ", argument, " has dtype ",
                    flat.scalar_type(), "; expected ", part.scalar_type(), " as the other argument");
   TORCH_CHECK_VALUE(flat.numel() == part.numel() * size, operation, ": ", argument, " has ", flat.numel(),

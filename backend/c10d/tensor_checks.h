@@ -11,7 +11,7 @@ namespace farandole::backend {
 // Each throws an error that names the operation, the argument, its value and
 // what was expected.
 
-// A dense, contiguous CPU tensor.
+// A dense, contiguous tensor on cpu or cuda.
 void checkTensor(const char* operation, const char* argument, const at::Tensor& tensor);
 // As above, or with its dimensions in another order, as channels-last: what a
 // collective handles in the order of its memory, on all ranks alike.

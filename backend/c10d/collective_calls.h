@@ -1,0 +1,37 @@
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <span>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+
+#include "backend/collective/algorithms.h"
+
+namespace farandole::backend {
+
+using collective::Slice;
+
+// How elements are combined.
+struct Reducing {
+  const ::c10d::ReduceOp& op;
+  at::ScalarType dtype;
+};
+
+// What a collective of c10d's, whose arguments have been checked, consists of; carried out as one by what serves the
+// device of its tensors: a program on the CPU, a group of NCCL's calls on CUDA. Slices are memory of that device.
+class CollectiveCalls {
+ public:
+  virtual ~CollectiveCalls() = default;
+  virtual void broadcast(int root, Slice data) = 0;
+  virtual void allReduce(const Reducing& reducing, Slice data) = 0;
+  // The other ranks' data may be lost.
+  virtual void reduce(const Reducing& reducing, int root, Slice data) = 0;
+  // Slices are one for each rank; only the root's outputs and inputs are looked at.
+  virtual void allGather(Slice input, std::span<const Slice> outputs) = 0;
+  virtual void gather(int root, Slice input, std::span<const Slice> outputs) = 0;
+  virtual void scatter(int root, Slice output, std::span<const Slice> inputs) = 0;
+  virtual void reduceScatter(const Reducing& reducing, Slice output, std::span<const Slice> inputs) = 0;
+  virtual void allToAll(std::span<const Slice> outputs, std::span<const Slice> inputs) = 0;
+};
+
+}  // namespace farandole::backend

@@ -1,0 +1,40 @@
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <chrono>
+#include <string>
+#include <vector>
+
+#include "backend/c10d/work.h"
+#include "backend/transport/nccl/device_operation.h"
+
+namespace farandole::backend {
+
+// A collective, or the messages along one edge: the tensors that the device works on, kept until it is done with them
+// or a stream that comes after it is known; and those who want to hear of its end.
+class CudaOperation final : public transport::DeviceOperation {
+ public:
+  CudaOperation(const WorkOptions& options, std::string text, std::vector<at::Tensor> results,
+                std::vector<at::Tensor> kept);
+
+  std::string describe() const override { return text_; }
+  // Into the flight recorder, once it is under way. `peer`: of a message.
+  void recordCollective();
+  void recordMessage(int peer, bool isSend);
+
+ protected:
+  void ending(const Status& status) override;
+  void dropBuffers() override;
+
+ private:
+  const WorkOptions options_;
+  const std::string text_;
+  const std::chrono::steady_clock::time_point started_ = std::chrono::steady_clock::now();
+  std::vector<at::Tensor> results_;
+  std::vector<at::Tensor> kept_;
+  std::atomic<std::uint64_t> flightNumber_{kNotRecorded};
+  static constexpr std::uint64_t kNotRecorded = ~std::uint64_t{0};
+};
+
+}  // namespace farandole::backend

@@ -1,0 +1,117 @@
+#include "backend/c10d/cuda/cuda_work.h"
+
+#include <c10/core/StreamGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <algorithm>
+#include <thread>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+#include <torch/csrc/distributed/c10d/Utils.hpp>
+
+#include "backend/c10d/errors.h"
+
+namespace farandole::backend {
+
+using transport::DeviceClock;
+
+namespace {
+
+bool blockingWaitSetting() {
+  static const bool isSet = ::c10d::getCvarBool({"TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"}, false);
+  return isSet;
+}
+
+}  // namespace
+
+CudaWork::CudaWork(const WorkOptions& options, CudaEnvironment environment, int device, std::vector<at::Tensor> results,
+                   std::vector<std::shared_ptr<CudaOperation>> operations, bool hostWaits)
+    : Work(options.rank, options.type),
+      environment_(environment),
+      device_(device),
+      sequence_(options.sequence),
+      timeout_(options.timeout),
+      results_(std::move(results)),
+      operations_(std::move(operations)),
+      hostWaits_(hostWaits || blockingWaitSetting()) {}
+
+Status CudaWork::status() const {
+  for (const auto& operation : operations_) FARANDOLE_RETURN_IF_ERROR(operation->status());
+  return Status::ok();
+}
+
+bool CudaWork::isCompleted() {
+  return std::ranges::all_of(operations_, [](const auto& operation) { return operation->isDone(); });
+}
+
+bool CudaWork::isSuccess() const {
+  return std::ranges::all_of(operations_, [](const auto& operation) { return operation->isDone(); }) && status();
+}
+
+std::exception_ptr CudaWork::exception() const {
+  try {
+    throwIfError(status());
+  } catch (...) {
+    return std::current_exception();
+  }
+  return nullptr;
+}
+
+void CudaWork::synchronize() {
+  for (const auto& operation : operations_) operation->awaitLaunch();
+  throwIfError(status());
+  cudaStream_t const current = environment_.currentStream(device_);
+  const transport::DeviceScope scope(environment_.runtime->cuda, device_);
+  for (const auto& operation : operations_) {
+    // One that has ended meanwhile has no event to wait for: the device is done with it, or it failed.
+    if (!operation->hasEnded()) throwIfError(operation->holdUp(current));
+    // What reuses the memory is put on a stream after this.
+    operation->letGo();
+  }
+  throwIfError(status());
+}
+
+bool CudaWork::wait(milliseconds timeout) {
+  synchronize();
+  const bool isOwn = timeout == kNoTimeout || timeout == ::c10d::kUnsetTimeout;
+  if (hostWaits_ || !isOwn) awaitOnHost(DeviceClock::now() + (isOwn ? timeout_ : timeout));
+  return true;
+}
+
+void CudaWork::awaitOnHost(DeviceClock::time_point deadline) {
+  // As often as the watch could be told, at first; a device that takes long is not asked all the time.
+  for (std::chrono::microseconds pause{1}; !isCompleted();
+       pause = std::min(2 * pause, std::chrono::microseconds(500))) {
+    if (DeviceClock::now() >= deadline) {
+      throwIfError(Status::timeout(operations_[0]->describe() + ": it did not end within the timeout of wait()"));
+    }
+    std::this_thread::sleep_for(pause);
+  }
+  throwIfError(status());
+}
+
+void CudaWork::abort() {
+  for (const auto& operation : operations_) operation->finish(Status::aborted("Work.abort() was called"));
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> CudaWork::getFuture() {
+  std::lock_guard lock(futureMutex_);
+  if (future_ != nullptr) return future_;
+  for (const auto& operation : operations_) operation->awaitLaunch();
+  const c10::Device device(c10::kCUDA, static_cast<c10::DeviceIndex>(device_));
+  future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
+                                                     std::vector<c10::Device>{device});
+  if (const auto error = exception()) {
+    future_->setError(error);
+    return future_;
+  }
+  // Complete at once: who uses its value waits for a stream of torch's that waits for the operations.
+  const auto stream = c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device.index());
+  const c10::StreamGuard guard(stream.unwrap());
+  for (const auto& operation : operations_) {
+    if (!operation->hasEnded()) throwIfError(operation->holdUp(stream.stream()));
+  }
+  future_->markCompleted(c10::IValue(results_));
+  return future_;
+}
+
+}  // namespace farandole::backend

@@ -1,0 +1,50 @@
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <vector>
+
+#include "backend/c10d/cuda/cuda_environment.h"
+#include "backend/c10d/cuda/cuda_operation.h"
+
+namespace farandole::backend {
+
+// Operations on one device as c10d sees them. wait() makes the current stream wait; the host waits only for what is
+// not launched yet (an edge that is being connected), where a timeout is given, for a barrier, and with torch's
+// setting TORCH_NCCL_BLOCKING_WAIT.
+class CudaWork final : public ::c10d::Work {
+ public:
+  CudaWork(const WorkOptions& options, CudaEnvironment environment, int device, std::vector<at::Tensor> results,
+           std::vector<std::shared_ptr<CudaOperation>> operations, bool hostWaits);
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  std::vector<at::Tensor> result() override { return results_; }
+  void synchronize() override;
+  bool wait(milliseconds timeout = kNoTimeout) override;
+  void abort() override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  std::uint64_t getSequencenumber() const override { return sequence_; }
+  // Overrides from torch 2.12 on.
+  // NOLINTNEXTLINE(modernize-use-override)
+  virtual milliseconds getTimeout() const { return timeout_; }
+
+ private:
+  // The first error of the operations that have ended.
+  Status status() const;
+  void awaitOnHost(transport::DeviceClock::time_point deadline);
+
+  const CudaEnvironment environment_;
+  const int device_;
+  const std::uint64_t sequence_;
+  const milliseconds timeout_;
+  const std::vector<at::Tensor> results_;
+  const std::vector<std::shared_ptr<CudaOperation>> operations_;
+  const bool hostWaits_;
+  std::mutex futureMutex_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+}  // namespace farandole::backend

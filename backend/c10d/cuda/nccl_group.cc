@@ -1,0 +1,189 @@
+// The CUDA half of a process group (backend/c10d/cuda_group.h) over NCCL.
+#include "backend/c10d/cuda/cuda_environment.h"
+#include "backend/c10d/cuda/cuda_operation.h"
+#include "backend/c10d/cuda/cuda_work.h"
+#include "backend/c10d/cuda/nccl_calls.h"
+#include "backend/c10d/cuda/store_meeting.h"
+#include "backend/c10d/cuda_group.h"
+#include "backend/c10d/errors.h"
+#include "backend/common/settings.h"
+#include "backend/transport/nccl/device_group.h"
+
+namespace farandole::backend {
+namespace {
+
+using transport::DeviceGroup;
+using transport::DeviceWatch;
+using transport::EdgeMessage;
+using transport::GroupOnDevice;
+using WorkPtr = c10::intrusive_ptr<::c10d::Work>;
+
+// For what peers still have to take, when a group is destroyed.
+constexpr std::chrono::seconds kClosingLimit{10};
+// Of the device's processors, for each edge: a few keep a link busy, and leave the others to the model.
+constexpr std::uint64_t kEdgeCtas = 4;
+constexpr std::uint64_t kMostEdgeCtas = 64;
+
+// One for all groups, while there is one.
+std::shared_ptr<DeviceWatch> acquireWatch(const transport::DeviceRuntime& runtime) {
+  static std::mutex mutex;
+  static std::weak_ptr<DeviceWatch> current;
+  std::lock_guard lock(mutex);
+  auto watch = current.lock();
+  if (watch == nullptr) current = watch = std::make_shared<DeviceWatch>(runtime.cuda);
+  return watch;
+}
+
+class NcclProcessGroup final : public CudaGroup {
+ public:
+  NcclProcessGroup(const Setup& setup, CudaEnvironment environment, int edgeCtas)
+      : name_(setup.name), rank_(setup.rank), size_(setup.size), environment_(environment) {
+    const auto health = [ranks = setup.ranksHealth, weak = std::weak_ptr<IsOver>(isOver_)] {
+      const auto over = weak.lock();
+      if (over == nullptr || over->value) return Status::aborted("the group is over");
+      return ranks();
+    };
+    group_ = std::make_shared<DeviceGroup>(
+        transport::DeviceGroupSetup{environment.runtime, acquireWatch(*environment.runtime),
+                                    std::make_shared<StoreMeeting>(setup.store, environment.runtime->nccl, health),
+                                    setup.name, setup.rank, setup.size, edgeCtas, setup.timeout},
+        setup.ranksHealth, setup.onFailure);
+  }
+
+  WorkPtr run(const WorkOptions& options, at::Device device, bool isAsync, std::vector<at::Tensor> results,
+              std::vector<at::Tensor> kept, const Build& build) override {
+    return launch(options, device, isAsync, std::move(results), std::move(kept), build, false);
+  }
+
+  WorkPtr barrier(const WorkOptions& options, at::Device device) override {
+    at::Tensor token = at::zeros({1}, at::TensorOptions().dtype(at::kInt).device(device));
+    const ::c10d::ReduceOp sum = ::c10d::ReduceOp::SUM;
+    const auto build = [&](CollectiveCalls& calls) {
+      calls.allReduce({sum, at::kInt}, {static_cast<std::byte*>(token.data_ptr()), token.nbytes()});
+    };
+    return launch(options, device, true, {}, {token}, build, true);
+  }
+
+  std::map<int, WorkPtr> post(const WorkOptions& options, at::Device device,
+                              std::vector<CudaMessage> messages) override {
+    struct ForPeer {
+      std::vector<at::Tensor> received;
+      std::vector<std::shared_ptr<CudaOperation>> operations;
+    };
+    std::map<int, ForPeer> peers;
+    std::vector<EdgeMessage> entries;
+    std::vector<std::shared_ptr<CudaOperation>> all;
+    WorkOptions own = options;
+    for (CudaMessage& message : messages) {
+      const at::Tensor tensor = message.tensor;
+      std::vector<at::Tensor> none;
+      std::vector<at::Tensor> one{tensor};
+      auto operation = std::make_shared<CudaOperation>(own, describe(own, message), message.isSend ? none : one,
+                                                       message.isSend ? one : none);
+      operation->recordMessage(message.peer, message.isSend);
+      ++own.sequence;
+      ForPeer& peer = peers[message.peer];
+      if (!message.isSend) peer.received.push_back(tensor);
+      peer.operations.push_back(operation);
+      all.push_back(operation);
+      entries.push_back({message.isSend, message.peer, tensor.data_ptr(), tensor.nbytes(), operation, nullptr, false});
+    }
+    const Status posted = withDevice(device, [&](GroupOnDevice& on) {
+      return on.post(environment_.currentStream(device.index()), std::move(entries));
+    });
+    if (!posted) endAll(posted, all);
+    std::map<int, WorkPtr> works;
+    for (auto& [peer, content] : peers) {
+      works.emplace(peer,
+                    c10::make_intrusive<CudaWork>(options, environment_, device.index(), std::move(content.received),
+                                                  std::move(content.operations), false));
+    }
+    return works;
+  }
+
+  void checkReduction(const char* operation, const Reducing& reducing) override {
+    (void)ncclReductionFor(operation, reducing);
+  }
+
+  void connect(at::Device device) override {
+    throwIfError(withDevice(device, [](GroupOnDevice& on) { return on.connect(); }));
+  }
+
+  Status status() override { return group_->status(); }
+  void abort(const Status& why) override {
+    isOver_->value = true;
+    group_->abort(why);
+  }
+  void close() override {
+    isOver_->value = true;
+    group_->close(kClosingLimit);
+  }
+
+ private:
+  // Ends the waiting of threads that still connect.
+  struct IsOver {
+    std::atomic<bool> value{false};
+  };
+
+  template <typename Use>
+  Status withDevice(at::Device device, const Use& use) {
+    auto on = group_->on(device.index());
+    return on ? use(**on) : on.status();
+  }
+
+  WorkPtr launch(const WorkOptions& options, at::Device device, bool isAsync, std::vector<at::Tensor> results,
+                 std::vector<at::Tensor> kept, const Build& build, bool hostWaits) {
+    auto operation = std::make_shared<CudaOperation>(options, describe(options, results, kept), results, kept);
+    const auto calls = [&](transport::NcclGroup& group, ncclComm_t communicator, cudaStream_t stream) {
+      NcclCalls into(environment_.runtime->nccl, group, communicator, stream, rank_, size_);
+      build(into);
+    };
+    operation->recordCollective();
+    const Status launched = withDevice(device, [&](GroupOnDevice& on) {
+      return on.run(environment_.currentStream(device.index()), !isAsync, operation, calls);
+    });
+    if (!launched) endAll(launched, {operation});
+    return c10::make_intrusive<CudaWork>(options, environment_, device.index(), std::move(results),
+                                         std::vector{std::move(operation)}, hostWaits);
+  }
+
+  // What could not be issued here has no counterpart elsewhere: misuse is told to the caller alone, all else ends the
+  // group.
+  void endAll(const Status& why, const std::vector<std::shared_ptr<CudaOperation>>& operations) {
+    if (why.code() != StatusCode::kInvalidArgument) group_->fail(why);
+    for (const auto& operation : operations) operation->finish(why);
+    throwIfError(why);
+  }
+
+  std::string describe(const WorkOptions& options, const std::vector<at::Tensor>& results,
+                       const std::vector<at::Tensor>& kept) const {
+    std::size_t bytes = 0;
+    for (const at::Tensor& tensor : results.empty() ? kept : results) bytes += tensor.nbytes();
+    return ::c10d::opTypeToString(options.type) + " number " + std::to_string(options.sequence) + " on rank " +
+           std::to_string(rank_) + " (" + std::to_string(bytes) + " bytes on CUDA)";
+  }
+  std::string describe(const WorkOptions& options, const CudaMessage& message) const {
+    return (message.isSend ? "send to rank " : "recv from rank ") + std::to_string(message.peer) + " number " +
+           std::to_string(options.sequence) + " on rank " + std::to_string(rank_) + " (" +
+           std::to_string(message.tensor.nbytes()) + " bytes on CUDA)";
+  }
+
+  const std::string name_;
+  const int rank_;
+  const int size_;
+  const CudaEnvironment environment_;
+  const std::shared_ptr<IsOver> isOver_ = std::make_shared<IsOver>();
+  std::shared_ptr<DeviceGroup> group_;
+};
+
+}  // namespace
+
+Result<std::shared_ptr<CudaGroup>> CudaGroup::make(Setup setup) {
+  const auto environment = CudaEnvironment::current();
+  if (!environment) return environment.status();
+  const auto ctas = byteSetting("FARANDOLE_NCCL_EDGE_CTAS", kEdgeCtas, 0, kMostEdgeCtas);
+  if (!ctas) return ctas.status();
+  return std::shared_ptr<CudaGroup>(std::make_shared<NcclProcessGroup>(setup, *environment, static_cast<int>(*ctas)));
+}
+
+}  // namespace farandole::backend

@@ -1,0 +1,67 @@
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <vector>
+
+#include "backend/c10d/collective_calls.h"
+#include "backend/c10d/work.h"
+#include "backend/common/status.h"
+
+namespace farandole::backend {
+
+// A message of a batch, of tensors on one CUDA device; in the order of issue.
+struct CudaMessage {
+  bool isSend;
+  at::Tensor tensor;
+  int peer;
+};
+
+// The CUDA half of a process group, over NCCL: collectives on one communicator for each device that a rank uses, and
+// an edge for each peer and direction. Semantics are those of ProcessGroupNCCL: operations come after what is on the
+// current stream when they are issued, the host does not wait, and Work::wait() makes the then current stream wait.
+// Any thread.
+class CudaGroup {
+ public:
+  struct Setup {
+    c10::intrusive_ptr<::c10d::Store> store;  // of this half alone
+    std::string name;
+    int rank;
+    int size;
+    milliseconds timeout;  // of connecting
+    // Ok, or how the ranks have ended the group elsewhere.
+    std::function<Status()> ranksHealth;
+    // Called once, with what ended the group here.
+    std::function<void(const Status&)> onFailure;
+  };
+  // kUnavailable: this build or this machine has no NCCL; the message says what is missing.
+  static Result<std::shared_ptr<CudaGroup>> make(Setup setup);
+
+  virtual ~CudaGroup() = default;
+
+  using Build = std::function<void(CollectiveCalls&)>;
+  // `isAsync`: on a stream of our own, else on the current one.
+  virtual c10::intrusive_ptr<::c10d::Work> run(const WorkOptions& options, at::Device device, bool isAsync,
+                                               std::vector<at::Tensor> results, std::vector<at::Tensor> kept,
+                                               const Build& build) = 0;
+  // An all_reduce of nothing, which Work::wait() waits for on the host.
+  virtual c10::intrusive_ptr<::c10d::Work> barrier(const WorkOptions& options, at::Device device) = 0;
+  // One Work for each peer.
+  virtual std::map<int, c10::intrusive_ptr<::c10d::Work>> post(const WorkOptions& options, at::Device device,
+                                                               std::vector<CudaMessage> messages) = 0;
+  // Throws for a reduction that NCCL lacks.
+  virtual void checkReduction(const char* operation, const Reducing& reducing) = 0;
+  // Makes the communicator; blocks until all ranks have come.
+  virtual void connect(at::Device device) = 0;
+  // Ok, or what ended it.
+  virtual Status status() = 0;
+  virtual void abort(const Status& why) = 0;
+  // What is under way is waited for, as long as a peer may take, then aborted.
+  virtual void close() = 0;
+};
+
+}  // namespace farandole::backend

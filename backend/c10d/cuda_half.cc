@@ -1,0 +1,63 @@
+// The process group's CUDA half: when it is made, and what it is told and tells.
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+
+#include "backend/c10d/errors.h"
+#include "backend/c10d/process_group.h"
+
+namespace farandole::backend {
+
+using ::c10d::OpType;
+
+std::shared_ptr<CudaGroup> ProcessGroupFarandole::cudaIfAny() {
+  std::lock_guard lock(cudaMutex_);
+  return cuda_;
+}
+
+CudaGroup& ProcessGroupFarandole::cuda() {
+  std::lock_guard lock(cudaMutex_);
+  if (cuda_ != nullptr) return *cuda_;
+  CudaGroup::Setup setup;
+  // A connection of its own: one that waits for ranks must not hold up the caller's use of the store.
+  setup.store = c10::make_intrusive<::c10d::PrefixStore>("cuda", store_->clone());
+  setup.name = options_->group_name.empty() ? "farandole" : options_->group_name;
+  setup.rank = rank_;
+  setup.size = size_;
+  setup.timeout = timeout_;
+  setup.ranksHealth = [communicator = communicator_] {
+    transport::ProgressEngine::Access access(communicator->engine());
+    return communicator->usable();
+  };
+  setup.onFailure = [communicator = communicator_, watch = watch_, hooks = hooks_,
+                     flight = flight_](const Status& why) {
+    communicator->abortAll(why);
+    if (watch != nullptr) watch->abort(why.toString());
+    hooks->startAbortHooks();
+    if (flight != nullptr) flight->fail();
+  };
+  auto made = CudaGroup::make(std::move(setup));
+  throwIfError(made.status().wrapUnlessOk("tensors on CUDA"));
+  cuda_ = std::move(*made);
+  return *cuda_;
+}
+
+void ProcessGroupFarandole::eagerConnectSingleDevice(at::Device device) {
+  if (device.is_cuda()) cuda().connect(device);
+}
+
+std::map<int, WorkPtr> ProcessGroupFarandole::postOnCuda(std::vector<BatchEntry> entries) {
+  const at::Device device = entries[0].tensor.device();
+  std::vector<CudaMessage> messages;
+  messages.reserve(entries.size());
+  for (BatchEntry& entry : entries) {
+    TORCH_CHECK_VALUE(entry.tensor.device() == device, "a batch has tensors on ", device, " and on ",
+                      entry.tensor.device(), "; expected one CUDA device");
+    messages.push_back({entry.direction == p2p::Direction::kSend, std::move(entry.tensor), entry.peer});
+  }
+  const bool isBatch = messages.size() > 1;
+  const OpType type = isBatch ? OpType::COALESCED : messages[0].isSend ? OpType::SEND : OpType::RECV;
+  const char* const title = isBatch ? "farandole:batch_p2p" : messages[0].isSend ? "farandole:send" : "farandole:recv";
+  const WorkOptions options = workOptions(type, title, ::c10d::kUnsetTimeout, messages.size());
+  return cuda().post(options, device, std::move(messages));
+}
+
+}  // namespace farandole::backend

@@ -1,0 +1,83 @@
+#include "backend/transport/nccl/device_group.h"
+
+#include <future>
+#include <thread>
+#include <utility>
+
+namespace farandole::transport {
+
+DeviceGroup::DeviceGroup(DeviceGroupSetup setup, Health ranksHealth, OnFailure onFailure)
+    : setup_(std::move(setup)), ranksHealth_(std::move(ranksHealth)), onFailure_(std::move(onFailure)) {}
+
+Result<std::shared_ptr<GroupOnDevice>> DeviceGroup::on(int device) {
+  std::lock_guard lock(mutex_);
+  if (!over_) return over_;
+  if (const auto found = devices_.find(device); found != devices_.end()) return found->second;
+  auto made = std::make_shared<GroupOnDevice>(setup_, weak_from_this(), device, static_cast<int>(devices_.size()));
+  FARANDOLE_RETURN_IF_ERROR(made->begin());
+  devices_.emplace(device, made);
+  return made;
+}
+
+std::shared_ptr<GroupOnDevice> DeviceGroup::find(int device) {
+  std::lock_guard lock(mutex_);
+  const auto found = devices_.find(device);
+  return found != devices_.end() ? found->second : nullptr;
+}
+
+std::vector<std::shared_ptr<GroupOnDevice>> DeviceGroup::devices() {
+  std::lock_guard lock(mutex_);
+  std::vector<std::shared_ptr<GroupOnDevice>> all;
+  all.reserve(devices_.size());
+  for (const auto& [index, device] : devices_) all.push_back(device);
+  return all;
+}
+
+Status DeviceGroup::status() {
+  std::lock_guard lock(mutex_);
+  return over_;
+}
+
+Status DeviceGroup::health() {
+  // Who died is known there first, and by name.
+  if (const Status ranks = ranksHealth_(); !ranks) {
+    abort(ranks);
+    return Status::ok();
+  }
+  for (const auto& device : devices()) FARANDOLE_RETURN_IF_ERROR(device->asyncError());
+  return Status::ok();
+}
+
+bool DeviceGroup::endAll(const Status& why) {
+  {
+    std::lock_guard lock(mutex_);
+    if (!over_) return false;
+    over_ = why;
+  }
+  for (const auto& device : devices()) device->endAll(why);
+  return true;
+}
+
+void DeviceGroup::fail(const Status& why) {
+  if (endAll(why)) onFailure_(why);
+}
+
+void DeviceGroup::abort(const Status& why) { (void)endAll(why); }
+
+void DeviceGroup::close(std::chrono::milliseconds limit) {
+  if (!status()) return;
+  // NCCL waits for the peers, whom nothing compels to come.
+  std::packaged_task<Status()> closing([all = devices()] {
+    Status first;
+    for (const auto& device : all) {
+      if (const Status status = device->close(); first) first = status;
+    }
+    return first;
+  });
+  auto closed = closing.get_future();
+  std::thread(std::move(closing)).detach();
+  (void)closed.wait_for(limit);
+  abort(Status::aborted(setup_.name + " was closed"));
+}
+
+}  // namespace farandole::transport

@@ -1,0 +1,48 @@
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "backend/transport/nccl/group_on_device.h"
+
+namespace farandole::transport {
+
+// One rank's part of a group on devices. Any thread.
+class DeviceGroup final : public WatchedGroup, public std::enable_shared_from_this<DeviceGroup> {
+ public:
+  // `ranksHealth`: ok, or how the group's ranks have ended it elsewhere. `onFailure`: called once with what ended the
+  // group here, which the other ranks should know; not when `ranksHealth` said it or abort() was called.
+  using Health = std::function<Status()>;
+  using OnFailure = std::function<void(const Status&)>;
+  DeviceGroup(DeviceGroupSetup setup, Health ranksHealth, OnFailure onFailure);
+
+  // The part on this device, made on first use.
+  Result<std::shared_ptr<GroupOnDevice>> on(int device);
+  // That part, where there is one.
+  std::shared_ptr<GroupOnDevice> find(int device);
+
+  Status health() override;
+  void fail(const Status& why) override;
+  // Ends everything; nobody is told.
+  void abort(const Status& why);
+  // Ok, or what ended the group.
+  Status status();
+  // Waits until what is under way has ended, for as long as `limit`, then aborts what is left and ends the group.
+  void close(std::chrono::milliseconds limit);
+
+ private:
+  bool endAll(const Status& why);
+  std::vector<std::shared_ptr<GroupOnDevice>> devices();
+
+  const DeviceGroupSetup setup_;
+  const Health ranksHealth_;
+  const OnFailure onFailure_;
+  std::mutex mutex_;
+  std::map<int, std::shared_ptr<GroupOnDevice>> devices_;
+  Status over_;
+};
+
+}  // namespace farandole::transport

@@ -1,0 +1,63 @@
+#include "backend/transport/nccl/device_lane.h"
+
+#include <utility>
+
+namespace farandole::transport {
+
+void DeviceLane::add(std::shared_ptr<DeviceOperation> operation) {
+  {
+    std::lock_guard lock(mutex_);
+    if (over_) {
+      operations_.push_back(std::move(operation));
+      return;
+    }
+  }
+  operation->finish(over_);
+}
+
+Status DeviceLane::sweep() {
+  while (true) {
+    std::shared_ptr<DeviceOperation> first;
+    {
+      std::lock_guard lock(mutex_);
+      if (operations_.empty()) return Status::ok();
+      first = operations_.front();
+    }
+    const auto run = first->hasRun();
+    if (!run) return run.status().wrap(first->describe());
+    if (!*run) return Status::ok();
+    {
+      std::lock_guard lock(mutex_);
+      // Whoever ended all has it.
+      if (operations_.empty() || operations_.front() != first) return Status::ok();
+      operations_.pop_front();
+    }
+    first->finish(Status::ok());
+  }
+}
+
+std::shared_ptr<DeviceOperation> DeviceLane::findLate(DeviceClock::time_point now) {
+  std::lock_guard lock(mutex_);
+  for (const auto& operation : operations_) {
+    // One that has ended may be behind one on another stream that has not.
+    if (operation->deadline() <= now && !operation->isDone()) return operation;
+  }
+  return nullptr;
+}
+
+bool DeviceLane::isEmpty() {
+  std::lock_guard lock(mutex_);
+  return operations_.empty();
+}
+
+void DeviceLane::endAll(const Status& status) {
+  std::deque<std::shared_ptr<DeviceOperation>> ended;
+  {
+    std::lock_guard lock(mutex_);
+    if (over_) over_ = status;
+    ended.swap(operations_);
+  }
+  for (const auto& operation : ended) operation->finish(status);
+}
+
+}  // namespace farandole::transport

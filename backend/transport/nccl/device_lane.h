@@ -1,0 +1,32 @@
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "backend/transport/nccl/device_operation.h"
+
+namespace farandole::transport {
+
+// The operations of one group on one stream that have not ended, in the stream's order. Any thread.
+class DeviceLane {
+ public:
+  // Of a launched operation. Ends it at once where the lane is over.
+  void add(std::shared_ptr<DeviceOperation> operation);
+  // Ends what the device is done with; the error is CUDA's.
+  Status sweep();
+  // The first that is late at `now`, or null.
+  std::shared_ptr<DeviceOperation> findLate(DeviceClock::time_point now);
+  bool isEmpty();
+  // Ends all, and what comes later, with this error.
+  void endAll(const Status& status);
+
+ private:
+  std::mutex mutex_;
+  std::deque<std::shared_ptr<DeviceOperation>> operations_;
+  Status over_;
+};
+
+}  // namespace farandole::transport

@@ -1,0 +1,42 @@
+#include "backend/transport/nccl/device_operation.h"
+
+#include <utility>
+
+namespace farandole::transport {
+
+void DeviceOperation::launched(DeviceEvent end, cudaStream_t stream) {
+  State expected = State::kQueued;
+  if (state_.load(std::memory_order_acquire) != expected) return;  // ended before
+  end_ = std::move(end);
+  stream_ = stream;
+  if (state_.compare_exchange_strong(expected, State::kLaunched, std::memory_order_acq_rel)) state_.notify_all();
+}
+
+void DeviceOperation::finish(const Status& status) {
+  State state = state_.load(std::memory_order_acquire);
+  do {
+    if (state == State::kEnding || state == State::kEnded) return;
+  } while (!state_.compare_exchange_weak(state, State::kEnding, std::memory_order_acq_rel));
+  status_ = status;
+  ending(status);
+  letGo();
+  state_.store(State::kEnded, std::memory_order_release);
+  state_.notify_all();
+}
+
+void DeviceOperation::awaitLaunch() const {
+  while (state_.load(std::memory_order_acquire) == State::kQueued) state_.wait(State::kQueued);
+}
+
+bool DeviceOperation::isDone() const {
+  const State state = state_.load(std::memory_order_acquire);
+  if (state != State::kLaunched) return state == State::kEnded;
+  const auto run = end_.hasRun();
+  return run && *run;
+}
+
+void DeviceOperation::letGo() {
+  if (!isLetGo_.exchange(true)) dropBuffers();
+}
+
+}  // namespace farandole::transport

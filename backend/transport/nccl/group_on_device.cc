@@ -1,0 +1,142 @@
+#include "backend/transport/nccl/group_on_device.h"
+
+#include <thread>
+
+namespace farandole::transport {
+
+GroupOnDevice::GroupOnDevice(DeviceGroupSetup setup, std::weak_ptr<WatchedGroup> group, int device, int ordinal)
+    : setup_(std::move(setup)),
+      group_(std::move(group)),
+      device_(device),
+      ordinal_(ordinal),
+      events_(std::make_shared<EventPool>(setup_.runtime->cuda, device)),
+      pointToPoint_(std::make_shared<PointToPoint>(PointToPoint::Setup{
+          setup_.runtime, events_, setup_.meeting, setup_.watch, group_,
+          setup_.name + " device " + std::to_string(ordinal), setup_.rank, device, setup_.edgeCtas, setup_.timeout})) {}
+
+Status GroupOnDevice::begin() {
+  auto stream = DeviceStream::make(setup_.runtime->cuda, device_);
+  if (!stream) return stream.status();
+  stream_ = std::move(*stream);
+  setup_.watch->watch(group_, lane_);
+  setup_.watch->watch(group_, inOrderLane_);
+  return Status::ok();
+}
+
+Status GroupOnDevice::connect() {
+  std::unique_lock lock(mutex_);
+  if (communicator_ == nullptr && over_ && !isConnecting_) {
+    isConnecting_ = true;
+    // It holds this object, and ends by itself: nobody can call off NCCL while it waits for ranks.
+    std::thread([self = shared_from_this()] { self->connectNow(); }).detach();
+  }
+  changed_.wait(lock, [&] { return communicator_ != nullptr || !over_; });
+  return over_;
+}
+
+void GroupOnDevice::adopt(std::shared_ptr<NcclCommunicator> communicator) {
+  if (!communicators_.add(communicator)) return;
+  std::lock_guard lock(mutex_);
+  communicator_ = std::move(communicator);
+  changed_.notify_all();
+}
+
+std::shared_ptr<NcclCommunicator> GroupOnDevice::communicator() {
+  std::lock_guard lock(mutex_);
+  return communicator_;
+}
+
+Result<std::shared_ptr<NcclCommunicator>> GroupOnDevice::makeCommunicator() {
+  const std::string name = setup_.name + " device " + std::to_string(ordinal_);
+  const auto id = setup_.meeting->meet(name, setup_.rank, setup_.size, DeviceClock::now() + setup_.timeout);
+  if (!id) return id.status().wrap(name);
+  return NcclCommunicator::connect(*setup_.runtime, {name, *id, setup_.rank, setup_.size, device_});
+}
+
+void GroupOnDevice::connectNow() {
+  auto made = makeCommunicator();
+  if (made) return adopt(std::move(*made));
+  if (const auto group = group_.lock()) group->fail(made.status());
+}
+
+Result<bool> GroupOnDevice::isCapturing(cudaStream_t stream) const {
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  FARANDOLE_RETURN_IF_ERROR(
+      setup_.runtime->cuda.check(setup_.runtime->cuda.streamIsCapturing(stream, &capture), "cudaStreamIsCapturing"));
+  return capture != cudaStreamCaptureStatusNone;
+}
+
+Status GroupOnDevice::run(cudaStream_t current, bool inOrder, const std::shared_ptr<DeviceOperation>& operation,
+                          const Calls& calls) {
+  const DeviceScope scope(setup_.runtime->cuda, device_);
+  FARANDOLE_RETURN_IF_ERROR(scope.status());
+  const auto captured = isCapturing(current);
+  if (!captured) return captured.status();
+  if (*captured && communicator() == nullptr) {
+    return Status::invalidArgument(setup_.name +
+                                   " is not connected, and that cannot be captured in a graph; expected a collective "
+                                   "before the capture, or device_id in init_process_group");
+  }
+  FARANDOLE_RETURN_IF_ERROR(connect());
+  cudaStream_t const stream = inOrder ? current : stream_->handle();
+  auto end = events_->take();
+  if (!end) return end.status();
+  const NcclCommunicator::Turn turn(*communicator_);
+  if (turn.handle() == nullptr) return communicator_->ended();
+  if (!inOrder) {
+    auto ready = events_->take();
+    if (!ready) return ready.status();
+    FARANDOLE_RETURN_IF_ERROR(ready->record(current, *captured));
+    FARANDOLE_RETURN_IF_ERROR(ready->holdUp(stream));
+  }
+  NcclGroup group(setup_.runtime->nccl);
+  calls(group, turn.handle(), stream);
+  FARANDOLE_RETURN_IF_ERROR(group.end());
+  FARANDOLE_RETURN_IF_ERROR(end->record(stream, *captured));
+  operation->launched(std::move(*end), stream);
+  if (*captured) return Status::ok();
+  (inOrder ? inOrderLane_ : lane_)->add(operation);
+  setup_.watch->wake();
+  return Status::ok();
+}
+
+Status GroupOnDevice::post(cudaStream_t current, std::vector<EdgeMessage> messages) {
+  const DeviceScope scope(setup_.runtime->cuda, device_);
+  FARANDOLE_RETURN_IF_ERROR(scope.status());
+  const auto captured = isCapturing(current);
+  if (!captured) return captured.status();
+  auto taken = events_->take();
+  if (!taken) return taken.status();
+  const auto ready = std::make_shared<DeviceEvent>(std::move(*taken));
+  FARANDOLE_RETURN_IF_ERROR(ready->record(current, *captured));
+  for (EdgeMessage& message : messages) {
+    message.ready = ready;
+    message.isCaptured = *captured;
+  }
+  return pointToPoint_->post(std::move(messages));
+}
+
+Status GroupOnDevice::asyncError() {
+  FARANDOLE_RETURN_IF_ERROR(communicators_.asyncError());
+  return pointToPoint_->asyncError();
+}
+
+void GroupOnDevice::endAll(const Status& why) {
+  communicators_.abortAll();
+  {
+    std::lock_guard lock(mutex_);
+    if (over_) over_ = why;
+  }
+  changed_.notify_all();
+  pointToPoint_->endAll(why);
+  lane_->endAll(why);
+  inOrderLane_->endAll(why);
+}
+
+Status GroupOnDevice::close() {
+  const Status edges = pointToPoint_->close();
+  const Status collectives = communicators_.closeAll();
+  return edges ? collectives : edges;
+}
+
+}  // namespace farandole::transport

@@ -1,0 +1,84 @@
+#pragma once
+
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "backend/transport/nccl/abortable_communicators.h"
+#include "backend/transport/nccl/communicator_meeting.h"
+#include "backend/transport/nccl/device_stream.h"
+#include "backend/transport/nccl/device_watch.h"
+#include "backend/transport/nccl/point_to_point.h"
+
+namespace farandole::transport {
+
+// What all of a group's devices have in common.
+struct DeviceGroupSetup {
+  const DeviceRuntime* runtime;
+  std::shared_ptr<DeviceWatch> watch;
+  std::shared_ptr<CommunicatorMeeting> meeting;
+  std::string name;
+  int rank;
+  int size;
+  int edgeCtas;                       // for each edge; 0: as NCCL thinks
+  std::chrono::milliseconds timeout;  // of connecting
+};
+
+// One rank's part of a group on one device: the communicator and the stream of its collectives, and its edges. Any
+// thread; collectives take turns.
+class GroupOnDevice : public std::enable_shared_from_this<GroupOnDevice> {
+ public:
+  // `ordinal`: of this device among those that the rank has used, which is the same for all ranks.
+  GroupOnDevice(DeviceGroupSetup setup, std::weak_ptr<WatchedGroup> group, int device, int ordinal);
+
+  // Before anything else: makes the stream and is watched.
+  Status begin();
+  // Waits until the communicator of all ranks is there; the first call makes it, on a thread of its own.
+  Status connect();
+  // As connect(), with what was split off another group's.
+  void adopt(std::shared_ptr<NcclCommunicator> communicator);
+  // Null before connect().
+  std::shared_ptr<NcclCommunicator> communicator();
+
+  // What a collective calls of NCCL.
+  using Calls = std::function<void(NcclGroup&, ncclComm_t, cudaStream_t)>;
+  // Puts `calls`, as one launch, after what is on `current` by now: on the group's own stream, or with `inOrder` on
+  // `current` itself. The operation is launched then, unless this fails.
+  Status run(cudaStream_t current, bool inOrder, const std::shared_ptr<DeviceOperation>& operation, const Calls& calls);
+  // After what is on `current` by now; in the order of the list for each edge (see PointToPoint::post).
+  Status post(cudaStream_t current, std::vector<EdgeMessage> messages);
+  PointToPoint& pointToPoint() { return *pointToPoint_; }
+
+  Status asyncError();
+  void endAll(const Status& why);
+  Status close();
+  int device() const { return device_; }
+
+ private:
+  void connectNow();
+  Result<std::shared_ptr<NcclCommunicator>> makeCommunicator();
+  Result<bool> isCapturing(cudaStream_t stream) const;
+
+  const DeviceGroupSetup setup_;
+  const std::weak_ptr<WatchedGroup> group_;
+  const int device_;
+  const int ordinal_;
+  const std::shared_ptr<EventPool> events_;
+  const std::shared_ptr<PointToPoint> pointToPoint_;
+  // Of what runs on our stream, and of what runs on streams of the caller's: there, two are not in order, and one that
+  // has ended is found behind one that has not a little later.
+  const std::shared_ptr<DeviceLane> lane_ = std::make_shared<DeviceLane>();
+  const std::shared_ptr<DeviceLane> inOrderLane_ = std::make_shared<DeviceLane>();
+  std::unique_ptr<DeviceStream> stream_;
+  AbortableCommunicators communicators_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool isConnecting_ = false;
+  std::shared_ptr<NcclCommunicator> communicator_;
+  Status over_;
+};
+
+}  // namespace farandole::transport

@@ -1,0 +1,111 @@
+#include "backend/transport/nccl/nccl_communicator.h"
+
+#include <utility>
+
+namespace farandole::transport {
+
+NcclCommunicator::NcclCommunicator(const DeviceRuntime& runtime, std::string name, int device, ncclComm_t handle)
+    : runtime_(runtime), name_(std::move(name)), device_(device), handle_(handle) {}
+
+Result<std::shared_ptr<NcclCommunicator>> NcclCommunicator::connect(const DeviceRuntime& runtime,
+                                                                    const CommunicatorSpec& spec) {
+  const DeviceScope scope(runtime.cuda, spec.device);
+  FARANDOLE_RETURN_IF_ERROR(scope.status());
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  config.blocking = 1;
+  config.commName = spec.name.c_str();
+  if (spec.maxCtas > 0) config.maxCTAs = spec.maxCtas;
+  ncclComm_t handle = nullptr;
+  FARANDOLE_RETURN_IF_ERROR(
+      runtime.nccl.check(runtime.nccl.commInitRankConfig(&handle, spec.size, spec.id, spec.rank, &config),
+                         "ncclCommInitRankConfig of " + spec.name));
+  return std::shared_ptr<NcclCommunicator>(new NcclCommunicator(runtime, spec.name, spec.device, handle));
+}
+
+Result<std::shared_ptr<NcclCommunicator>> NcclCommunicator::split(int color, int rank, const std::string& name) {
+  const DeviceScope scope(runtime_.cuda, device_);
+  FARANDOLE_RETURN_IF_ERROR(scope.status());
+  const Turn turn(*this);
+  if (turn.handle() == nullptr) return ended();
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  config.blocking = 1;
+  config.commName = name.c_str();
+  ncclComm_t handle = nullptr;
+  FARANDOLE_RETURN_IF_ERROR(runtime_.nccl.check(runtime_.nccl.commSplit(turn.handle(), color, rank, &handle, &config),
+                                                "ncclCommSplit of " + name_ + " to " + name));
+  if (handle == nullptr) return std::shared_ptr<NcclCommunicator>();
+  return std::shared_ptr<NcclCommunicator>(new NcclCommunicator(runtime_, name, device_, handle));
+}
+
+NcclCommunicator::~NcclCommunicator() { abort(); }
+
+NcclCommunicator::Turn::Turn(NcclCommunicator& communicator)
+    : lock_(communicator.turn_), handle_(communicator.isAborted_ ? nullptr : communicator.handle_.load()) {}
+
+Status NcclCommunicator::ended() const { return Status::aborted(name_ + " was closed or aborted"); }
+
+Status NcclCommunicator::asyncError() {
+  std::lock_guard lock(ending_);
+  if (handle_ == nullptr || isAborted_) return Status::ok();
+  ncclResult_t found = ncclSuccess;
+  FARANDOLE_RETURN_IF_ERROR(
+      runtime_.nccl.check(runtime_.nccl.commGetAsyncError(handle_, &found), "ncclCommGetAsyncError of " + name_));
+  if (found == ncclInProgress) return Status::ok();
+  return runtime_.nccl.check(found, name_);
+}
+
+void NcclCommunicator::abort() {
+  const DeviceScope scope(runtime_.cuda, device_);
+  const bool isFirst = !isAborted_.exchange(true);
+  std::unique_lock turn(turn_, std::try_to_lock);
+  std::unique_lock ending(ending_);
+  // A second one that finds somebody in a call leaves that to the first.
+  if (handle_ == nullptr || (!turn && !isFirst)) return;
+  if (!turn && runtime_.nccl.commRevoke != nullptr && runtime_.nccl.commRevoke(handle_, 0) == ncclSuccess) {
+    // Who is stuck in a call comes out of it; only then nobody uses what is freed.
+    ending.unlock();
+    turn.lock();
+    ending.lock();
+    if (handle_ == nullptr) return;
+  }
+  (void)runtime_.nccl.commAbort(handle_.exchange(nullptr));
+}
+
+Status NcclCommunicator::close() {
+  const DeviceScope scope(runtime_.cuda, device_);
+  std::lock_guard turn(turn_);
+  const ncclComm_t handle = handle_;
+  if (handle == nullptr) return Status::ok();
+  const Status finalized = runtime_.nccl.check(runtime_.nccl.commFinalize(handle), "ncclCommFinalize of " + name_);
+  std::lock_guard ending(ending_);
+  if (handle_ == nullptr) return ended();
+  FARANDOLE_RETURN_IF_ERROR(finalized);
+  return runtime_.nccl.check(runtime_.nccl.commDestroy(handle_.exchange(nullptr)), "ncclCommDestroy of " + name_);
+}
+
+NcclGroup::NcclGroup(const NcclApi& nccl) : nccl_(nccl) { begin(); }
+
+void NcclGroup::begin() {
+  status_ = nccl_.check(nccl_.groupStart(), "ncclGroupStart");
+  isOpen_ = status_.isOk();
+}
+
+NcclGroup::~NcclGroup() { (void)end(); }
+
+void NcclGroup::add(ncclResult_t result, const char* what) {
+  if (status_ && result != ncclSuccess) status_ = nccl_.check(result, what);
+}
+
+void NcclGroup::cut() {
+  if (end()) begin();
+}
+
+Status NcclGroup::end() {
+  if (!std::exchange(isOpen_, false)) return status_;
+  // Also after a failed call: the thread would stay in the group.
+  const ncclResult_t result = nccl_.groupEnd();
+  if (status_) status_ = nccl_.check(result, "ncclGroupEnd");
+  return status_;
+}
+
+}  // namespace farandole::transport

@@ -1,0 +1,96 @@
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "backend/transport/nccl/device_runtime.h"
+
+namespace farandole::transport {
+
+struct CommunicatorSpec {
+  std::string name;  // in NCCL's log and in errors
+  ncclUniqueId id;   // the same on all ranks
+  int rank;
+  int size;
+  int device;
+  int maxCtas = 0;  // how many of the device's processors it may take; 0: as NCCL thinks
+};
+
+// One of NCCL's communicators. It is blocking: of a non-blocking one every group of calls starts a thread (NCCL 2.30,
+// group.cc), which costs more than the call. What may block the host for long is therefore done where that harms
+// nobody: connecting on a thread of its own, closing too.
+//
+// Any thread; the calls of several take turns. abort() comes through while another one is blocked in a call.
+class NcclCommunicator {
+ public:
+  // Waits on the host until all ranks have come.
+  static Result<std::shared_ptr<NcclCommunicator>> connect(const DeviceRuntime& runtime, const CommunicatorSpec& spec);
+  // Part of this one, for which `color` is the same; null with NCCL_SPLIT_NOCOLOR. All ranks must call it.
+  Result<std::shared_ptr<NcclCommunicator>> split(int color, int rank, const std::string& name);
+  // Aborts what was not closed.
+  ~NcclCommunicator();
+  NcclCommunicator(const NcclCommunicator&) = delete;
+  NcclCommunicator& operator=(const NcclCommunicator&) = delete;
+
+  // The right to call NCCL with this communicator, for as long as it lives; empty once it was aborted or closed.
+  class Turn {
+   public:
+    explicit Turn(NcclCommunicator& communicator);
+    ncclComm_t handle() const { return handle_; }
+
+   private:
+    std::unique_lock<std::mutex> lock_;
+    ncclComm_t handle_;
+  };
+
+  // What NCCL's own threads have found since: ok, or why this communicator is broken.
+  Status asyncError();
+  // Ends what runs on the device, without its result, and every call; peers stay where they are.
+  void abort();
+  // Waits on the host until the device is done with it and the peers have what was sent.
+  Status close();
+
+  const std::string& name() const { return name_; }
+  int device() const { return device_; }
+  Status ended() const;
+
+ private:
+  NcclCommunicator(const DeviceRuntime& runtime, std::string name, int device, ncclComm_t handle);
+
+  const DeviceRuntime& runtime_;
+  const std::string name_;
+  const int device_;
+  std::mutex turn_;                 // held during calls
+  std::mutex ending_;               // of what ends it, and of asyncError; taken after turn_
+  std::atomic<ncclComm_t> handle_;  // null once it has ended
+  std::atomic<bool> isAborted_{false};
+};
+
+// Group calls of NCCL's: everything between becomes one launch for each communicator.
+class NcclGroup {
+ public:
+  explicit NcclGroup(const NcclApi& nccl);
+  // Ends the group if nobody has.
+  ~NcclGroup();
+  NcclGroup(const NcclGroup&) = delete;
+  NcclGroup& operator=(const NcclGroup&) = delete;
+
+  // Notes the first that fails.
+  void add(ncclResult_t result, const char* what);
+  // Ends the group and begins another one, where all ranks that have a part in it do so, for NCCL takes 2048 calls in a
+  // group at most.
+  void cut();
+  // What failed, of the calls or of their launch.
+  Status end();
+
+ private:
+  void begin();
+
+  const NcclApi& nccl_;
+  Status status_;
+  bool isOpen_ = false;
+};
+
+}  // namespace farandole::transport

@@ -1,0 +1,169 @@
+#include "backend/transport/nccl/point_to_point.h"
+
+#include <algorithm>
+
+namespace farandole::transport {
+
+PointToPoint::~PointToPoint() {
+  // Each connector holds this object: what is left here has ended, or is the one on which this runs.
+  for (std::thread& connector : connectors_) connector.detach();
+}
+
+Edge& PointToPoint::edgeOf(EdgeKey key) {
+  const auto [found, isNew] = edges_.try_emplace(key);
+  if (isNew) {
+    setup_.watch->watch(setup_.group, found->second.lane);
+    connectors_.emplace_back([self = shared_from_this(), key] { self->connectNow(key); });
+  }
+  return found->second;
+}
+
+std::string PointToPoint::nameOf(EdgeKey key) const {
+  const auto [peer, isSend] = key;
+  const int source = isSend ? setup_.rank : peer;
+  const int destination = isSend ? peer : setup_.rank;
+  return setup_.groupName + " edge " + std::to_string(source) + ">" + std::to_string(destination);
+}
+
+void PointToPoint::connect(bool isSend, int peer) {
+  std::lock_guard lock(mutex_);
+  if (over_) (void)edgeOf({peer, isSend});
+}
+
+bool PointToPoint::isConnected(bool isSend, int peer) {
+  std::lock_guard lock(mutex_);
+  const auto found = edges_.find({peer, isSend});
+  return found != edges_.end() && found->second.state == Edge::State::kReady;
+}
+
+Result<std::shared_ptr<NcclCommunicator>> PointToPoint::makeCommunicator(EdgeKey key) {
+  const std::string name = nameOf(key);
+  const int rank = key.second ? 0 : 1;
+  const auto id = setup_.meeting->meet(name, rank, 2, DeviceClock::now() + setup_.timeout);
+  if (!id) return id.status().wrap(name);
+  return NcclCommunicator::connect(*setup_.runtime, {name, *id, rank, 2, setup_.device, setup_.maxCtas});
+}
+
+Status PointToPoint::warmUp(NcclCommunicator& communicator, cudaStream_t stream, bool isSend) const {
+  // The first message makes the connection, for which the host waits: one without bytes, here.
+  const NcclApi& nccl = setup_.runtime->nccl;
+  const NcclCommunicator::Turn turn(communicator);
+  if (turn.handle() == nullptr) return communicator.ended();
+  NcclGroup group(nccl);
+  if (isSend) {
+    group.add(nccl.send(nullptr, 0, ncclUint8, 1, turn.handle(), stream), "ncclSend");
+  } else {
+    group.add(nccl.recv(nullptr, 0, ncclUint8, 0, turn.handle(), stream), "ncclRecv");
+  }
+  return group.end().wrapUnlessOk(communicator.name());
+}
+
+void PointToPoint::connectNow(EdgeKey key) {
+  const DeviceScope scope(setup_.runtime->cuda, setup_.device);
+  auto stream = DeviceStream::make(setup_.runtime->cuda, setup_.device);
+  auto communicator = makeCommunicator(key);
+  Status status = !scope.status() ? scope.status() : !stream ? stream.status() : communicator.status();
+  if (status && !communicators_.add(*communicator)) return;
+  if (status) status = warmUp(**communicator, (*stream)->handle(), key.second);
+  if (status) {
+    std::lock_guard lock(mutex_);
+    if (!over_) return;
+    Edge& edge = edges_.at(key);
+    edge.communicator = std::move(*communicator);
+    edge.stream = std::move(*stream);
+    edge.state = Edge::State::kReady;
+    for (EdgeMessage& message : edge.waiting) {
+      if (status) status = launch({&message, 1});
+    }
+    edge.waiting.clear();
+  }
+  if (status) return;
+  if (const auto group = setup_.group.lock()) group->fail(status);
+}
+
+Status PointToPoint::post(std::vector<EdgeMessage> messages) {
+  std::vector<EdgeMessage> round;
+  std::lock_guard lock(mutex_);
+  if (!over_) return over_;
+  while (!messages.empty()) {
+    // The first that is left for each edge.
+    std::vector<EdgeMessage> later;
+    std::vector<EdgeKey> seen;
+    for (EdgeMessage& message : messages) {
+      const EdgeKey key(message.peer, message.isSend);
+      Edge& edge = edgeOf(key);
+      if (edge.state == Edge::State::kConnecting) {
+        if (message.isCaptured) {
+          return Status::invalidArgument(nameOf(key) +
+                                         " is not connected, and that cannot be captured in a graph; expected one "
+                                         "message along it before the capture");
+        }
+        edge.waiting.push_back(std::move(message));
+      } else if (std::find(seen.begin(), seen.end(), key) != seen.end()) {
+        later.push_back(std::move(message));
+      } else {
+        seen.push_back(key);
+        round.push_back(std::move(message));
+      }
+    }
+    FARANDOLE_RETURN_IF_ERROR(launch(round));
+    round.clear();
+    messages.swap(later);
+  }
+  return Status::ok();
+}
+
+Status PointToPoint::launch(std::span<EdgeMessage> messages) {
+  if (messages.empty()) return Status::ok();
+  const NcclApi& nccl = setup_.runtime->nccl;
+  std::vector<Edge*> edges;
+  std::vector<std::unique_ptr<NcclCommunicator::Turn>> turns;
+  for (const EdgeMessage& message : messages) {
+    Edge& edge = edges_.at({message.peer, message.isSend});
+    edges.push_back(&edge);
+    turns.push_back(std::make_unique<NcclCommunicator::Turn>(*edge.communicator));
+    if (turns.back()->handle() == nullptr) return edge.communicator->ended();
+    FARANDOLE_RETURN_IF_ERROR(message.ready->holdUp(edge.stream->handle()));
+  }
+  NcclGroup group(nccl);
+  for (std::size_t i = 0; i < messages.size(); ++i) {
+    const EdgeMessage& message = messages[i];
+    cudaStream_t const stream = edges[i]->stream->handle();
+    if (message.isSend) {
+      group.add(nccl.send(message.data, message.bytes, ncclUint8, 1, turns[i]->handle(), stream), "ncclSend");
+    } else {
+      group.add(nccl.recv(message.data, message.bytes, ncclUint8, 0, turns[i]->handle(), stream), "ncclRecv");
+    }
+  }
+  FARANDOLE_RETURN_IF_ERROR(group.end());
+  for (std::size_t i = 0; i < messages.size(); ++i) {
+    const EdgeMessage& message = messages[i];
+    auto end = setup_.events->take();
+    if (!end) return end.status();
+    FARANDOLE_RETURN_IF_ERROR(end->record(edges[i]->stream->handle(), message.isCaptured));
+    message.operation->launched(std::move(*end), edges[i]->stream->handle());
+    if (!message.isCaptured) edges[i]->lane->add(message.operation);
+  }
+  setup_.watch->wake();
+  return Status::ok();
+}
+
+void PointToPoint::endAll(const Status& why) {
+  // First, since somebody may be stuck in a call, and hold what follows.
+  communicators_.abortAll();
+  std::vector<EdgeMessage> waiting;
+  std::vector<std::shared_ptr<DeviceLane>> lanes;
+  {
+    std::lock_guard lock(mutex_);
+    if (over_) over_ = why;
+    for (auto& [key, edge] : edges_) {
+      lanes.push_back(edge.lane);
+      std::move(edge.waiting.begin(), edge.waiting.end(), std::back_inserter(waiting));
+      edge.waiting.clear();
+    }
+  }
+  for (const auto& lane : lanes) lane->endAll(why);
+  for (const EdgeMessage& message : waiting) message.operation->finish(why);
+}
+
+}  // namespace farandole::transport

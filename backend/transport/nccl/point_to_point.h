@@ -1,0 +1,76 @@
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "backend/transport/nccl/abortable_communicators.h"
+#include "backend/transport/nccl/communicator_meeting.h"
+#include "backend/transport/nccl/device_watch.h"
+#include "backend/transport/nccl/edge.h"
+
+namespace farandole::transport {
+
+// The messages of one rank of a group between devices: one edge for each peer and direction, connected when it is first
+// used (or ahead, by connect()), on a thread of its own. What is posted to an edge before that waits in its queue,
+// so that no order in which ranks come to their edges can deadlock.
+//
+// Two messages of one edge are never in one group of NCCL's: whether the other side groups them alike is not known, and
+// NCCL calls it undefined where it does not (nccl issue 1279). Messages of different edges are launched together.
+//
+// Any thread; posts take turns.
+class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
+ public:
+  struct Setup {
+    const DeviceRuntime* runtime;
+    std::shared_ptr<EventPool> events;
+    std::shared_ptr<CommunicatorMeeting> meeting;
+    std::shared_ptr<DeviceWatch> watch;
+    std::weak_ptr<WatchedGroup> group;
+    std::string groupName;  // in the communicators' names
+    int rank;
+    int device;
+    int maxCtas;                        // for each edge
+    std::chrono::milliseconds timeout;  // of connecting
+  };
+  explicit PointToPoint(Setup setup) : setup_(std::move(setup)) {}
+  ~PointToPoint();
+
+  // Posts messages whose order for each edge is that of the list. Returns at once, also when an edge is not connected
+  // yet: then its operations are launched later. The error is of what could not be launched: the group is over.
+  Status post(std::vector<EdgeMessage> messages);
+  // Begins to connect the edge, unless it is or does.
+  void connect(bool isSend, int peer);
+  bool isConnected(bool isSend, int peer);
+  // Ends everything with this error; what comes later, too.
+  void endAll(const Status& why);
+  // Waits on the host until what was sent has arrived; nothing may be posted any more.
+  Status close() { return communicators_.closeAll(); }
+  // What NCCL has found.
+  Status asyncError() { return communicators_.asyncError(); }
+
+ private:
+  using EdgeKey = std::pair<int, bool>;  // peer, is it a send
+
+  Edge& edgeOf(EdgeKey key);
+  std::string nameOf(EdgeKey key) const;
+  void connectNow(EdgeKey key);
+  Result<std::shared_ptr<NcclCommunicator>> makeCommunicator(EdgeKey key);
+  Status warmUp(NcclCommunicator& communicator, cudaStream_t stream, bool isSend) const;
+  // At most one message for each edge; all connected.
+  Status launch(std::span<EdgeMessage> messages);
+
+  const Setup setup_;
+  AbortableCommunicators communicators_;
+  std::mutex mutex_;
+  std::map<EdgeKey, Edge> edges_;
+  std::vector<std::thread> connectors_;
+  Status over_;
+};
+
+}  // namespace farandole::transport
