@@ -1,0 +1,3 @@
+#include "tests/backend/transport/nccl/simulator/simulated_cluster.h"
+
+#include <gtest/gtest.h>
