@@ -47,8 +47,8 @@ void runCollective(const std::vector<const CollectiveCall*>& calls) {
       case Kind::kAllGather:
       case Kind::kAllToAll:
         for (std::size_t from = 0; from < ranks; ++from) {
-          write(static_cast<std::byte*>(to) + from * size, inputs[from],
-                call.kind == Kind::kAllToAll ? rank * size : 0, size);
+          write(static_cast<std::byte*>(to) + from * size, inputs[from], call.kind == Kind::kAllToAll ? rank * size : 0,
+                size);
         }
         break;
     }

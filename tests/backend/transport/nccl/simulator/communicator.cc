@@ -23,7 +23,7 @@ Communicator* Communicators::lookUp(ncclComm_t handle) const {
 }
 
 ncclResult_t Communicators::find(ncclComm_t handle, const char* function, Communicator*& communicator,
-                                  bool evenJoining) {
+                                 bool evenJoining) {
   if (handle == nullptr) return ncclInvalidArgument;
   communicator = lookUp(handle);
   if (communicator == nullptr) {

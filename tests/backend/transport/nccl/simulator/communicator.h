@@ -50,8 +50,7 @@ class Communicators {
   // Null where there is none; says nothing.
   Communicator* lookUp(ncclComm_t handle) const;
   // What a function does first: the handle's communicator, or what to return. Freed and unknown handles are violations.
-  ncclResult_t find(ncclComm_t handle, const char* function, Communicator*& communicator,
-                    bool evenJoining = false);
+  ncclResult_t find(ncclComm_t handle, const char* function, Communicator*& communicator, bool evenJoining = false);
   ncclResult_t asyncError(const Communicator& communicator) const;
   void checkDevice(const Communicator& communicator, const char* function);
   void failAll(int device, ncclResult_t error);

@@ -41,9 +41,7 @@ class CudaFunctions {
   };
 
   ThreadState& thread() { return ThreadState::of(core_); }
-  Stream* stream(cudaStream_t handle, const char* function) {
-    return streams_.find(handle, thread().device, function);
-  }
+  Stream* stream(cudaStream_t handle, const char* function) { return streams_.find(handle, thread().device, function); }
   Event* event(cudaEvent_t handle, const char* function);
   // Whether a capture that goes on forbids this thread what CUDA calls potentially unsafe.
   bool unsafeNow();

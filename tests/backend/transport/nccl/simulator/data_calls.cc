@@ -203,8 +203,8 @@ ncclResult_t DataCalls::broadcast(const void* send, void* receive, std::size_t c
                     stream, "ncclBroadcast");
 }
 
-ncclResult_t DataCalls::reduce(const void* send, void* receive, std::size_t count, ncclDataType_t dtype,
-                               ncclRedOp_t op, int root, ncclComm_t communicator, cudaStream_t stream) {
+ncclResult_t DataCalls::reduce(const void* send, void* receive, std::size_t count, ncclDataType_t dtype, ncclRedOp_t op,
+                               int root, ncclComm_t communicator, cudaStream_t stream) {
   return collective({CollectiveCall::Kind::kReduce, send, receive, count, dtype, {}, root}, &op, communicator, stream,
                     "ncclReduce");
 }

@@ -11,7 +11,9 @@ namespace farandole::testing {
 class Faults {
  public:
   // The `nth` call of `function` from now, counted from 1, of any device where `device` is negative.
-  void add(const std::string& function, int nth, int code, int device) { planned_[function].push_back({nth, code, device}); }
+  void add(const std::string& function, int nth, int code, int device) {
+    planned_[function].push_back({nth, code, device});
+  }
   // Counts a call; what it is to fail with.
   std::optional<int> take(const std::string& function, int device);
 

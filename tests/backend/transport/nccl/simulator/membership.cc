@@ -53,8 +53,7 @@ ncclResult_t Membership::commInitRankConfig(ncclComm_t* created, int size, ncclU
   Communicator& communicator = communicators_.create(rank, ThreadState::of(core_).device, config);
   *created = communicator.handle();  // now, so that another thread can abort it
   const Use use(communicators_, lock, communicator, "ncclCommInitRankConfig");
-  const ncclResult_t result =
-      meet(lock, *meeting, rank, {nullptr, &communicator}, std::to_string(size), communicator);
+  const ncclResult_t result = meet(lock, *meeting, rank, {nullptr, &communicator}, std::to_string(size), communicator);
   return finish(result, communicator, created);
 }
 
@@ -119,10 +118,10 @@ std::shared_ptr<Meeting> Membership::meetingOf(Communicator& communicator, const
 ncclResult_t Membership::meet(Lock& lock, Meeting& meeting, int rank, const Meeting::Arrival& arrival,
                               const std::string& wanted, const Communicator& waiter) {
   if (meeting.arrivals.empty()) meeting.wanted = wanted;
-  const bool sameDevice =
-      arrival.caller == nullptr &&
-      std::any_of(meeting.arrivals.begin(), meeting.arrivals.end(),
-                  [&](const auto& other) { return other.second.created->device == arrival.created->device; });
+  const bool sameDevice = arrival.caller == nullptr &&
+                          std::any_of(meeting.arrivals.begin(), meeting.arrivals.end(), [&](const auto& other) {
+                            return other.second.created->device == arrival.created->device;
+                          });
   if (meeting.wanted != wanted || meeting.arrivals.count(rank) > 0) {
     meeting.result = ncclInvalidArgument;
   } else if (sameDevice) {
@@ -132,8 +131,8 @@ ncclResult_t Membership::meet(Lock& lock, Meeting& meeting, int rank, const Meet
   if (meeting.result != ncclSuccess) meeting.done = true;
   if (!meeting.done && meeting.arrivals.size() == meeting.expected) close(meeting);
   core_.changed();
-  const ncclResult_t waited =
-      communicators_.await(lock, waiter, [&] { return meeting.done; }, lossIn(meeting, waiter));
+  const ncclResult_t waited = communicators_.await(
+      lock, waiter, [&] { return meeting.done; }, lossIn(meeting, waiter));
   return waited != ncclSuccess ? waited : meeting.result;
 }
 

@@ -49,7 +49,8 @@ class Membership {
   ncclResult_t commWindowDeregister(ncclComm_t communicator, ncclWindow_t window);
 
  private:
-  // What every call here refuses: a group, in which NCCL puts off what it does, and a configuration that does not block.
+  // What every call here refuses: a group, in which NCCL puts off what it does, and a configuration that does not
+  // block.
   ncclResult_t refuse(const ncclConfig_t* config, const char* function);
   // The meeting of this call of a communicator, the same for all of its ranks.
   std::shared_ptr<Meeting> meetingOf(Communicator& communicator, const std::string& function, std::size_t expected);

@@ -21,9 +21,7 @@ struct Operator {
   const void* deviceScalar = nullptr;  // instead: read when the kernel runs
 
   bool preMultiplies() const { return scalar != nullptr || deviceScalar != nullptr; }
-  bool matches(const Operator& other) const {
-    return kind == other.kind && preMultiplies() == other.preMultiplies();
-  }
+  bool matches(const Operator& other) const { return kind == other.kind && preMultiplies() == other.preMultiplies(); }
 };
 
 // Reduces `parts`, one for each rank with its operator, in their order: half and bfloat16 in float, rounded once.

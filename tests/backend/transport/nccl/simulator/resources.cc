@@ -128,7 +128,8 @@ ncclResult_t Resources::memFree(void* memory) {
   }
   const auto* const begin = static_cast<const std::byte*>(memory);
   for (const auto& [handle, registration] : registrations_) {
-    const bool apart = registration->begin + registration->size <= begin || begin + found->second <= registration->begin;
+    const bool apart =
+        registration->begin + registration->size <= begin || begin + found->second <= registration->begin;
     if (registration->live && !apart) core_.violation("ncclMemFree", "the memory is still registered");
   }
   allocations_.erase(found);

@@ -1,5 +1,6 @@
 #include "tests/backend/transport/nccl/simulator/simulated_cluster.h"
 
+#include <cstdio>
 #include <cstdlib>
 
 #include "tests/backend/transport/nccl/simulator/capture.h"
@@ -10,7 +11,10 @@ namespace farandole::testing {
 
 SimulatedCluster::SimulatedCluster(int numDevices, std::uint64_t seed)
     : simulation_(std::make_shared<Simulation>(numDevices, seed)) {
-  if (Simulation::current() != nullptr) std::abort();  // one at a time
+  if (Simulation::current() != nullptr) {
+    std::fputs("a second SimulatedCluster at a time\n", stderr);
+    std::abort();
+  }
   Simulation::setCurrent(simulation_);
   executor_ = std::thread([simulation = simulation_] { simulation->streams.runUntilEnd(); });
 }
@@ -127,8 +131,8 @@ std::vector<std::string> SimulatedCluster::violations() const {
 SimulatedCluster::Live SimulatedCluster::live() const {
   const std::lock_guard lock(simulation_->core.mutex);
   const Simulation& all = *simulation_;
-  return {all.streams.countCreated(),    all.cuda.countEvents(),        all.communicators.countLive(),
-          all.nccl.countOperators(), all.nccl.countRegistrations(), all.nccl.countAllocations()};
+  return {all.streams.countCreated(), all.cuda.countEvents(),        all.communicators.countLive(),
+          all.nccl.countOperators(),  all.nccl.countRegistrations(), all.nccl.countAllocations()};
 }
 
 std::vector<Call> SimulatedCluster::calls() const {

@@ -41,7 +41,10 @@ class NcclFunctions : public DataCalls, public Membership, public Resources {
 // The parts of a cluster. Calls hold it, so that one that comes back late finds it.
 struct Simulation {
   Simulation(int numDevices, std::uint64_t seed)
-      : core(numDevices, seed), streams(core), cuda(core, streams), communicators(core),
+      : core(numDevices, seed),
+        streams(core),
+        cuda(core, streams),
+        communicators(core),
         nccl(core, streams, communicators) {}
 
   // The one of this process; null between clusters.
