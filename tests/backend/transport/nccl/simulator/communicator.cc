@@ -5,6 +5,23 @@
 #include "tests/backend/transport/nccl/simulator/thread_state.h"
 
 namespace farandole::testing {
+namespace {
+
+class Blocked {
+ public:
+  explicit Blocked(Core& core) : core_(core) {
+    ++core_.blocked;
+    core_.hosts.notify_all();
+  }
+  ~Blocked() { --core_.blocked; }
+  Blocked(const Blocked&) = delete;
+  Blocked& operator=(const Blocked&) = delete;
+
+ private:
+  Core& core_;
+};
+
+}  // namespace
 
 Communicator& Communicators::create(int rank, int device, const ncclConfig_t* config) {
   auto created = std::make_unique<Communicator>();
@@ -83,6 +100,8 @@ void Communicators::leave(Communicator& communicator) { --communicator.uses; }
 
 ncclResult_t Communicators::await(Lock& lock, const Communicator& communicator, const std::function<bool()>& done,
                                   const Loss& loss) {
+  if (done()) return ncclSuccess;
+  const Blocked blocked(core_);
   std::optional<Clock::time_point> lost;
   while (true) {
     if (core_.ended) return ncclSystemError;

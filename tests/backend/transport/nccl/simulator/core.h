@@ -30,6 +30,7 @@ struct Core {
   std::mutex mutex;
   std::condition_variable hosts;     // threads blocked in a call
   std::condition_variable executor;  // the thread that runs the streams
+  int blocked = 0;                   // how many threads are blocked in a call
   bool ended = false;                // every wait gives up
   std::mt19937_64 random;
   std::vector<std::optional<Clock::time_point>> killed;  // when each device died

@@ -123,6 +123,11 @@ void SimulatedCluster::killRank(int device) {
   simulation_->core.changed();
 }
 
+bool SimulatedCluster::waitUntilBlocked(int calls, std::chrono::milliseconds limit) const {
+  Lock lock(simulation_->core.mutex);
+  return simulation_->core.hosts.wait_for(lock, limit, [&] { return simulation_->core.blocked >= calls; });
+}
+
 std::vector<std::string> SimulatedCluster::violations() const {
   const std::lock_guard lock(simulation_->core.mutex);
   return simulation_->core.violations;

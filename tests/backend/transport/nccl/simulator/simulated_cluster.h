@@ -74,6 +74,9 @@ class SimulatedCluster {
   // one who is missing from a commInit. Their kernels stay stuck.
   void killRank(int device);
 
+  // Waits until at least `calls` calls are blocked on the host.
+  bool waitUntilBlocked(int calls, std::chrono::milliseconds limit) const;
+
   // Misuse that CUDA or NCCL would answer with undefined behaviour, a hang or an error. "function: text".
   std::vector<std::string> violations() const;
 
