@@ -67,12 +67,9 @@ void DeviceGroup::abort(const Status& why) { (void)endAll(why); }
 void DeviceGroup::close(std::chrono::milliseconds limit) {
   if (!status()) return;
   // NCCL waits for the peers, whom nothing compels to come.
-  std::packaged_task<Status()> closing([all = devices()] {
-    Status first;
-    for (const auto& device : all) {
-      if (const Status status = device->close(); first) first = status;
-    }
-    return first;
+  std::packaged_task<void()> closing([all = devices()]() mutable {
+    for (const auto& device : all) (void)device->close();
+    all.clear();  // nothing is left to this thread once it has told
   });
   auto closed = closing.get_future();
   std::thread(std::move(closing)).detach();

@@ -13,7 +13,7 @@ namespace farandole::transport {
 // The operations of one group on one stream that have not ended, in the stream's order. Any thread.
 class DeviceLane {
  public:
-  // Of a launched operation. Ends it at once where the lane is over.
+  // One that is launched, or will be, in this order. Ends it at once where the lane is over.
   void add(std::shared_ptr<DeviceOperation> operation);
   // Ends what the device is done with; the error is CUDA's.
   Status sweep();

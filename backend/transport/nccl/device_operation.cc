@@ -28,10 +28,13 @@ void DeviceOperation::awaitLaunch() const {
   while (state_.load(std::memory_order_acquire) == State::kQueued) state_.wait(State::kQueued);
 }
 
-bool DeviceOperation::isDone() const {
+Result<bool> DeviceOperation::hasRun() const {
   const State state = state_.load(std::memory_order_acquire);
-  if (state != State::kLaunched) return state == State::kEnded;
-  const auto run = end_.hasRun();
+  return state == State::kLaunched ? end_.hasRun() : Result<bool>(state == State::kEnded);
+}
+
+bool DeviceOperation::isDone() const {
+  const auto run = hasRun();
   return run && *run;
 }
 

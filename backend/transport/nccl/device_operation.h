@@ -32,8 +32,8 @@ class DeviceOperation {
   bool hasEnded() const { return state_.load(std::memory_order_acquire) == State::kEnded; }
   // Ok while it has not ended.
   Status status() const { return hasEnded() ? status_ : Status::ok(); }
-  // Of a launched one.
-  Result<bool> hasRun() const { return end_.hasRun(); }
+  // Whether the device has come to its end; not while it is queued.
+  Result<bool> hasRun() const;
   // What is put on `stream` from now on runs after a launched one; at no cost on the stream that it runs on itself.
   Status holdUp(cudaStream_t stream) const { return stream == stream_ ? Status::ok() : end_.holdUp(stream); }
   // The buffers need not be kept any longer: whoever reuses their memory runs after this operation.

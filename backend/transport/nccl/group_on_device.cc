@@ -3,6 +3,11 @@
 #include <thread>
 
 namespace farandole::transport {
+namespace {
+
+constexpr std::chrono::milliseconds kHealthPeriod{50};
+
+}  // namespace
 
 GroupOnDevice::GroupOnDevice(DeviceGroupSetup setup, std::weak_ptr<WatchedGroup> group, int device, int ordinal)
     : setup_(std::move(setup)),
@@ -11,7 +16,7 @@ GroupOnDevice::GroupOnDevice(DeviceGroupSetup setup, std::weak_ptr<WatchedGroup>
       ordinal_(ordinal),
       events_(std::make_shared<EventPool>(setup_.runtime->cuda, device)),
       pointToPoint_(std::make_shared<PointToPoint>(PointToPoint::Setup{
-          setup_.runtime, events_, setup_.meeting, setup_.watch, group_,
+          setup_.runtime, setup_.meeting, events_, setup_.watch, group_,
           setup_.name + " device " + std::to_string(ordinal), setup_.rank, device, setup_.edgeCtas, setup_.timeout})) {}
 
 Status GroupOnDevice::begin() {
@@ -30,7 +35,15 @@ Status GroupOnDevice::connect() {
     // It holds this object, and ends by itself: nobody can call off NCCL while it waits for ranks.
     std::thread([self = shared_from_this()] { self->connectNow(); }).detach();
   }
-  changed_.wait(lock, [&] { return communicator_ != nullptr || !over_; });
+  const auto isDone = [&] { return communicator_ != nullptr || !over_; };
+  while (!changed_.wait_for(lock, kHealthPeriod, isDone)) {
+    // NCCL may wait for a rank that has ended the group.
+    lock.unlock();
+    if (const auto group = group_.lock()) {
+      if (const Status health = group->health(); !health) group->fail(health);
+    }
+    lock.lock();
+  }
   return over_;
 }
 

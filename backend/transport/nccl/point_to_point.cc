@@ -58,25 +58,29 @@ Status PointToPoint::warmUp(NcclCommunicator& communicator, cudaStream_t stream,
   return group.end().wrapUnlessOk(communicator.name());
 }
 
-void PointToPoint::connectNow(EdgeKey key) {
+Status PointToPoint::connectEdge(EdgeKey key) {
+  // What can fail here comes before the meeting: after it the peer waits in NCCL, where nobody can tell it.
   const DeviceScope scope(setup_.runtime->cuda, setup_.device);
+  FARANDOLE_RETURN_IF_ERROR(scope.status());
   auto stream = DeviceStream::make(setup_.runtime->cuda, setup_.device);
+  if (!stream) return stream.status();
   auto communicator = makeCommunicator(key);
-  Status status = !scope.status() ? scope.status() : !stream ? stream.status() : communicator.status();
-  if (status && !communicators_.add(*communicator)) return;
-  if (status) status = warmUp(**communicator, (*stream)->handle(), key.second);
-  if (status) {
-    std::lock_guard lock(mutex_);
-    if (!over_) return;
-    Edge& edge = edges_.at(key);
-    edge.communicator = std::move(*communicator);
-    edge.stream = std::move(*stream);
-    edge.state = Edge::State::kReady;
-    for (EdgeMessage& message : edge.waiting) {
-      if (status) status = launch({&message, 1});
-    }
-    edge.waiting.clear();
-  }
+  if (!communicator) return communicator.status();
+  if (!communicators_.add(*communicator)) return (*communicator)->ended();
+  FARANDOLE_RETURN_IF_ERROR(warmUp(**communicator, (*stream)->handle(), key.second));
+  std::lock_guard lock(mutex_);
+  if (!over_) return over_;
+  Edge& edge = edges_.at(key);
+  edge.communicator = std::move(*communicator);
+  edge.stream = std::move(*stream);
+  edge.state = Edge::State::kReady;
+  for (EdgeMessage& message : edge.waiting) FARANDOLE_RETURN_IF_ERROR(launch({&message, 1}));
+  edge.waiting.clear();
+  return Status::ok();
+}
+
+void PointToPoint::connectNow(EdgeKey key) {
+  const Status status = connectEdge(key);
   if (status) return;
   if (const auto group = setup_.group.lock()) group->fail(status);
 }
@@ -98,11 +102,14 @@ Status PointToPoint::post(std::vector<EdgeMessage> messages) {
                                          " is not connected, and that cannot be captured in a graph; expected one "
                                          "message along it before the capture");
         }
+        edge.lane->add(message.operation);
         edge.waiting.push_back(std::move(message));
       } else if (std::find(seen.begin(), seen.end(), key) != seen.end()) {
         later.push_back(std::move(message));
       } else {
         seen.push_back(key);
+        // Nobody looks after what a graph will run.
+        if (!message.isCaptured) edge.lane->add(message.operation);
         round.push_back(std::move(message));
       }
     }
@@ -110,6 +117,7 @@ Status PointToPoint::post(std::vector<EdgeMessage> messages) {
     round.clear();
     messages.swap(later);
   }
+  setup_.watch->wake();
   return Status::ok();
 }
 
@@ -142,9 +150,7 @@ Status PointToPoint::launch(std::span<EdgeMessage> messages) {
     if (!end) return end.status();
     FARANDOLE_RETURN_IF_ERROR(end->record(edges[i]->stream->handle(), message.isCaptured));
     message.operation->launched(std::move(*end), edges[i]->stream->handle());
-    if (!message.isCaptured) edges[i]->lane->add(message.operation);
   }
-  setup_.watch->wake();
   return Status::ok();
 }
 

@@ -28,8 +28,8 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
  public:
   struct Setup {
     const DeviceRuntime* runtime;
-    std::shared_ptr<EventPool> events;
     std::shared_ptr<CommunicatorMeeting> meeting;
+    std::shared_ptr<EventPool> events;
     std::shared_ptr<DeviceWatch> watch;
     std::weak_ptr<WatchedGroup> group;
     std::string groupName;  // in the communicators' names
@@ -59,7 +59,9 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
 
   Edge& edgeOf(EdgeKey key);
   std::string nameOf(EdgeKey key) const;
+  // On a thread of its own.
   void connectNow(EdgeKey key);
+  Status connectEdge(EdgeKey key);
   Result<std::shared_ptr<NcclCommunicator>> makeCommunicator(EdgeKey key);
   Status warmUp(NcclCommunicator& communicator, cudaStream_t stream, bool isSend) const;
   // At most one message for each edge; all connected.
