@@ -24,7 +24,9 @@ class Clique {
   struct MessagePlace {
     int sender, receiver;
     std::uint64_t place;  // among the kernels of the sender that send to it, and of the receiver that receive from it
-    auto operator<=>(const MessagePlace&) const = default;
+    bool operator<(const MessagePlace& other) const {
+      return std::tie(sender, receiver, place) < std::tie(other.sender, other.receiver, other.place);
+    }
   };
 
   Clique(Core& core, std::string name, std::vector<Communicator*> members);
@@ -48,7 +50,10 @@ class Clique {
   struct Connection {
     int from, to;  // to < 0: all collectives, from the rank's side
     bool receiving;
-    auto operator<=>(const Connection&) const = default;
+    bool operator==(const Connection&) const = default;
+    bool operator<(const Connection& other) const {
+      return std::tie(from, to, receiving) < std::tie(other.from, other.to, other.receiving);
+    }
   };
   std::vector<Connection> connect(int rank, const KernelPlan& plan);
   bool connected(const Connection& side) const { return connected_.count(side) > 0; }

@@ -1,15 +1,17 @@
 #include "tests/backend/transport/nccl/simulator/cuda_functions.h"
 
 #include <algorithm>
+#include <string>
 #include <utility>
 
 #include "tests/backend/transport/nccl/simulator/capture.h"
 
 namespace farandole::testing {
 
-const char* CudaFunctions::getErrorString(cudaError_t error) const {
-  thread_local std::string text;
-  text = "simulated CUDA error " + std::to_string(static_cast<int>(error));
+const char* CudaFunctions::getErrorString(cudaError_t error) {
+  const std::lock_guard lock(core_.mutex);
+  std::string& text = texts_[error];
+  if (text.empty()) text = "simulated CUDA error " + std::to_string(static_cast<int>(error));
   return text.c_str();
 }
 

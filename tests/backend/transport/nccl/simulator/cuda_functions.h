@@ -4,6 +4,7 @@
 
 #include <map>
 #include <memory>
+#include <string>
 
 #include "tests/backend/transport/nccl/simulator/streams.h"
 #include "tests/backend/transport/nccl/simulator/thread_state.h"
@@ -16,7 +17,7 @@ class CudaFunctions {
  public:
   CudaFunctions(Core& core, Streams& streams) : core_(core), streams_(streams) {}
 
-  const char* getErrorString(cudaError_t error) const;
+  const char* getErrorString(cudaError_t error);
   cudaError_t getLastError();
   cudaError_t getDevice(int* device);
   cudaError_t setDevice(int device);
@@ -49,6 +50,7 @@ class CudaFunctions {
   Core& core_;
   Streams& streams_;
   std::map<cudaEvent_t, std::unique_ptr<Event>> events_;  // to the end, so that a late use is known
+  std::map<cudaError_t, std::string> texts_;              // of getErrorString, which hands them out
 };
 
 }  // namespace farandole::testing

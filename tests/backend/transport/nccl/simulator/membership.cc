@@ -16,6 +16,12 @@ std::string textOf(const ncclUniqueId& id) { return std::string(id.internal, siz
 }  // namespace
 
 ncclResult_t Membership::refuse(const ncclConfig_t* config, const char* function) {
+  const bool unset = config != nullptr && (config->magic != NCCL_API_MAGIC || config->maxCTAs == 0 ||
+                                           (config->maxCTAs < 0 && config->maxCTAs != NCCL_CONFIG_UNDEF_INT));
+  if (unset) {
+    core_.violation(function, "the configuration was not initialized, or maxCTAs is not positive");
+    return ncclInvalidArgument;
+  }
   const bool inGroup = ThreadState::of(core_).group.depth > 0;
   const bool deferred = config != nullptr && config->blocking == 0;
   if (!inGroup && !deferred) return ncclSuccess;

@@ -133,6 +133,13 @@ std::vector<std::string> SimulatedCluster::violations() const {
   return simulation_->core.violations;
 }
 
+SimulatedCluster::CommunicatorInfo SimulatedCluster::info(ncclComm_t handle) const {
+  const std::lock_guard lock(simulation_->core.mutex);
+  const Communicator* const found = simulation_->communicators.lookUp(handle);
+  if (found == nullptr || found->freed() || found->clique == nullptr) return {};
+  return {found->name, found->rank, found->clique->size(), found->device, found->maxCtas};
+}
+
 SimulatedCluster::Live SimulatedCluster::live() const {
   const std::lock_guard lock(simulation_->core.mutex);
   const Simulation& all = *simulation_;

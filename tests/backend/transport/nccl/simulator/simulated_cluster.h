@@ -28,9 +28,10 @@ struct Stream;
 // anything.
 //
 // What is stricter than NCCL: messages wait for their receiver whatever their size, and the calls of a group go to one
-// kernel for each communicator, which must have its counterpart on the other ranks. What is not simulated: fp8, init,
-// split and shrink in groups or without blocking, time, and the ordering that CUDA adds between the legacy stream
-// (a null handle) and blocking streams.
+// kernel for each communicator, which must have its counterpart on the other ranks. As in NCCL a communicator's kernels
+// run one after the other, whatever their streams. What is not simulated: fp8,
+// communicators that are made in groups or without blocking, time, and the ordering that CUDA adds between the legacy
+// stream (a null handle) and blocking streams.
 class SimulatedCluster {
  public:
   SimulatedCluster(int numDevices, std::uint64_t seed);
@@ -79,6 +80,14 @@ class SimulatedCluster {
 
   // Misuse that CUDA or NCCL would answer with undefined behaviour, a hang or an error. "function: text".
   std::vector<std::string> violations() const;
+
+  // What a communicator was made as; of a null or freed handle nothing.
+  struct CommunicatorInfo {
+    std::string name;
+    int rank = -1, size = 0, device = -1;
+    int maxCtas = 0;  // 0: not set
+  };
+  CommunicatorInfo info(ncclComm_t communicator) const;
 
   // What was made and not yet destroyed; a communicator takes its operations and registrations with it.
   struct Live {

@@ -222,5 +222,33 @@ TEST(SimulatorFailures, WithoutTheNewerFunctionsTheyAreNull) {
   EXPECT_NE(ranks.cluster.nccl().send, nullptr);
 }
 
+// Every rank's thread issues while another one aborts its communicators at some moment: everybody comes back, and the
+// streams go on.
+TEST(SimulatorFailures, AbortsAtAnyMomentLeaveNothingStuck) {
+  for (std::uint64_t seed = 1; seed <= 30; ++seed) {
+    SimulatedRanks ranks(3, seed);
+    ranks.join();
+    ranks.cluster.setConnectsBlock(seed % 2 == 0);
+    std::thread aborts([&] {
+      std::this_thread::sleep_for(std::chrono::microseconds(seed * 40));
+      for (int rank = 0; rank < 3; ++rank) EXPECT_EQ(ranks.nccl.commAbort(ranks.comm(rank)), ncclSuccess);
+    });
+    std::vector<int> values(6);
+    ranks.each([&](int rank) {
+      const int next = (rank + 1) % 3, last = (rank + 2) % 3;
+      int* const value = &values[static_cast<std::size_t>(rank) * 2];
+      ncclResult_t result = ncclSuccess;
+      while (result == ncclSuccess) {
+        EXPECT_EQ(ranks.nccl.groupStart(), ncclSuccess);
+        (void)ranks.nccl.send(value, 1, ncclInt32, next, ranks.comm(rank), ranks.stream(rank));
+        (void)ranks.nccl.recv(value + 1, 1, ncclInt32, last, ranks.comm(rank), ranks.stream(rank));
+        result = ranks.nccl.groupEnd();
+      }
+      EXPECT_TRUE(ranks.synchronize(rank)) << "seed " << seed;
+    });
+    aborts.join();
+  }
+}
+
 }  // namespace
 }  // namespace farandole::testing

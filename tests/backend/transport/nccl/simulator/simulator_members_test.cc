@@ -23,9 +23,15 @@ TEST(SimulatorMembers, ASplitMakesACommunicatorForEachColorInTheOrderOfKeys) {
     ncclComm_t part = nullptr;
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.commName = "part";
+    config.maxCTAs = 4;
     EXPECT_EQ(ranks.nccl.commSplit(ranks.comm(rank), color, -rank, &part, &config), ncclSuccess);
     EXPECT_EQ(part == nullptr, rank == 3);
     if (part == nullptr) return;
+    const auto info = ranks.cluster.info(part);
+    EXPECT_EQ(info.name, "part");
+    EXPECT_EQ(info.rank, 2 - rank);
+    EXPECT_EQ(info.size, 3);
+    EXPECT_EQ(info.maxCtas, 4);
     EXPECT_EQ(sumOver(ranks, rank, part), 6);
     int value = rank;
     EXPECT_EQ(ranks.nccl.broadcast(&value, &value, 1, ncclInt32, 0, part, ranks.stream(rank)), ncclSuccess);

@@ -177,5 +177,60 @@ TEST_F(SimulatorMisuse, MisuseOfResourcesIsReported) {
   expectViolation("this dtype is not simulated");
 }
 
+TEST_F(SimulatorMisuse, AReductionOperationAfterItsEndIsReported) {
+  on(0, [&] {
+    int factor = 2;
+    ncclRedOp_t op = ncclSum;
+    EXPECT_EQ(nccl_.redOpCreatePreMulSum(&op, &factor, ncclInt32, ncclScalarHostImmediate, ranks_.comm(0)),
+              ncclSuccess);
+    EXPECT_EQ(ranks_.cluster.live().redOps, 1);
+    EXPECT_EQ(reduce(0, 1, ncclFloat32, op), ncclInvalidArgument);  // of another dtype
+    EXPECT_EQ(nccl_.redOpDestroy(op, ranks_.comm(0)), ncclSuccess);
+    EXPECT_EQ(reduce(0, 1, ncclInt32, op), ncclInvalidArgument);
+  });
+  expectViolation("ncclAllReduce: no such reduction operation");
+}
+
+TEST_F(SimulatorMisuse, AnIdThatIsUsedAgainOrThatNobodyGaveIsReported) {
+  ncclUniqueId id;
+  EXPECT_EQ(nccl_.getUniqueId(&id), ncclSuccess);
+  EXPECT_EQ(ranks_.init(0, 1, id), ncclSuccess);
+  EXPECT_EQ(ranks_.init(0, 1, id), ncclInvalidArgument);
+  expectViolation("this id was used up");
+  id = {};
+  EXPECT_EQ(ranks_.init(0, 1, id), ncclInvalidArgument);
+  expectViolation("this id is not of ncclGetUniqueId");
+}
+
+TEST_F(SimulatorMisuse, WhatIsNotSimulatedIsReported) {
+  ncclUniqueId id;
+  EXPECT_EQ(nccl_.getUniqueId(&id), ncclSuccess);
+  ncclComm_t communicator = nullptr;
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  config.blocking = 0;
+  EXPECT_EQ(nccl_.commInitRankConfig(&communicator, 1, id, 0, &config), ncclInvalidUsage);
+  expectViolation("not simulated without blocking");
+  EXPECT_EQ(nccl_.groupStart(), ncclSuccess);
+  EXPECT_EQ(ranks_.init(0, 1, id), ncclInvalidUsage);
+  EXPECT_EQ(nccl_.groupEnd(), ncclSuccess);
+  expectViolation("not simulated in a group");
+  EXPECT_EQ(nccl_.groupEnd(), ncclInvalidUsage);
+  expectViolation("no group was begun");
+}
+
+TEST_F(SimulatorMisuse, AMessageToItselfWithoutItsReceiveIsRefused) {
+  on(0, [&] { EXPECT_EQ(send(0, 0), ncclInvalidUsage); });
+}
+
+TEST_F(SimulatorMisuse, AGraphOfADestroyedCommunicatorIsReported) {
+  ranks_.cluster.beginCapture(ranks_.stream(0));
+  EXPECT_EQ(reduce(0, 1), ncclSuccess);
+  ranks_.cluster.endCapture(ranks_.stream(0));
+  EXPECT_EQ(nccl_.commDestroy(ranks_.comm(0)), ncclSuccess);
+  ranks_.cluster.replay(ranks_.stream(0));
+  EXPECT_TRUE(ranks_.synchronize(0));
+  expectViolation("launched on a communicator that has ended");
+}
+
 }  // namespace
 }  // namespace farandole::testing
