@@ -36,7 +36,9 @@ WANTED = ("numpy", "rich", "pytest", "pytest-timeout", "hypothesis", "scikit-bui
 CUDA_HEADERS = "nvidia-cuda-crt"
 MANYLINUX = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_24", "manylinux_2_17", "manylinux2014")
 # UCX's libraries come three times each, as lib.so, lib.so.0 and lib.so.0.0.0: the loader takes the second.
-NOT_OF_UCX = re.compile(r"libucx/(bin/|share/|lib/pkgconfig/|lib/cmake/|.*perftest|.*\.a$|.*\.la$|.*\.so(\.\d+\.\d+\.\d+)?$)")
+NOT_OF_UCX = re.compile(
+    r"libucx/(bin/|share/|lib/pkgconfig/|lib/cmake/|.*perftest|.*\.a$|.*\.la$|.*\.so(\.\d+\.\d+\.\d+)?$)"
+)
 
 
 def main() -> None:
@@ -106,7 +108,11 @@ def sources_with_boost() -> list[pathlib.Path]:
 def hash_of_inputs(python: str, ucx: str) -> str:
     """Changes with all that decides what is in the kit."""
     files = [ROOT / "pyproject.toml", pathlib.Path(__file__), *files_of(CONFIGS), *sources_with_boost()]
-    files += [file for name in ("boost/version.hpp", "gtest/gtest.h") if (file := pathlib.Path("/usr/include", name)).is_file()]
+    files += [
+        file
+        for name in ("boost/version.hpp", "gtest/gtest.h")
+        if (file := pathlib.Path("/usr/include", name)).is_file()
+    ]
     parts = [f"{python} {ucx} {platform.machine()}".encode(), *(file.read_bytes() for file in files)]
     return digest(b"\0".join(digest(part).encode() for part in parts))
 
@@ -150,7 +156,9 @@ def versions(python: str, ucx: str) -> dict[str, str]:
         try:
             installed = importlib.metadata.distribution(name)
         except importlib.metadata.PackageNotFoundError:
-            sys.exit(f"gpu-kit: Python {python} needs {name}, which this environment lacks: FARANDOLE_PYTHON=python{python}")
+            sys.exit(
+                f"gpu-kit: Python {python} needs {name}, which this environment lacks: FARANDOLE_PYTHON=python{python}"
+            )
         chosen[name] = pins.get(name, installed.version)
         for text in installed.requires or []:
             requirement = Requirement(text)
@@ -242,7 +250,9 @@ def unpack(folder: pathlib.Path, site: pathlib.Path) -> None:
     made_for = (folder / "MANIFEST").read_text().splitlines()[0].rsplit("for ", 1)[1]
     here = f"Python {sys.version_info[0]}.{sys.version_info[1]}, {platform.machine()}"
     if made_for != here:
-        sys.exit(f"test-gpu: the kit {folder} is for {made_for}; this is {here}. ./dev gpu-kit --python makes another one")
+        sys.exit(
+            f"test-gpu: the kit {folder} is for {made_for}; this is {here}. ./dev gpu-kit --python makes another one"
+        )
     stamp, mark = site / ".farandole-kit", digest((folder / "MANIFEST").read_bytes())
     if stamp.is_file() and stamp.read_text() == mark:
         return

@@ -41,7 +41,9 @@ def torch_on_gpu() -> dict[str, Any]:
         raise NoGpuError(f"torch {torch.__version__} in {sys.executable} is without CUDA")
     found = driver()
     if not torch.cuda.is_available():
-        raise NoGpuError(f"torch {torch.__version__}, for CUDA {torch.version.cuda}, cannot use the driver (CUDA {found['driver_cuda']})")
+        raise NoGpuError(
+            f"torch {torch.__version__}, for CUDA {torch.version.cuda}, cannot use the driver (CUDA {found['driver_cuda']})"
+        )
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None
     return found | {

@@ -70,7 +70,10 @@ def collect(reports: pathlib.Path) -> dict[str, Any]:
 
 
 def show(document: dict[str, Any]) -> None:
-    rows = [(name, *(part[outcome] for outcome in OUTCOMES), f"{part['seconds']:.1f}") for name, part in document["parts"].items()]
+    rows = [
+        (name, *(part[outcome] for outcome in OUTCOMES), f"{part['seconds']:.1f}")
+        for name, part in document["parts"].items()
+    ]
     width = max([4, *(len(row[0]) for row in rows)])
     print(f"\n{'part':{width}}  {'passed':>6}  {'failed':>6}  {'skipped':>7}  {'seconds':>7}")
     for name, passed, failed, skipped, seconds in rows:

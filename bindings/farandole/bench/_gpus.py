@@ -1,0 +1,58 @@
+"""The GPUs of this machine, and how ranks are placed on them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+# How two ranks may share a GPU: what NCCL is told on each of them.
+# From 2.30 on it has a setting for it. Before, it refuses two ranks of one host on one GPU, and takes their word for
+# the host that they are on; hosts are then joined by sockets, which is slow and right.
+_BY_SETTING = "NCCL_MULTI_RANK_GPU_ENABLE"
+_BY_HOST = "NCCL_HOSTID"
+_MOST_RANKS = 4
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How many ranks, and where: one for each GPU, or several on one."""
+
+    size: int
+    sharing: str = ""  # what lets them share a GPU; empty: each has its own
+
+    def __str__(self) -> str:
+        ranks = f"{self.size} rank{'s' if self.size > 1 else ''}"
+        return f"{ranks} on 1 GPU ({self.sharing})" if self.sharing else ranks
+
+    def enter(self, rank: int) -> None:
+        """First of all in the process of a rank: NCCL and CUDA are not in use there yet."""
+        if self.sharing == _BY_SETTING:
+            os.environ[_BY_SETTING] = "1"
+        elif self.sharing == _BY_HOST:
+            os.environ |= {_BY_HOST: f"rank {rank}", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+
+
+def why_no_gpu() -> str | None:
+    """None where CUDA tensors can be communicated."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is without CUDA"
+    if not torch.distributed.is_nccl_available():
+        return f"torch {torch.__version__} is without NCCL"
+    if torch.cuda.device_count() == 0:
+        return "no GPU"
+    return None
+
+
+def sharing_placements(size: int = 2) -> list[Placement]:
+    """The ways in which ranks may share a GPU, the better one first; whether one works is to be tried."""
+    ways = [_BY_SETTING] if torch.cuda.nccl.version() >= (2, 30) else []
+    return [Placement(size, way) for way in [*ways, _BY_HOST]]
+
+
+def spread() -> Placement | None:
+    """Several ranks with a GPU each; None where there is one GPU only."""
+    gpus = torch.cuda.device_count()
+    return Placement(min(gpus, _MOST_RANKS)) if gpus > 1 else None
