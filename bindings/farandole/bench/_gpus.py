@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass
 
 import torch
+
+from farandole.bench._ranks import Rank, Ranks
 
 # How two ranks may share a GPU: what NCCL is told on each of them.
 # From 2.30 on it has a setting for it. Before, it refuses two ranks of one host on one GPU, and takes their word for
@@ -13,6 +16,8 @@ import torch
 _BY_SETTING = "NCCL_MULTI_RANK_GPU_ENABLE"
 _BY_HOST = "NCCL_HOSTID"
 _MOST_RANKS = 4
+_NCCL = "nccl"
+_SECONDS_FOR_A_TRIAL = 60.0
 
 
 @dataclass(frozen=True)
@@ -46,13 +51,27 @@ def why_no_gpu() -> str | None:
     return None
 
 
-def sharing_placements(size: int = 2) -> list[Placement]:
-    """The ways in which ranks may share a GPU, the better one first; whether one works is to be tried."""
+@functools.cache
+def several_ranks() -> Placement | str:
+    """Where several ranks run: each on a GPU of its own, else two on one where NCCL lets them; or why none can."""
+    if (gpus := torch.cuda.device_count()) > 1:
+        return Placement(min(gpus, _MOST_RANKS))
     ways = [_BY_SETTING] if torch.cuda.nccl.version() >= (2, 30) else []
-    return [Placement(size, way) for way in [*ways, _BY_HOST]]
+    refused = []
+    for candidate in [Placement(2, way) for way in [*ways, _BY_HOST]]:
+        try:
+            with Ranks(candidate.size, [_NCCL], enter=candidate.enter) as ranks:
+                ranks.call(_sum, timeout=_SECONDS_FOR_A_TRIAL)
+        except RuntimeError as error:
+            refused.append(f"{candidate}: {str(error).strip().splitlines()[-1]}")
+        else:
+            return candidate
+    return "NCCL does not let ranks share the one GPU: " + "; ".join(refused)
 
 
-def spread() -> Placement | None:
-    """Several ranks with a GPU each; None where there is one GPU only."""
-    gpus = torch.cuda.device_count()
-    return Placement(min(gpus, _MOST_RANKS)) if gpus > 1 else None
+def _sum(rank: Rank) -> None:
+    """A trial, by torch's own ProcessGroupNCCL."""
+    total = torch.ones(1000, device="cuda")
+    torch.distributed.all_reduce(total, group=rank.groups[_NCCL])
+    if not torch.equal(total, torch.full_like(total, rank.size)):
+        raise RuntimeError("the sum is wrong")

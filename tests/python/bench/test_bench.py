@@ -107,6 +107,14 @@ def test_a_loop_is_measured_beside_all_that_can_go_on(tmp_path, capsys):
     assert medians["beside", "farandole, first", "all"] > medians["beside", "farandole, first", "loop"] + 1e-3
 
 
+def test_cuda_is_measured_beside_nccl_on_the_host_and_on_the_device(tmp_path, capsys):
+    report = measure(tmp_path, capsys, "cuda")
+    medians = medians_of(report)
+    for peer in ("farandole", "nccl"):
+        assert {(peer, quantity) for _, peer, quantity in medians} >= {(peer, "host"), (peer, "device")}
+    assert len(report["ratios"]) == len(report["targets"]) == len(medians) / 2
+
+
 def test_between_hosts_no_peer_is_faster_than_the_link(tmp_path, capsys):
     report = measure(tmp_path, capsys, "hosts")
     medians = medians_of(report)

@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from farandole.bench._gpus import Placement
-from support.gpus import several_ranks
+from farandole.bench._gpus import Placement, several_ranks
 
 
 def _several(record_property: Callable[[str, object], None]) -> Placement:
