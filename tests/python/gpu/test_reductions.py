@@ -119,7 +119,7 @@ def _premul_sum(rank, world_size):
     nccl = dist.new_group(backend="nccl")
     for dtype in (torch.float16, torch.float32, torch.float64):
         expected = reduced(SUM, parts(3, world_size, 1000, dtype)) / 2
-        factors = [0.5, [torch.tensor([0.5], dtype=dtype, device="cuda")]]
+        factors = [0.5, torch.tensor([0.5], dtype=dtype, device="cuda")]
         for factor in factors if dtype != torch.float16 else factors[:1]:
             for group in (None, nccl):
                 x = part(3, rank, 1000, dtype).cuda()
