@@ -14,7 +14,7 @@ build_from_kit() {
   site=$BUILD/site
   lock
   step "unpack ${kit#"$ROOT"/}" gpu-unpack.log "$GPU_PYTHON" "$ROOT/.ci/gpu_kit.py" unpack "$kit" "$site"
-  export PYTHONPATH=$BUILD/python:$site
+  export PYTHONPATH=$BUILD/python:$site${PYTHONPATH:+:$PYTHONPATH}
   step "configure build/gpu" gpu-configure.log configure_from_kit "$kit"
   step "build build/gpu" gpu-build.log \
     cmake --build "$BUILD" --parallel "$(build_jobs)" --target farandole_python farandole_gpu_tests
@@ -22,14 +22,17 @@ build_from_kit() {
   unlock
 }
 
-# NCCL's headers are looked for beside the nvidia packages that this Python has, wherever torch is installed.
+# The headers of NCCL and CUDA are those of the wheels that this torch came with, wherever they are installed; else FindNCCL
+# looks for a toolkit.
 configure_from_kit() {
-  local kit=$1 nccl
-  nccl=$("$GPU_PYTHON" -c '
-import importlib.util
-found = importlib.util.find_spec("nvidia.nccl") if importlib.util.find_spec("nvidia") else None
-print(next(iter(found.submodule_search_locations), "") if found else "")')
+  local kit=$1 headers
+  mapfile -t headers < <("$GPU_PYTHON" -c '
+import importlib.util, pathlib
+found = importlib.util.find_spec("nvidia")
+for folder in map(pathlib.Path, found.submodule_search_locations if found else []):
+    for name, pattern in ("NCCL_INCLUDE_DIR", "nccl/include/nccl.h"), ("NCCL_CUDA_INCLUDE_DIR", "cu*/include/cuda_runtime_api.h"):
+        for header in folder.glob(pattern):
+            print(f"-D{name}={header.parent}")')
   cmake -S "$ROOT" -B "$BUILD" -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython3_EXECUTABLE="$GPU_PYTHON" \
-    -DBoost_DIR="$kit/cmake" -DGTest_DIR="$kit/cmake" -DCMAKE_CXX_FLAGS="-isystem $kit/cuda" -DFARANDOLE_CUDA=ON \
-    ${nccl:+-DNCCL_INCLUDE_DIR="$nccl/include"}
+    -DBoost_DIR="$kit/cmake" -DGTest_DIR="$kit/cmake" -DCMAKE_CXX_FLAGS="-isystem $kit/cuda" -DFARANDOLE_CUDA=ON "${headers[@]}"
 }

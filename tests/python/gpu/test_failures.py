@@ -68,12 +68,13 @@ def _survive(rank, world_size, action):
 
 
 @pytest.mark.parametrize("action", ACTIONS)
-def test_a_killed_rank_ends_the_operations_of_its_survivors_with_its_name(peers, action):
+def test_a_killed_rank_ends_the_operations_of_its_survivors_with_its_name(peers, action, record_property):
     outcomes = run_on_gpus(_survive, peers, may_die={VICTIM}, action=action)
     for rank, outcome in enumerate(outcomes):
         if rank != VICTIM:
             seconds, message = outcome
-            print(f"rank {rank}: after {seconds:.2f} s: {message}")
+            print(f"rank {rank}: {message}")
+            record_property(f"rank {rank} fails after, seconds", round(seconds, 3))
             assert seconds < BOUND
             assert f"rank {VICTIM} " in message, message
 
@@ -91,12 +92,13 @@ def _abort(rank, world_size):
     return _until_it_fails(lambda: _all_reduce(rank, world_size))
 
 
-def test_an_abort_ends_the_operations_of_all_ranks(peers):
+def test_an_abort_ends_the_operations_of_all_ranks(peers, record_property):
     outcomes = run_on_gpus(_abort, peers)
     aborted_at, _ = outcomes[VICTIM]
     for rank, (failed_at, message) in enumerate(outcomes):
         if rank != VICTIM:
-            print(f"rank {rank}: after {failed_at - aborted_at:.2f} s: {message}")
+            print(f"rank {rank}: {message}")
+            record_property(f"rank {rank} fails after, seconds", round(failed_at - aborted_at, 3))
             assert failed_at - aborted_at < BOUND
             assert f"rank {VICTIM} " in message and "abort" in message, message
 
