@@ -30,6 +30,7 @@ import zipfile
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / ".ci" / "lib" / "gpu_kit"
 LAYERS = ("backend", "pipeline", "ddp", "bindings", "tests")
+BOOST = re.compile(r"^\s*#\s*include\s+<(boost/[^>]+)>", re.MULTILINE)
 LIMIT = 60_000_000  # bytes in all
 # Of the pinned packages: what the build, the tests and the benchmarks on a GPU import.
 WANTED = ("numpy", "rich", "pytest", "pytest-timeout", "hypothesis", "scikit-build-core")
@@ -102,7 +103,7 @@ def files_of(folder: pathlib.Path) -> list[pathlib.Path]:
 
 def sources_with_boost() -> list[pathlib.Path]:
     sources = [file for layer in LAYERS for end in ("*.h", "*.cc") for file in (ROOT / layer).rglob(end)]
-    return sorted(file for file in sources if re.search(r"#\s*include\s+<boost/", file.read_text()))
+    return sorted(file for file in sources if BOOST.search(file.read_text()))
 
 
 def hash_of_inputs(python: str, ucx: str) -> str:
@@ -198,19 +199,17 @@ def move_cuda_headers(kit: pathlib.Path) -> None:
 
 def boost_headers() -> dict[str, pathlib.Path]:
     """What the compiler reads of Boost, by its name in an #include, with assertions and without."""
+    names = sorted({name for source in sources_with_boost() for name in BOOST.findall(source.read_text())})
+    text = "".join(f"#include <{name}>\n" for name in names)
     found: dict[str, pathlib.Path] = {}
-    for source in sources_with_boost():
-        for flags in (["-DNDEBUG"], []):
-            # -MG: headers of torch or UCX, which Boost does not need, may be missing.
-            command = ["g++", "-std=c++20", "-M", "-MG", *flags, "-I", str(ROOT), "-x", "c++", str(source)]
-            rule = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            for word in rule.replace("\\\n", " ").split():
-                path = pathlib.Path(os.path.normpath(word))
-                if word.startswith("boost/"):
-                    sys.exit(f"gpu-kit: {source.relative_to(ROOT)} includes <{word}>, which is not on this system")
-                _, is_boost, name = path.as_posix().rpartition("/include/boost/")
-                if is_boost:
-                    found[f"boost/{name}"] = path
+    for flags in (["-DNDEBUG"], []):
+        command = ["g++", "-std=c++20", "-M", *flags, "-x", "c++", "-"]
+        rule = subprocess.run(command, input=text, check=True, stdout=subprocess.PIPE, text=True).stdout
+        for word in rule.replace("\\\n", " ").split():
+            path = pathlib.Path(os.path.normpath(word))
+            _, is_boost, name = path.as_posix().rpartition("/include/boost/")
+            if is_boost:
+                found[f"boost/{name}"] = path
     if not found:
         sys.exit("gpu-kit: no source includes Boost; expected some in backend/net")
     folder = pathlib.Path(os.path.commonpath(found.values()))

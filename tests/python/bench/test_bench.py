@@ -6,9 +6,10 @@ import statistics
 import pytest
 
 from farandole.bench.__main__ import SUBJECTS, main
+from farandole.bench._gpus import why_no_gpu
 from farandole.bench._programs import CppPair
 from farandole.bench._series import Report, Skipped
-from farandole.bench._settings import built_programs
+from farandole.bench._settings import Settings, built_programs
 
 ROUNDS = 2
 
@@ -107,6 +108,13 @@ def test_a_loop_is_measured_beside_all_that_can_go_on(tmp_path, capsys):
     assert medians["beside", "farandole, first", "all"] > medians["beside", "farandole, first", "loop"] + 1e-3
 
 
+@pytest.mark.skipif(why_no_gpu() is None, reason="there is a GPU")
+def test_without_a_gpu_cuda_is_skipped_with_the_reason():
+    with pytest.raises(Skipped, match=r"no GPU|without"):
+        SUBJECTS["cuda"](Settings(), None)
+
+
+@pytest.mark.skipif(why_no_gpu() is not None, reason=f"needs a GPU: {why_no_gpu()}")
 def test_cuda_is_measured_beside_nccl_on_the_host_and_on_the_device(tmp_path, capsys):
     report = measure(tmp_path, capsys, "cuda")
     medians = medians_of(report)

@@ -126,11 +126,13 @@ def test_the_kit_has_all_of_boost_that_the_sources_include_and_little_else(tmp_p
     gpu_kit.copy_boost(tmp_path)
     headers = gpu_kit.files_of(tmp_path)
     assert 100 < len(headers) < 2000
-    for source in gpu_kit.sources_with_boost():
-        command = ["g++", "-std=c++20", "-M", "-MG", "-I", str(tmp_path), "-I", str(ROOT), "-x", "c++", str(source)]
-        words = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.split()
-        elsewhere = [word for word in words if "boost/" in word and not word.startswith(f"{tmp_path}/boost/")]
-        assert elsewhere == [], source
+    # -MG: headers of UCX or torch, which Boost does not need, may be missing.
+    sources = [str(source) for source in gpu_kit.sources_with_boost() if source.suffix == ".cc"]
+    command = ["g++", "-std=c++20", "-M", "-MG", "-I", str(tmp_path), "-I", str(ROOT), *sources]
+    words = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout.split()
+    read = {word for word in words if "boost/" in word}
+    assert len(read) > 100
+    assert {word for word in read if not word.startswith(f"{tmp_path}/boost/")} == set()
 
 
 def test_every_package_of_the_kit_has_one_version_and_pins_are_kept():

@@ -9,8 +9,8 @@ REDUCED = [
 ]  # fmt: skip
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 MOVED = [*REDUCED, torch.int16, *FLOAT8]
-# What torch's NCCL has no name for it does not even move.
-NCCL_MOVES = [*REDUCED, *FLOAT8]
+# Of these torch passes complex numbers on as they are, which its NCCL does not take.
+_NO_COMPLEX_IN_NCCL = ("reduce", "reduce_scatter", "gather")
 SIZES = [1, 1023, 100_001]
 AVG = dist.ReduceOp.AVG
 OPS = [dist.ReduceOp.SUM, AVG, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX]
@@ -30,6 +30,11 @@ def part(seed: int, rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 def parts(seed: int, ranks: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
     return [part(seed, rank, numel, dtype) for rank in range(ranks)]
+
+
+def nccl_takes(kind: str, dtype: torch.dtype) -> bool:
+    """Is ProcessGroupNCCL there to compare with? What NCCL has no name for it does not even move."""
+    return dtype != torch.int16 and not (dtype.is_complex and kind in _NO_COMPLEX_IN_NCCL)
 
 
 def operations(dtype: torch.dtype) -> list[dist.ReduceOp]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpu.data import MOVED, NCCL_MOVES, SIZES, part, same_bits
+from gpu.data import MOVED, SIZES, nccl_takes, part, same_bits
 from support.gpus import needs_gpu, run_on_gpus
 
 pytestmark = [needs_gpu, pytest.mark.timeout(400)]
@@ -76,7 +76,7 @@ def _move(rank, world_size, kinds):
             for numel in SIZES:
                 root = (seed + numel) % world_size
                 inputs = [part(seed, r, numel, dtype) for r in range(world_size)]
-                for group in (None, nccl) if dtype in NCCL_MOVES else (None,):
+                for group in (None, nccl) if nccl_takes(kind, dtype) else (None,):
                     outputs, expected = _run(kind, rank, world_size, root, group, inputs, dtype, numel)
                     where = f"{kind}, {dtype}, {numel} elements, root {root}, {'NCCL' if group else 'farandole'}"
                     assert len(outputs) == len(expected), where
