@@ -31,6 +31,9 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / ".ci" / "lib" / "gpu_kit"
 LAYERS = ("backend", "pipeline", "ddp", "bindings", "tests")
 BOOST = re.compile(r"^\s*#\s*include\s+<(boost/[^>]+)>", re.MULTILINE)
+# The machine's compiler may be newer than this Boost, and the headers of newer ones include fewer of each other: what
+# Boost uses and got by the way.
+OLD_BOOST_NEEDS = ("cstdint", "cstdlib", "cstring", "functional", "memory", "stdexcept", "string", "utility")
 LIMIT = 60_000_000  # bytes in all
 # Of the pinned packages: what the build, the tests and the benchmarks on a GPU import.
 WANTED = ("numpy", "rich", "pytest", "pytest-timeout", "hypothesis", "scikit-build-core")
@@ -220,6 +223,9 @@ def copy_boost(target: pathlib.Path) -> None:
     for name, header in boost_headers().items():
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(header, target / name)
+    # Asio's headers include this one first of all.
+    config = target / "boost" / "asio" / "detail" / "config.hpp"
+    config.write_text("".join(f"#include <{name}>\n" for name in OLD_BOOST_NEEDS) + config.read_text())
 
 
 def copy_googletest(target: pathlib.Path) -> None:

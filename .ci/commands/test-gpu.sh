@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Run the tests that need a GPU, where there is one.
 #
-# usage: ./dev test-gpu [--kit FOLDER | --no-kit] [--bench] [--build] [-- ARGUMENTS]
+# usage: ./dev test-gpu [--kit FOLDER | --no-kit] [--limit SECONDS] [--bench] [--build] [-- ARGUMENTS]
 #
 #   --kit FOLDER      build from a kit (./dev gpu-kit) and from what this machine has,
 #                     without package registries: the interpreter is FARANDOLE_PYTHON or
 #                     python3, which has torch (default: build/gpu-kit where it is there)
 #   --no-kit          the environment of ./dev test, also where there is a kit
+#   --limit SECONDS   start no Python test after that time, and report those that have run
 #   --bench           then measure farandole beside NCCL (./dev bench --only cuda)
 #   --build           only build, also without a GPU
 #   -- ARGUMENTS      for pytest (-k name, -x, a path)
@@ -19,12 +20,13 @@
 source "$ROOT/.ci/lib/setup.sh"
 source "$ROOT/.ci/lib/gpu.sh"
 
-kit= bench=0 only_build=0 tests=(tests/python/gpu)
+kit= limit=0 bench=0 only_build=0 tests=(tests/python/gpu)
 [ ! -f "$ROOT/build/gpu-kit/MANIFEST" ] || kit=$ROOT/build/gpu-kit
 while [ $# -gt 0 ]; do
   case $1 in
     --kit) kit=${2:?--kit needs a folder} && shift ;;
     --no-kit) kit= ;;
+    --limit) limit=${2:?--limit needs a number} && shift ;;
     --bench) bench=1 ;;
     --build) only_build=1 ;;
     --) shift && break ;;
@@ -32,6 +34,7 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
+[[ $limit =~ ^[0-9]+$ ]] || die "test-gpu: --limit is '$limit'; expected seconds"
 [ -z "$kit" ] || [ -f "$kit/MANIFEST" ] || die "test-gpu: --kit $kit: expected a folder that ./dev gpu-kit made"
 
 # probe WHAT INTERPRETER: sets FOUND; without a GPU it ends here.
@@ -68,7 +71,8 @@ failed=0
 if [ $# -gt 0 ]; then tests=("$@"); fi
 # A path among the arguments takes the folder's place; options are added to it.
 if [[ ${tests[0]} == -* ]]; then tests=(tests/python/gpu "${tests[@]}"); fi
-(cd "$ROOT" && "$GPU_PYTHON" -m pytest --junitxml "$reports/pytest.xml" "${tests[@]}") || failed=1
+(cd "$ROOT" && "$GPU_PYTHON" -m pytest --session-timeout "$limit" --durations 10 --junitxml "$reports/pytest.xml" \
+  "${tests[@]}") || failed=1
 if [ $bench -eq 1 ]; then
   (cd "$ROOT" && "$GPU_PYTHON" -m farandole.bench --only cuda --json "$reports/bench.json") || failed=1
 fi

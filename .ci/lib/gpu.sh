@@ -9,6 +9,10 @@ build_from_kit() {
   done
   GPU_PYTHON=$(command -v "$HAVE_PYTHON")
   CTEST=ctest
+  # The machine's Python may have plugins of pytest, for another version of it.
+  export PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 PYTEST_PLUGINS=pytest_timeout
+  # Nor has every such machine an address that gloo finds by the host's name.
+  export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
   has_python_header || die "test-gpu: $GPU_PYTHON has no Python.h"
   BUILD=$ROOT/build/gpu
   site=$BUILD/site

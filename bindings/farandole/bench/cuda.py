@@ -115,7 +115,7 @@ def _cycles(rank: Rank) -> int:
     """Of the waiting kernel, measured once."""
     if "cycles" not in rank.state:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(1_000_000)
+        torch.cuda._sleep(200_000_000)  # an idle GPU runs slower
         start.record()
         torch.cuda._sleep(10_000_000)
         end.record()

@@ -47,7 +47,7 @@ def _mixed(rank, world_size, folder):
 
 
 def test_cuda_can_be_farandoles_where_the_cpu_is_gloos(world, tmp_path):
-    results = run_on_gpus(_mixed, world, backend=None, folder=str(tmp_path))
+    results = run_on_gpus(_mixed, world, backend=None, folder=str(tmp_path), env={"GLOO_SOCKET_IFNAME": "lo"})
     assert results == [(world.size, world.size)] * world.size
 
 

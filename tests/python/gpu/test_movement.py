@@ -85,7 +85,7 @@ def _move(rank, world_size, kinds):
 
 @pytest.mark.parametrize("half", [0, 1], ids=["from one rank or to all", "between all ranks"])
 def test_every_byte_of_every_dtype_arrives(world, half):
-    run_on_gpus(_move, world, timeout=300, kinds=KINDS[4 * half : 4 * half + 4])
+    run_on_gpus(_move, world, timeout=150, kinds=KINDS[4 * half : 4 * half + 4])
 
 
 def _uneven(rank, world_size):

@@ -31,7 +31,7 @@ def _all_reduce(rank, world_size):
 
 
 def test_all_reduce_gives_what_nccl_gives(world):
-    run_on_gpus(_all_reduce, world, timeout=300)
+    run_on_gpus(_all_reduce, world, timeout=150)
 
 
 def _reduce(rank, world_size):
@@ -46,7 +46,7 @@ def _reduce(rank, world_size):
 
 
 def test_reduce_gives_its_root_what_nccl_gives(world):
-    run_on_gpus(_reduce, world, timeout=300)
+    run_on_gpus(_reduce, world, timeout=150)
 
 
 def _reduce_scatter(rank, world_size):
@@ -66,7 +66,7 @@ def _reduce_scatter(rank, world_size):
 
 
 def test_reduce_scatter_of_lists_and_tensors_gives_what_nccl_gives(world):
-    run_on_gpus(_reduce_scatter, world, timeout=300)
+    run_on_gpus(_reduce_scatter, world, timeout=150)
 
 
 def _uneven(rank, world_size):

@@ -19,4 +19,4 @@ needs_two_gpus = pytest.mark.skipif(
 
 def run_on_gpus(fn: Any, placement: Placement, backend: str | None = "farandole", **kwargs: Any) -> list[Any]:
     """``run_ranks``, with each rank on its GPU."""
-    return run_ranks(fn, placement.size, backend, **{"timeout": 120.0, "enter": placement.enter} | kwargs)
+    return run_ranks(fn, placement.size, backend, **{"timeout": 60.0, "enter": placement.enter} | kwargs)
