@@ -47,7 +47,7 @@ def part_of(report: str, case: ElementTree.Element) -> str:
 def collect(reports: pathlib.Path) -> dict[str, Any]:
     parts: dict[str, dict[str, Any]] = {}
     reasons: collections.Counter[str] = collections.Counter()
-    failures, figures = {}, {}
+    failures, figures, placements = {}, {}, set()
     for name in ("ctest", "pytest"):
         if not (reports / f"{name}.xml").is_file():
             continue
@@ -62,9 +62,13 @@ def collect(reports: pathlib.Path) -> dict[str, Any]:
             elif outcome == "failed":
                 failures[f"{label}: {case.get('name')}"] = why
             noted = {one.get("name"): one.get("value") for one in case.findall("properties/property")}
+            if "placement" in noted:
+                placements.add(noted.pop("placement"))
             if name == "pytest" and noted:
                 figures[case.get("name")] = noted
-    document: dict[str, Any] = {"parts": parts, "skipped": dict(reasons), "failures": failures, "figures": figures}
+    document: dict[str, Any] = {
+        "parts": parts, "skipped": dict(reasons), "failures": failures, "several ranks": sorted(placements), "figures": figures,
+    }  # fmt: skip
     if (reports / "bench.json").is_file():
         document["bench"] = medians(json.loads((reports / "bench.json").read_text()))
     return document
@@ -91,6 +95,8 @@ def show(document: dict[str, Any]) -> None:
     print(f"\n{'part':{width}}  {'passed':>6}  {'failed':>6}  {'skipped':>7}  {'seconds':>7}")
     for name, passed, failed, skipped, seconds in rows:
         print(f"{name:{width}}  {passed:6}  {failed:6}  {skipped:7}  {seconds:>7}")
+    for placement in document["several ranks"]:
+        print(f"\nseveral ranks: {placement}")
     for title in ("skipped", "failures"):
         if document[title]:
             print(f"\n{title}")

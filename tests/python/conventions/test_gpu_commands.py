@@ -214,7 +214,7 @@ def test_a_folder_with_something_else_is_not_overwritten(tmp_path):
 
 
 PYTEST = """<testsuites><testsuite>
-<testcase classname="tests.python.gpu.test_streams" name="test_a[one]" time="1.5"><properties><property name="placement" value="1 rank"/></properties></testcase>
+<testcase classname="tests.python.gpu.test_streams" name="test_a[one]" time="1.5"><properties><property name="placement" value="2 ranks"/><property name="seconds" value="0.5"/></properties></testcase>
 <testcase classname="tests.python.gpu.test_streams" name="test_a[several]" time="0.1"><skipped message="one GPU"/></testcase>
 {more}</testsuite></testsuites>"""
 CTEST = """<testsuite>
@@ -254,7 +254,8 @@ def test_the_report_says_what_ran_what_was_skipped_and_why(tmp_path, more, statu
     assert document["parts"]["pytest: test_streams"] == {"passed": 1, "failed": 0, "skipped": 1, "seconds": 1.6}
     assert document["parts"]["ctest: NcclApi"] == {"passed": 1, "failed": 0, "skipped": 1, "seconds": 0.3}
     assert document["skipped"] == {"no GPU here": 1, "one GPU": 1}
-    assert document["figures"] == {"test_a[one]": {"placement": "1 rank"}}
+    assert document["figures"] == {"test_a[one]": {"seconds": "0.5"}}
+    assert document["several ranks"] == ["2 ranks"]
     assert document["bench"] == {"8 B": {"nccl host": 1e-5, "host / NCCL's": 0.5}}
     assert list(document["failures"].values()) == (["assert 1 == 2"] if more else [])
     for text in ("test_streams", "no GPU here", "one GPU"):
