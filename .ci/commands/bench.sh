@@ -20,6 +20,7 @@
 #   collectives       four collectives beside gloo and Intel MPI
 #   oversubscribed    4 and 8 processes, beside gloo; and computing beside an idle group
 #   hosts             between network namespaces, beside gloo; needs root
+#   cuda              CUDA tensors beside NCCL; needs a GPU
 #
 # The peers take turns, round after round, in one invocation: what slows the
 # machine down slows all of them, so compare figures of one invocation only.

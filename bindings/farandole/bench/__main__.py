@@ -18,6 +18,7 @@ from farandole.bench import (
     all_reduce,
     batch,
     collectives,
+    cuda,
     hosts,
     overlap,
     oversubscribed,
@@ -37,9 +38,10 @@ SUBJECTS: dict[str, Callable[[Settings, RankPair], Report]] = {
     "collectives": collectives.measure,
     "oversubscribed": oversubscribed.measure,
     "hosts": hosts.measure,
+    "cuda": cuda.measure,
 }
 # They take minutes, or a set-up of their own.
-_ONLY_WHEN_ASKED_FOR = ("collectives", "oversubscribed", "hosts")
+_ONLY_WHEN_ASKED_FOR = ("collectives", "oversubscribed", "hosts", "cuda")
 _WIDTH = 160  # of the tables when they do not go to a terminal
 
 

@@ -6,9 +6,10 @@ import statistics
 import pytest
 
 from farandole.bench.__main__ import SUBJECTS, main
+from farandole.bench._gpus import why_no_gpu
 from farandole.bench._programs import CppPair
 from farandole.bench._series import Report, Skipped
-from farandole.bench._settings import built_programs
+from farandole.bench._settings import Settings, built_programs
 
 ROUNDS = 2
 
@@ -105,6 +106,21 @@ def test_a_loop_is_measured_beside_all_that_can_go_on(tmp_path, capsys):
     for peer in peers:
         assert medians["beside", peer, "all"] >= medians["beside", peer, "loop"]
     assert medians["beside", "farandole, first", "all"] > medians["beside", "farandole, first", "loop"] + 1e-3
+
+
+@pytest.mark.skipif(why_no_gpu() is None, reason="there is a GPU")
+def test_without_a_gpu_cuda_is_skipped_with_the_reason():
+    with pytest.raises(Skipped, match=r"no GPU|without"):
+        SUBJECTS["cuda"](Settings(), None)
+
+
+@pytest.mark.skipif(why_no_gpu() is not None, reason=f"needs a GPU: {why_no_gpu()}")
+def test_cuda_is_measured_beside_nccl_on_the_host_and_on_the_device(tmp_path, capsys):
+    report = measure(tmp_path, capsys, "cuda")
+    medians = medians_of(report)
+    for peer in ("farandole", "nccl"):
+        assert {(peer, quantity) for _, peer, quantity in medians} >= {(peer, "host"), (peer, "device")}
+    assert len(report["ratios"]) == len(report["targets"]) == len(medians) / 2
 
 
 def test_between_hosts_no_peer_is_faster_than_the_link(tmp_path, capsys):

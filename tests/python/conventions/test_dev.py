@@ -54,7 +54,7 @@ def test_an_unknown_command_is_an_error_that_lists_the_known_ones():
     assert " test " in shown.stderr
 
 
-@pytest.mark.parametrize("command", ["format", "lint", "test"])
+@pytest.mark.parametrize("command", ["format", "gpu-kit", "lint", "test", "test-gpu"])
 def test_an_unknown_argument_is_refused_before_any_set_up(command):
     shown = run("./dev", command, "--no-such-option")
     assert shown.returncode != 0

@@ -1,0 +1,11 @@
+# The kit's Boost: headers only, and only those that farandole includes.
+file(STRINGS ${CMAKE_CURRENT_LIST_DIR}/../include/boost/version.hpp _boost REGEX "define BOOST_LIB_VERSION ")
+string(REGEX REPLACE ".*\"([0-9]+)_([0-9]+).*" "\\1.\\2" Boost_VERSION "${_boost}")
+set(Boost_VERSION_STRING ${Boost_VERSION})
+set(Boost_INCLUDE_DIRS ${CMAKE_CURRENT_LIST_DIR}/../include)
+if(NOT TARGET Boost::headers)
+  add_library(Boost::headers INTERFACE IMPORTED)
+  target_include_directories(Boost::headers SYSTEM INTERFACE ${Boost_INCLUDE_DIRS})
+  add_library(Boost::boost INTERFACE IMPORTED)
+  target_link_libraries(Boost::boost INTERFACE Boost::headers)
+endif()

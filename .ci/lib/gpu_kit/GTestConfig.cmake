@@ -1,0 +1,12 @@
+# The kit's GoogleTest, from its sources: a library of this machine's compiler.
+set(_gtest ${CMAKE_CURRENT_LIST_DIR}/../googletest)
+if(NOT TARGET GTest::gtest)
+  find_package(Threads REQUIRED)
+  add_library(kit_gtest STATIC ${_gtest}/src/gtest-all.cc)
+  target_include_directories(kit_gtest SYSTEM PUBLIC ${_gtest}/include PRIVATE ${_gtest})
+  target_link_libraries(kit_gtest PUBLIC Threads::Threads)
+  add_library(kit_gtest_main STATIC ${_gtest}/src/gtest_main.cc)
+  target_link_libraries(kit_gtest_main PUBLIC kit_gtest)
+  add_library(GTest::gtest ALIAS kit_gtest)
+  add_library(GTest::gtest_main ALIAS kit_gtest_main)
+endif()
