@@ -96,6 +96,9 @@ void bindBackend(py::module_& module) {
       .def("batch_p2p", &batchP2p, py::arg("ops"), py::arg("label"))
       // torch 2.11 binds no way to set it.
       .def("set_timeout", &ProcessGroupFarandole::setTimeout, py::arg("timeout"))
+      // torch has those do it that are not in a new group, where NCCL's communicator is split: here members only meet.
+      .def(
+          "perform_nocolor_split", [](const ProcessGroupFarandole&, const py::object&) {}, py::arg("device"))
       .def("transport_of", &ProcessGroupFarandole::transportOf, py::arg("rank"),
            py::call_guard<py::gil_scoped_release>())
       .def("algorithms", &ProcessGroupFarandole::algorithms);

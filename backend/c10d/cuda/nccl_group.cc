@@ -37,7 +37,7 @@ std::shared_ptr<DeviceWatch> acquireWatch(const transport::DeviceRuntime& runtim
 class NcclProcessGroup final : public CudaGroup {
  public:
   NcclProcessGroup(const Setup& setup, CudaEnvironment environment, int edgeCtas)
-      : name_(setup.name), rank_(setup.rank), size_(setup.size), environment_(environment) {
+      : rank_(setup.rank), size_(setup.size), environment_(environment) {
     const auto health = [ranks = setup.ranksHealth, weak = std::weak_ptr<IsOver>(isOver_)] {
       const auto over = weak.lock();
       if (over == nullptr || over->value) return Status::aborted("the group is over");
@@ -56,6 +56,11 @@ class NcclProcessGroup final : public CudaGroup {
   }
 
   WorkPtr barrier(const WorkOptions& options, at::Device device) override {
+    if (!device.has_index()) {
+      int current = 0;
+      throwIfError(environment_.runtime->cuda.check(environment_.runtime->cuda.getDevice(&current), "cudaGetDevice"));
+      device.set_index(static_cast<c10::DeviceIndex>(current));
+    }
     at::Tensor token = at::zeros({1}, at::TensorOptions().dtype(at::kInt).device(device));
     const ::c10d::ReduceOp sum = ::c10d::ReduceOp::SUM;
     const auto build = [&](CollectiveCalls& calls) {
@@ -168,7 +173,6 @@ class NcclProcessGroup final : public CudaGroup {
            std::to_string(message.tensor.nbytes()) + " bytes on CUDA)";
   }
 
-  const std::string name_;
   const int rank_;
   const int size_;
   const CudaEnvironment environment_;
