@@ -51,6 +51,9 @@ std::map<int, WorkPtr> ProcessGroupFarandole::postOnCuda(std::vector<BatchEntry>
   for (BatchEntry& entry : entries) {
     TORCH_CHECK_VALUE(entry.tensor.device() == device, "a batch has tensors on ", device, " and on ",
                       entry.tensor.device(), "; expected one CUDA device");
+    TORCH_CHECK_VALUE(entry.tag == 0, entry.direction == p2p::Direction::kSend ? "send" : "recv", ": tag is ",
+                      entry.tag,
+                      " for a tensor on CUDA; expected 0, messages there are matched by the order of issue alone");
     messages.push_back({entry.direction == p2p::Direction::kSend, std::move(entry.tensor), entry.peer});
   }
   const bool isBatch = messages.size() > 1;

@@ -168,7 +168,7 @@ void Communicator::nudgeHost() {
 
 Status Communicator::canCome(int index) const {
   if (const int by = host_->abortedBy(); by != HostSegment::kNobody) {
-    return Status::aborted(describe(by) + " aborted the group");
+    return abortOf(by);
   }
   const int rank = rankOnHost(index);
   if (!host_->isAbandoned(index)) return peers_[rank].failure.wrapUnlessOk(describe(rank) + " is gone");

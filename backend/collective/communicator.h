@@ -121,6 +121,8 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   Status readFrom(int index, void* to, const void* from, std::size_t bytes);
   // Ok, or why the rank with this index will never get as far as it is waited for.
   Status canCome(int index) const;
+  // Of this host.
+  Status abortOf(int rank) const;
   bool poll() override;
   bool isReady() const override;
   Result<transport::SharedMemory> meetHost(transport::Clock::time_point deadline);

@@ -23,8 +23,9 @@ void Communicator::abort(const Status& status) {
 
 void Communicator::abortAll(const Status& status) {
   ProgressEngine::Access access(engine());
-  if (host_ != nullptr && aborted_) host_->abort(rank_);
-  failAll(status);
+  const bool isFirst = aborted_.isOk();
+  failAll(status);  // the others find the reason before the mark
+  if (host_ != nullptr && isFirst) host_->abort(rank_);
   isReasonKnown_ = true;
 }
 
@@ -57,10 +58,14 @@ void Communicator::abandon(const Status& status) {
   failAll(status, culpritOf(status));
 }
 
+Status Communicator::abortOf(int rank) const {
+  return Status::aborted(describe(rank) + " aborted the group: " + host_->reasonOf(layout_.indexOf(rank)));
+}
+
 bool Communicator::lookAround() {
   if (host_ == nullptr || !aborted_) return false;
   if (host_->abortedBy() == HostSegment::kNobody) return false;
-  failAll(Status::aborted(describe(host_->abortedBy()) + " aborted the group"));
+  failAll(abortOf(host_->abortedBy()));
   return true;
 }
 

@@ -21,7 +21,8 @@
   USE(eventCreate, cudaEventCreateWithFlags)                          \
   USE(eventDestroy, cudaEventDestroy)                                 \
   USE(eventRecord, cudaEventRecord)                                   \
-  USE(eventQuery, cudaEventQuery)
+  USE(eventQuery, cudaEventQuery)                                     \
+  USE(memcpyPeerAsync, cudaMemcpyPeerAsync)
 
 namespace farandole::transport {
 

@@ -4,6 +4,11 @@
 
 namespace farandole::transport {
 
+PointToPoint::PointToPoint(Setup setup)
+    : setup_(std::move(setup)), own_(setup_.runtime->cuda, setup_.events, setup_.device) {
+  for (const auto& lane : own_.lanes()) setup_.watch->watch(setup_.group, lane);
+}
+
 PointToPoint::~PointToPoint() {
   // Each connector holds this object: what is left here has ended, or is the one on which this runs.
   for (std::thread& connector : connectors_) connector.detach();
@@ -89,6 +94,11 @@ Status PointToPoint::post(std::vector<EdgeMessage> messages) {
   std::vector<EdgeMessage> round;
   std::lock_guard lock(mutex_);
   if (!over_) return over_;
+  const auto isOwn = [this](const EdgeMessage& message) { return message.peer == setup_.rank; };
+  for (const EdgeMessage& message : messages) {
+    if (isOwn(message)) FARANDOLE_RETURN_IF_ERROR(own_.post(message));
+  }
+  std::erase_if(messages, isOwn);
   while (!messages.empty()) {
     // The first that is left for each edge.
     std::vector<EdgeMessage> later;
@@ -157,11 +167,13 @@ Status PointToPoint::launch(std::span<EdgeMessage> messages) {
 void PointToPoint::endAll(const Status& why) {
   // First, since somebody may be stuck in a call, and hold what follows.
   communicators_.abortAll();
-  std::vector<EdgeMessage> waiting;
+  std::deque<EdgeMessage> waiting;
   std::vector<std::shared_ptr<DeviceLane>> lanes;
+  for (const auto& lane : own_.lanes()) lanes.push_back(lane);
   {
     std::lock_guard lock(mutex_);
     if (over_) over_ = why;
+    waiting = own_.takeWaiting();
     for (auto& [key, edge] : edges_) {
       lanes.push_back(edge.lane);
       std::move(edge.waiting.begin(), edge.waiting.end(), std::back_inserter(waiting));

@@ -13,6 +13,7 @@
 #include "backend/transport/nccl/communicator_meeting.h"
 #include "backend/transport/nccl/device_watch.h"
 #include "backend/transport/nccl/edge.h"
+#include "backend/transport/nccl/own_messages.h"
 
 namespace farandole::transport {
 
@@ -38,7 +39,7 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
     int maxCtas;                        // for each edge
     std::chrono::milliseconds timeout;  // of connecting
   };
-  explicit PointToPoint(Setup setup) : setup_(std::move(setup)) {}
+  explicit PointToPoint(Setup setup);
   ~PointToPoint();
 
   // Posts messages whose order for each edge is that of the list. Returns at once, also when an edge is not connected
@@ -71,6 +72,7 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   AbortableCommunicators communicators_;
   std::mutex mutex_;
   std::map<EdgeKey, Edge> edges_;
+  OwnMessages own_;
   std::vector<std::thread> connectors_;
   Status over_;
 };

@@ -70,7 +70,7 @@ TEST(Communicator, AnAbortForAllEndsWhatOtherRanksOfTheHostWaitForAmongThemselve
   for (int i = 0; i < 500 && !told; ++i) std::this_thread::sleep_for(10ms);
   ASSERT_TRUE(told);
   for (const auto& operation : {waited, unwaited}) {
-    EXPECT_EQ(operation->status().toString(), "test operation: rank 1 (host host, pid 1) aborted the group");
+    EXPECT_EQ(operation->status().toString(), "test operation: rank 1 (host host, pid 1) aborted the group: told to");
   }
   auto later = TestOperation::launch(group[2], recvProgram(0, in), 2);
   EXPECT_EQ(later->status().code(), StatusCode::kAborted);

@@ -200,6 +200,34 @@ TEST(PointToPoint, AReceiveThatWasPostedEarlyHoldsUpNoSendToTheSamePeer) {
   EXPECT_EQ(late, 7);
 }
 
+TEST(PointToPoint, ARankSendsItselfWhatIsCopiedOnceBothSidesArePosted) {
+  DeviceGroups ranks(2, someSeed());
+  std::vector<int> first(50, 0);
+  std::vector<int> second(50, 0);
+  std::vector<int> out(50, 0);
+  (void)ranks.runtime.cuda.setDevice(1);
+  ranks.cluster.enqueue(ranks.streams[1], [&] { std::fill(out.begin(), out.end(), 5); });
+  const auto sends = ranks.post(1, {{true, 1, out.data(), 200}, {true, 1, out.data(), 0}, {true, 1, out.data(), 8}});
+  EXPECT_FALSE(sends[0]->isDone());
+  const auto receives = ranks.post(1, {{false, 1, first.data(), 200}, {false, 1, nullptr, 0}});
+  for (const auto& operation : {receives[0], receives[1], sends[0], sends[1]}) {
+    ranks.wait(1, operation);
+    EXPECT_TRUE(operation->awaitEnd());
+    EXPECT_TRUE(operation->status()) << operation->status().toString();
+  }
+  EXPECT_EQ(first, std::vector<int>(50, 5));
+
+  const auto wrong = ranks.post(1, {{false, 1, second.data(), 4}});
+  for (const auto& operation : {sends[2], wrong[0]}) {
+    EXPECT_TRUE(operation->awaitEnd());
+    EXPECT_EQ(operation->status().toString(), "this rank sent itself 8 bytes, the buffer has 4");
+  }
+  EXPECT_TRUE(ranks.groups[1]->status());
+  const auto alone = ranks.post(1, {{true, 1, out.data(), 8}});
+  ranks.groups[1]->abort(Status::aborted("enough"));
+  EXPECT_EQ(alone[0]->status().code(), StatusCode::kAborted);
+}
+
 TEST(PointToPoint, APeerThatNeverComesIsNamedWhenTheTimeoutOfConnectingHasPassed) {
   DeviceGroups ranks(2, someSeed(), 50ms);
   int data = 0;

@@ -1,6 +1,7 @@
 #include "tests/backend/transport/nccl/simulator/cuda_functions.h"
 
 #include <algorithm>
+#include <cstring>
 #include <string>
 #include <utility>
 
@@ -133,6 +134,15 @@ cudaError_t CudaFunctions::eventQuery(cudaEvent_t handle) {
     return cudaErrorStreamCaptureUnsupported;
   }
   return found->last == nullptr || found->last->passed ? cudaSuccess : cudaErrorNotReady;
+}
+
+cudaError_t CudaFunctions::memcpyPeerAsync(void* to, int, const void* from, int, std::size_t bytes,
+                                           cudaStream_t streamHandle) {
+  const std::lock_guard lock(core_.mutex);
+  Stream* const copier = stream(streamHandle, "cudaMemcpyPeerAsync");
+  if (copier == nullptr) return cudaErrorInvalidResourceHandle;
+  streams_.put(*copier, std::make_shared<FunctionWork>([to, from, bytes] { std::memmove(to, from, bytes); }));
+  return cudaSuccess;
 }
 
 int CudaFunctions::countEvents() const {

@@ -31,6 +31,8 @@ class CudaFunctions {
   cudaError_t eventDestroy(cudaEvent_t event);
   cudaError_t eventRecord(cudaEvent_t event, cudaStream_t stream);
   cudaError_t eventQuery(cudaEvent_t event);
+  cudaError_t memcpyPeerAsync(void* to, int toDevice, const void* from, int fromDevice, std::size_t bytes,
+                              cudaStream_t stream);
 
   int countEvents() const;  // with the lock
 
