@@ -41,6 +41,9 @@ class CudaGroup {
   // kUnavailable: this build or this machine has no NCCL; the message says what is missing.
   static Result<std::shared_ptr<CudaGroup>> make(Setup setup);
 
+  // For the end of the process: nothing of CUDA is called any more that nobody asks for.
+  static void leaveAtExit();
+
   virtual ~CudaGroup() = default;
 
   using Build = std::function<void(CollectiveCalls&)>;

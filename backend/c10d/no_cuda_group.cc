@@ -7,4 +7,6 @@ Result<std::shared_ptr<CudaGroup>> CudaGroup::make(Setup) {
   return Status::unavailable("this farandole was built without CUDA (FARANDOLE_CUDA)");
 }
 
+void CudaGroup::leaveAtExit() {}
+
 }  // namespace farandole::backend

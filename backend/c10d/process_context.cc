@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "backend/c10d/callback_threads.h"
+#include "backend/c10d/cuda_group.h"
 #include "backend/common/settings.h"
 #include "backend/transport/shm/shm_transport.h"
 #include "backend/transport/ucx/ucx_transport.h"
@@ -81,6 +82,7 @@ void ProcessContext::leaveAtExit() {
     context = current().lock();
   }
   if (context == nullptr || !context->isOurs()) return;
+  CudaGroup::leaveAtExit();
   {
     transport::ProgressEngine::Access access(context->connections().engine());
     access.transport().leave();

@@ -24,13 +24,22 @@ constexpr std::chrono::seconds kClosingLimit{10};
 constexpr std::uint64_t kEdgeCtas = 4;
 constexpr std::uint64_t kMostEdgeCtas = 64;
 
-// One for all groups, while there is one.
+// The watch of all groups, while there is one.
+struct SharedWatch {
+  std::mutex mutex;
+  std::weak_ptr<DeviceWatch> current;
+
+  static SharedWatch& get() {
+    static auto* const shared = new SharedWatch;  // used until the very end
+    return *shared;
+  }
+};
+
 std::shared_ptr<DeviceWatch> acquireWatch(const transport::DeviceRuntime& runtime) {
-  static std::mutex mutex;
-  static std::weak_ptr<DeviceWatch> current;
-  std::lock_guard lock(mutex);
-  auto watch = current.lock();
-  if (watch == nullptr) current = watch = std::make_shared<DeviceWatch>(runtime.cuda);
+  SharedWatch& shared = SharedWatch::get();
+  std::lock_guard lock(shared.mutex);
+  auto watch = shared.current.lock();
+  if (watch == nullptr) shared.current = watch = std::make_shared<DeviceWatch>(runtime.cuda);
   return watch;
 }
 
@@ -188,6 +197,16 @@ Result<std::shared_ptr<CudaGroup>> CudaGroup::make(Setup setup) {
   const auto ctas = byteSetting("FARANDOLE_NCCL_EDGE_CTAS", kEdgeCtas, 0, kMostEdgeCtas);
   if (!ctas) return ctas.status();
   return std::shared_ptr<CudaGroup>(std::make_shared<NcclProcessGroup>(setup, *environment, static_cast<int>(*ctas)));
+}
+
+void CudaGroup::leaveAtExit() {
+  std::shared_ptr<DeviceWatch> watch;
+  {
+    SharedWatch& shared = SharedWatch::get();
+    std::lock_guard lock(shared.mutex);
+    watch = shared.current.lock();
+  }
+  if (watch != nullptr) watch->stop();
 }
 
 }  // namespace farandole::backend

@@ -40,12 +40,15 @@ DeviceWatch::DeviceWatch(const CudaApi& cuda) : state_(std::make_shared<State>()
   thread_ = std::thread([&cuda, state = state_] { run(cuda, *state); });
 }
 
-DeviceWatch::~DeviceWatch() {
+DeviceWatch::~DeviceWatch() { stop(); }
+
+void DeviceWatch::stop() {
   {
     std::lock_guard lock(state_->mutex);
     state_->isOver = true;
   }
   state_->changed.notify_all();
+  if (!thread_.joinable()) return;
   if (thread_.get_id() == std::this_thread::get_id()) {
     thread_.detach();
   } else {

@@ -34,6 +34,8 @@ class DeviceWatch {
   void watch(const std::weak_ptr<WatchedGroup>& group, const std::weak_ptr<DeviceLane>& lane);
   // Something was added to a lane.
   void wake();
+  // Nothing is looked at any more; for the end of the process, before the libraries go. Not on its own thread.
+  void stop();
 
  private:
   struct State;

@@ -4,7 +4,7 @@
 
 namespace farandole::transport {
 
-NcclCommunicator::NcclCommunicator(const DeviceRuntime& runtime, std::string name, int device, ncclComm_t handle)
+NcclCommunicator::NcclCommunicator(const DeviceRuntime& runtime, Name name, int device, ncclComm_t handle)
     : runtime_(runtime), name_(std::move(name)), device_(device), handle_(handle) {}
 
 Result<std::shared_ptr<NcclCommunicator>> NcclCommunicator::connect(const DeviceRuntime& runtime,
@@ -13,28 +13,14 @@ Result<std::shared_ptr<NcclCommunicator>> NcclCommunicator::connect(const Device
   FARANDOLE_RETURN_IF_ERROR(scope.status());
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   config.blocking = 1;
-  config.commName = spec.name.c_str();
+  auto name = std::make_unique<const std::string>(spec.name);
+  config.commName = name->c_str();
   if (spec.maxCtas > 0) config.maxCTAs = spec.maxCtas;
   ncclComm_t handle = nullptr;
   FARANDOLE_RETURN_IF_ERROR(
       runtime.nccl.check(runtime.nccl.commInitRankConfig(&handle, spec.size, spec.id, spec.rank, &config),
                          "ncclCommInitRankConfig of " + spec.name));
-  return std::shared_ptr<NcclCommunicator>(new NcclCommunicator(runtime, spec.name, spec.device, handle));
-}
-
-Result<std::shared_ptr<NcclCommunicator>> NcclCommunicator::split(int color, int rank, const std::string& name) {
-  const DeviceScope scope(runtime_.cuda, device_);
-  FARANDOLE_RETURN_IF_ERROR(scope.status());
-  const Turn turn(*this);
-  if (turn.handle() == nullptr) return ended();
-  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-  config.blocking = 1;
-  config.commName = name.c_str();
-  ncclComm_t handle = nullptr;
-  FARANDOLE_RETURN_IF_ERROR(runtime_.nccl.check(runtime_.nccl.commSplit(turn.handle(), color, rank, &handle, &config),
-                                                "ncclCommSplit of " + name_ + " to " + name));
-  if (handle == nullptr) return std::shared_ptr<NcclCommunicator>();
-  return std::shared_ptr<NcclCommunicator>(new NcclCommunicator(runtime_, name, device_, handle));
+  return std::shared_ptr<NcclCommunicator>(new NcclCommunicator(runtime, std::move(name), spec.device, handle));
 }
 
 NcclCommunicator::~NcclCommunicator() { abort(); }
@@ -42,16 +28,16 @@ NcclCommunicator::~NcclCommunicator() { abort(); }
 NcclCommunicator::Turn::Turn(NcclCommunicator& communicator)
     : lock_(communicator.turn_), handle_(communicator.isAborted_ ? nullptr : communicator.handle_.load()) {}
 
-Status NcclCommunicator::ended() const { return Status::aborted(name_ + " was closed or aborted"); }
+Status NcclCommunicator::ended() const { return Status::aborted(*name_ + " was closed or aborted"); }
 
 Status NcclCommunicator::asyncError() {
   std::lock_guard lock(ending_);
   if (handle_ == nullptr || isAborted_) return Status::ok();
   ncclResult_t found = ncclSuccess;
   FARANDOLE_RETURN_IF_ERROR(
-      runtime_.nccl.check(runtime_.nccl.commGetAsyncError(handle_, &found), "ncclCommGetAsyncError of " + name_));
+      runtime_.nccl.check(runtime_.nccl.commGetAsyncError(handle_, &found), "ncclCommGetAsyncError of " + *name_));
   if (found == ncclInProgress) return Status::ok();
-  return runtime_.nccl.check(found, name_);
+  return runtime_.nccl.check(found, *name_);
 }
 
 void NcclCommunicator::abort() {
@@ -76,11 +62,11 @@ Status NcclCommunicator::close() {
   std::lock_guard turn(turn_);
   const ncclComm_t handle = handle_;
   if (handle == nullptr) return Status::ok();
-  const Status finalized = runtime_.nccl.check(runtime_.nccl.commFinalize(handle), "ncclCommFinalize of " + name_);
+  const Status finalized = runtime_.nccl.check(runtime_.nccl.commFinalize(handle), "ncclCommFinalize of " + *name_);
   std::lock_guard ending(ending_);
   if (handle_ == nullptr) return ended();
   FARANDOLE_RETURN_IF_ERROR(finalized);
-  return runtime_.nccl.check(runtime_.nccl.commDestroy(handle_.exchange(nullptr)), "ncclCommDestroy of " + name_);
+  return runtime_.nccl.check(runtime_.nccl.commDestroy(handle_.exchange(nullptr)), "ncclCommDestroy of " + *name_);
 }
 
 NcclGroup::NcclGroup(const NcclApi& nccl) : nccl_(nccl) { begin(); }

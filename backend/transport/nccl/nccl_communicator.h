@@ -27,8 +27,6 @@ class NcclCommunicator {
  public:
   // Waits on the host until all ranks have come.
   static Result<std::shared_ptr<NcclCommunicator>> connect(const DeviceRuntime& runtime, const CommunicatorSpec& spec);
-  // Part of this one, for which `color` is the same; null with NCCL_SPLIT_NOCOLOR. All ranks must call it.
-  Result<std::shared_ptr<NcclCommunicator>> split(int color, int rank, const std::string& name);
   // Aborts what was not closed.
   ~NcclCommunicator();
   NcclCommunicator(const NcclCommunicator&) = delete;
@@ -52,15 +50,17 @@ class NcclCommunicator {
   // Waits on the host until the device is done with it and the peers have what was sent.
   Status close();
 
-  const std::string& name() const { return name_; }
+  const std::string& name() const { return *name_; }
   int device() const { return device_; }
   Status ended() const;
 
  private:
-  NcclCommunicator(const DeviceRuntime& runtime, std::string name, int device, ncclComm_t handle);
+  // NCCL keeps the pointer to its name (2.28 to 2.30): the text stays where it is.
+  using Name = std::unique_ptr<const std::string>;
+  NcclCommunicator(const DeviceRuntime& runtime, Name name, int device, ncclComm_t handle);
 
   const DeviceRuntime& runtime_;
-  const std::string name_;
+  const Name name_;
   const int device_;
   std::mutex turn_;                 // held during calls
   std::mutex ending_;               // of what ends it, and of asyncError; taken after turn_
