@@ -16,8 +16,8 @@ Status OwnMessages::post(EdgeMessage message) {
   const EdgeMessage& send = message.isSend ? message : other;
   const EdgeMessage& receive = message.isSend ? other : message;
   if (send.bytes == receive.bytes) return copy(send, receive);
-  const Status mismatch = Status::invalidArgument("this rank sent itself " + std::to_string(send.bytes) +
-                                                  " bytes, the buffer has " + std::to_string(receive.bytes));
+  Status mismatch = Status::invalidArgument("this rank sent itself " + std::to_string(send.bytes) +
+                                            " bytes, the buffer has " + std::to_string(receive.bytes));
   other.operation->finish(mismatch);
   return mismatch;
 }
