@@ -17,6 +17,10 @@ struct Reducing {
   at::ScalarType dtype;
 };
 
+// Whether the slices of all ranks are one tensor, cut in equal parts: of the call, and so the same on all ranks, as
+// where single tensors lie in memory is not.
+enum class Layout { kFlat, kList };
+
 // What a collective of c10d's, whose arguments have been checked, consists of; carried out as one by what serves the
 // device of its tensors: a program on the CPU, a group of NCCL's calls on CUDA. Slices are memory of that device.
 class CollectiveCalls {
@@ -27,10 +31,10 @@ class CollectiveCalls {
   // The other ranks' data may be lost.
   virtual void reduce(const Reducing& reducing, int root, Slice data) = 0;
   // Slices are one for each rank; only the root's outputs and inputs are looked at.
-  virtual void allGather(Slice input, std::span<const Slice> outputs) = 0;
+  virtual void allGather(Slice input, std::span<const Slice> outputs, Layout layout) = 0;
   virtual void gather(int root, Slice input, std::span<const Slice> outputs) = 0;
   virtual void scatter(int root, Slice output, std::span<const Slice> inputs) = 0;
-  virtual void reduceScatter(const Reducing& reducing, Slice output, std::span<const Slice> inputs) = 0;
+  virtual void reduceScatter(const Reducing& reducing, Slice output, std::span<const Slice> inputs, Layout layout) = 0;
   virtual void allToAll(std::span<const Slice> outputs, std::span<const Slice> inputs) = 0;
 };
 

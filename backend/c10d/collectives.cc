@@ -74,6 +74,12 @@ Reducing ProcessGroupFarandole::reducingFor(const char* operation, const ::c10d:
 WorkPtr ProcessGroupFarandole::runCollective(OpType type, const char* title, const Call& call, Tensors results,
                                              Tensors kept, const BuildCollective& build) {
   const at::Tensor& any = results.empty() ? kept[0] : results[0];
+  for (const Tensors* tensors : {&results, &kept}) {
+    for (const at::Tensor& tensor : *tensors) {
+      TORCH_CHECK_VALUE(tensor.device() == any.device(), title, ": tensors are on ", any.device(), " and on ",
+                        tensor.device(), "; expected one device");
+    }
+  }
   WorkPtr work;
   if (any.is_cuda()) {
     const at::Device device = any.device();
@@ -156,7 +162,7 @@ WorkPtr ProcessGroupFarandole::allgather(std::vector<Tensors>& outputs, Tensors&
   checkList("all_gather", "tensor_list", list, size_, input);
   checkFlat("all_gather", "tensor_list of this rank", list[rank_], input, 1);
   return runCollective(OpType::ALLGATHER, "farandole:all_gather", opts, list, inputs,
-                       [&](CollectiveCalls& calls) { calls.allGather(sliceOf(input), slicesOf(list)); });
+                       [&](CollectiveCalls& calls) { calls.allGather(sliceOf(input), slicesOf(list), Layout::kList); });
 }
 
 WorkPtr ProcessGroupFarandole::_allgather_base(at::Tensor& output, at::Tensor& input,
@@ -164,8 +170,9 @@ WorkPtr ProcessGroupFarandole::_allgather_base(at::Tensor& output, at::Tensor& i
   checkTensor("all_gather_into_tensor", "input_tensor", input);
   checkTensor("all_gather_into_tensor", "output_tensor", output);
   checkFlat("all_gather_into_tensor", "output_tensor", output, input, size_);
-  return runCollective(OpType::_ALLGATHER_BASE, "farandole:_all_gather_base", opts, {output}, {input},
-                       [&](CollectiveCalls& calls) { calls.allGather(sliceOf(input), equalSlices(output, size_)); });
+  return runCollective(
+      OpType::_ALLGATHER_BASE, "farandole:_all_gather_base", opts, {output}, {input},
+      [&](CollectiveCalls& calls) { calls.allGather(sliceOf(input), equalSlices(output, size_), Layout::kFlat); });
 }
 
 WorkPtr ProcessGroupFarandole::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
@@ -184,7 +191,7 @@ WorkPtr ProcessGroupFarandole::allgather_coalesced(std::vector<Tensors>& outputs
                          std::vector<Slice> slices(size);
                          for (std::size_t j = 0; j < inputs.size(); ++j) {
                            for (std::size_t i = 0; i < size; ++i) slices[i] = sliceOf(outputs[i][j]);
-                           calls.allGather(sliceOf(inputs[j]), slices);
+                           calls.allGather(sliceOf(inputs[j]), slices, Layout::kList);
                          }
                        });
 }
@@ -195,7 +202,7 @@ WorkPtr ProcessGroupFarandole::allgather_into_tensor_coalesced(Tensors& outputs,
   return runCollective(OpType::_ALLGATHER_BASE, "farandole:all_gather_into_tensor_coalesced", opts, outputs, inputs,
                        [&](CollectiveCalls& calls) {
                          for (std::size_t i = 0; i < inputs.size(); ++i) {
-                           calls.allGather(sliceOf(inputs[i]), equalSlices(outputs[i], size_));
+                           calls.allGather(sliceOf(inputs[i]), equalSlices(outputs[i], size_), Layout::kFlat);
                          }
                        });
 }
@@ -261,8 +268,9 @@ WorkPtr ProcessGroupFarandole::reduce_scatter(Tensors& outputs, std::vector<Tens
                     list[rank_].numel(), " elements; expected ", output.numel(), " as output");
   const Reducing reducing = reducingFor("reduce_scatter", opts.reduceOp, output);
   const Tensors data = premultiplied(opts.reduceOp, list);
-  return runCollective(OpType::REDUCE_SCATTER, "farandole:reduce_scatter", opts, outputs, data,
-                       [&](CollectiveCalls& calls) { calls.reduceScatter(reducing, sliceOf(output), slicesOf(data)); });
+  return runCollective(
+      OpType::REDUCE_SCATTER, "farandole:reduce_scatter", opts, outputs, data,
+      [&](CollectiveCalls& calls) { calls.reduceScatter(reducing, sliceOf(output), slicesOf(data), Layout::kList); });
 }
 
 WorkPtr ProcessGroupFarandole::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
@@ -272,9 +280,10 @@ WorkPtr ProcessGroupFarandole::_reduce_scatter_base(at::Tensor& output, at::Tens
   checkFlat("reduce_scatter_tensor", "input", input, output, size_);
   const Reducing reducing = reducingFor("reduce_scatter_tensor", opts.reduceOp, output);
   const at::Tensor data = premultiplied(opts.reduceOp, input);
-  return runCollective(
-      OpType::_REDUCE_SCATTER_BASE, "farandole:_reduce_scatter_base", opts, {output}, {data},
-      [&](CollectiveCalls& calls) { calls.reduceScatter(reducing, sliceOf(output), equalSlices(data, size_)); });
+  return runCollective(OpType::_REDUCE_SCATTER_BASE, "farandole:_reduce_scatter_base", opts, {output}, {data},
+                       [&](CollectiveCalls& calls) {
+                         calls.reduceScatter(reducing, sliceOf(output), equalSlices(data, size_), Layout::kFlat);
+                       });
 }
 
 WorkPtr ProcessGroupFarandole::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
@@ -288,7 +297,7 @@ WorkPtr ProcessGroupFarandole::reduce_scatter_tensor_coalesced(Tensors& outputs,
                        [&](CollectiveCalls& calls) {
                          for (std::size_t i = 0; i < data.size(); ++i) {
                            calls.reduceScatter({opts.reduceOp, outputs[i].scalar_type()}, sliceOf(outputs[i]),
-                                               equalSlices(data[i], size_));
+                                               equalSlices(data[i], size_), Layout::kFlat);
                          }
                        });
 }

@@ -39,7 +39,7 @@ class CudaGroup {
     std::function<void(const Status&)> onFailure;
   };
   // kUnavailable: this build or this machine has no NCCL; the message says what is missing.
-  static Result<std::shared_ptr<CudaGroup>> make(Setup setup);
+  static Result<std::shared_ptr<CudaGroup>> make(const Setup& setup);
 
   // For the end of the process: nothing of CUDA is called any more that nobody asks for.
   static void leaveAtExit();

@@ -34,7 +34,7 @@ CudaGroup& ProcessGroupFarandole::cuda() {
     hooks->startAbortHooks();
     if (flight != nullptr) flight->fail();
   };
-  auto made = CudaGroup::make(std::move(setup));
+  auto made = CudaGroup::make(setup);
   throwIfError(made.status().wrapUnlessOk("tensors on CUDA"));
   cuda_ = std::move(*made);
   return *cuda_;

@@ -3,7 +3,7 @@
 
 namespace farandole::backend {
 
-Result<std::shared_ptr<CudaGroup>> CudaGroup::make(Setup) {
+Result<std::shared_ptr<CudaGroup>> CudaGroup::make(const Setup&) {
   return Status::unavailable("this farandole was built without CUDA (FARANDOLE_CUDA)");
 }
 

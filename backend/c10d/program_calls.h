@@ -18,7 +18,7 @@ class ProgramCalls final : public CollectiveCalls {
   void reduce(const Reducing& reducing, int root, Slice data) override {
     collective::reduce(program_, topology_, reductionOf(reducing), root, data);
   }
-  void allGather(Slice input, std::span<const Slice> outputs) override {
+  void allGather(Slice input, std::span<const Slice> outputs, Layout) override {
     collective::allGather(program_, topology_, input, outputs);
   }
   void gather(int root, Slice input, std::span<const Slice> outputs) override {
@@ -27,7 +27,7 @@ class ProgramCalls final : public CollectiveCalls {
   void scatter(int root, Slice output, std::span<const Slice> inputs) override {
     collective::scatter(program_, topology_, root, output, inputs);
   }
-  void reduceScatter(const Reducing& reducing, Slice output, std::span<const Slice> inputs) override {
+  void reduceScatter(const Reducing& reducing, Slice output, std::span<const Slice> inputs, Layout) override {
     collective::reduceScatter(program_, topology_, reductionOf(reducing), output, inputs);
   }
   void allToAll(std::span<const Slice> outputs, std::span<const Slice> inputs) override {

@@ -174,6 +174,16 @@ class CollectiveWork final : public WorkOf<CollectiveOperation> {
   std::string describe() const override;
 };
 
+// What Work::blockCurrentStream() does, where torch has it.
+template <typename W>
+void blockStreamFor(W& work) {
+  if constexpr (requires { work.blockCurrentStream(); }) {
+    work.blockCurrentStream();
+  } else {
+    work.synchronize();
+  }
+}
+
 // Several works as one: done when all are.
 class JointWork final : public ::c10d::Work {
  public:
@@ -185,6 +195,11 @@ class JointWork final : public ::c10d::Work {
   std::exception_ptr exception() const override;
   std::vector<at::Tensor> result() override;
   void synchronize() override { wait(); }
+  // Overrides where torch has it (2.15).
+  // NOLINTNEXTLINE(modernize-use-override)
+  virtual void blockCurrentStream() {
+    for (const auto& work : works_) blockStreamFor(*work);
+  }
   bool wait(milliseconds timeout = kNoTimeout) override;
   void abort() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;

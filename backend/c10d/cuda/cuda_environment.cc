@@ -1,5 +1,6 @@
 #include "backend/c10d/cuda/cuda_environment.h"
 
+#include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include <atomic>
@@ -19,7 +20,15 @@ Result<CudaEnvironment> CudaEnvironment::current() {
   if (const CudaEnvironment* const replaced = replacement.load()) return *replaced;
   const auto runtime = transport::DeviceRuntime::ofProcess();
   if (!runtime) return runtime.status();
-  return CudaEnvironment{*runtime, &currentTorchStream};
+  static const transport::DeviceRuntime own = [&] {
+    transport::DeviceRuntime copy = **runtime;
+    // A thread's first device is 0: going back to it would make a context there, in every process.
+    copy.cuda.restoreDevice = [](int device) {
+      return c10::cuda::MaybeSetDevice(static_cast<c10::DeviceIndex>(device));
+    };
+    return copy;
+  }();
+  return CudaEnvironment{&own, &currentTorchStream};
 }
 
 void CudaEnvironment::replace(const CudaEnvironment* environment) { replacement = environment; }

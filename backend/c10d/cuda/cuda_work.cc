@@ -23,10 +23,12 @@ bool blockingWaitSetting() {
 
 }  // namespace
 
-CudaWork::CudaWork(const WorkOptions& options, CudaEnvironment environment, int device, std::vector<at::Tensor> results,
-                   std::vector<std::shared_ptr<CudaOperation>> operations, bool hostWaits)
+CudaWork::CudaWork(const WorkOptions& options, CudaEnvironment environment, std::weak_ptr<transport::DeviceGroup> group,
+                   int device, std::vector<at::Tensor> results, std::vector<std::shared_ptr<CudaOperation>> operations,
+                   bool hostWaits)
     : Work(options.rank, options.type),
       environment_(environment),
+      group_(std::move(group)),
       device_(device),
       sequence_(options.sequence),
       timeout_(options.timeout),
@@ -73,7 +75,9 @@ void CudaWork::synchronize() {
 bool CudaWork::wait(milliseconds timeout) {
   synchronize();
   const bool isOwn = timeout == kNoTimeout || timeout == ::c10d::kUnsetTimeout;
-  if (hostWaits_ || !isOwn) awaitOnHost(DeviceClock::now() + (isOwn ? timeout_ : timeout));
+  // What is captured has no end of its own to wait for.
+  const bool isCaptured = std::ranges::any_of(operations_, [](const auto& one) { return one->isCaptured(); });
+  if ((hostWaits_ || !isOwn) && !isCaptured) awaitOnHost(DeviceClock::now() + (isOwn ? timeout_ : timeout));
   return true;
 }
 
@@ -90,7 +94,7 @@ void CudaWork::awaitOnHost(DeviceClock::time_point deadline) {
 }
 
 void CudaWork::abort() {
-  for (const auto& operation : operations_) operation->finish(Status::aborted("Work.abort() was called"));
+  if (const auto group = group_.lock()) group->fail(Status::aborted("Work.abort() was called"));
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> CudaWork::getFuture() {
@@ -104,8 +108,8 @@ c10::intrusive_ptr<c10::ivalue::Future> CudaWork::getFuture() {
     future_->setError(error);
     return future_;
   }
-  // Complete at once: who uses its value waits for a stream of torch's that waits for the operations.
-  const auto stream = c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device.index());
+  // Complete at once: who uses its value waits for the stream, and so for the operations.
+  const auto stream = c10::cuda::getStreamFromExternal(operations_[0]->stream(), device.index());
   const c10::StreamGuard guard(stream.unwrap());
   for (const auto& operation : operations_) {
     if (!operation->hasEnded()) throwIfError(operation->holdUp(stream.stream()));

@@ -7,6 +7,7 @@
 
 #include "backend/c10d/cuda/cuda_environment.h"
 #include "backend/c10d/cuda/cuda_operation.h"
+#include "backend/transport/nccl/device_group.h"
 
 namespace farandole::backend {
 
@@ -15,15 +16,20 @@ namespace farandole::backend {
 // setting TORCH_NCCL_BLOCKING_WAIT.
 class CudaWork final : public ::c10d::Work {
  public:
-  CudaWork(const WorkOptions& options, CudaEnvironment environment, int device, std::vector<at::Tensor> results,
-           std::vector<std::shared_ptr<CudaOperation>> operations, bool hostWaits);
+  CudaWork(const WorkOptions& options, CudaEnvironment environment, std::weak_ptr<transport::DeviceGroup> group,
+           int device, std::vector<at::Tensor> results, std::vector<std::shared_ptr<CudaOperation>> operations,
+           bool hostWaits);
 
   bool isCompleted() override;
   bool isSuccess() const override;
   std::exception_ptr exception() const override;
   std::vector<at::Tensor> result() override { return results_; }
   void synchronize() override;
+  // Overrides where torch has it (2.15).
+  // NOLINTNEXTLINE(modernize-use-override)
+  virtual void blockCurrentStream() { synchronize(); }
   bool wait(milliseconds timeout = kNoTimeout) override;
+  // Ends the group: what runs on a device cannot be ended alone.
   void abort() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   std::uint64_t getSequencenumber() const override { return sequence_; }
@@ -37,6 +43,7 @@ class CudaWork final : public ::c10d::Work {
   void awaitOnHost(transport::DeviceClock::time_point deadline);
 
   const CudaEnvironment environment_;
+  const std::weak_ptr<transport::DeviceGroup> group_;
   const int device_;
   const std::uint64_t sequence_;
   const milliseconds timeout_;

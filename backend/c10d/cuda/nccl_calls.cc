@@ -6,14 +6,6 @@ namespace {
 // NCCL takes 2048 calls in a group; an exchange between two ranks is two.
 constexpr int kExchangesOfGroup = 512;
 
-// One after the other in memory, and all as long.
-bool areAdjacent(std::span<const Slice> slices) {
-  for (std::size_t i = 1; i < slices.size(); ++i) {
-    if (slices[i].bytes != slices[0].bytes || slices[i].data != slices[i - 1].data + slices[i - 1].bytes) return false;
-  }
-  return true;
-}
-
 }  // namespace
 
 template <typename Reduce>
@@ -72,8 +64,8 @@ void NcclCalls::reduce(const Reducing& reducing, int root, Slice data) {
   });
 }
 
-void NcclCalls::allGather(Slice input, std::span<const Slice> outputs) {
-  if (areAdjacent(outputs)) {
+void NcclCalls::allGather(Slice input, std::span<const Slice> outputs, Layout layout) {
+  if (layout == Layout::kFlat) {
     group_.add(nccl_.allGather(input.data, outputs[0].data, input.bytes, ncclUint8, communicator_, stream_),
                "ncclAllGather");
     return;
@@ -98,9 +90,9 @@ void NcclCalls::scatter(int root, Slice output, std::span<const Slice> inputs) {
   for (int peer = 0; peer < size_; ++peer) send(peer, inputs[peer]);
 }
 
-void NcclCalls::reduceScatter(const Reducing& reducing, Slice output, std::span<const Slice> inputs) {
+void NcclCalls::reduceScatter(const Reducing& reducing, Slice output, std::span<const Slice> inputs, Layout layout) {
   withReduction(reducing, [&](const NcclReduction& reduction) {
-    if (areAdjacent(inputs)) {
+    if (layout == Layout::kFlat) {
       group_.add(nccl_.reduceScatter(inputs[0].data, output.data, output.bytes / reduction.elementBytes,
                                      reduction.dtype, reduction.op, communicator_, stream_),
                  "ncclReduceScatter");

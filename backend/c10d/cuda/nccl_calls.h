@@ -16,10 +16,10 @@ class NcclCalls final : public CollectiveCalls {
   void broadcast(int root, Slice data) override;
   void allReduce(const Reducing& reducing, Slice data) override;
   void reduce(const Reducing& reducing, int root, Slice data) override;
-  void allGather(Slice input, std::span<const Slice> outputs) override;
+  void allGather(Slice input, std::span<const Slice> outputs, Layout layout) override;
   void gather(int root, Slice input, std::span<const Slice> outputs) override;
   void scatter(int root, Slice output, std::span<const Slice> inputs) override;
-  void reduceScatter(const Reducing& reducing, Slice output, std::span<const Slice> inputs) override;
+  void reduceScatter(const Reducing& reducing, Slice output, std::span<const Slice> inputs, Layout layout) override;
   void allToAll(std::span<const Slice> outputs, std::span<const Slice> inputs) override;
 
  private:

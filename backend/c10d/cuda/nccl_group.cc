@@ -61,7 +61,7 @@ class NcclProcessGroup final : public CudaGroup {
 
   WorkPtr run(const WorkOptions& options, at::Device device, bool isAsync, std::vector<at::Tensor> results,
               std::vector<at::Tensor> kept, const Build& build) override {
-    return launch(options, device, isAsync, std::move(results), std::move(kept), build, false);
+    return launch(options, device, isAsync, std::move(results), kept, build, false);
   }
 
   WorkPtr barrier(const WorkOptions& options, at::Device device) override {
@@ -109,8 +109,8 @@ class NcclProcessGroup final : public CudaGroup {
     std::map<int, WorkPtr> works;
     for (auto& [peer, content] : peers) {
       works.emplace(peer,
-                    c10::make_intrusive<CudaWork>(options, environment_, device.index(), std::move(content.received),
-                                                  std::move(content.operations), false));
+                    c10::make_intrusive<CudaWork>(options, environment_, group_, device.index(),
+                                                  std::move(content.received), std::move(content.operations), false));
     }
     return works;
   }
@@ -120,6 +120,7 @@ class NcclProcessGroup final : public CudaGroup {
   }
 
   void connect(at::Device device) override {
+    TORCH_CHECK_VALUE(device.has_index(), "farandole: device is ", device, "; expected one with an index");
     throwIfError(withDevice(device, [](GroupOnDevice& on) { return on.connect(); }));
   }
 
@@ -146,7 +147,7 @@ class NcclProcessGroup final : public CudaGroup {
   }
 
   WorkPtr launch(const WorkOptions& options, at::Device device, bool isAsync, std::vector<at::Tensor> results,
-                 std::vector<at::Tensor> kept, const Build& build, bool hostWaits) {
+                 const std::vector<at::Tensor>& kept, const Build& build, bool hostWaits) {
     auto operation = std::make_shared<CudaOperation>(options, describe(options, results, kept), results, kept);
     const auto calls = [&](transport::NcclGroup& group, ncclComm_t communicator, cudaStream_t stream) {
       NcclCalls into(environment_.runtime->nccl, group, communicator, stream, rank_, size_);
@@ -157,7 +158,7 @@ class NcclProcessGroup final : public CudaGroup {
       return on.run(environment_.currentStream(device.index()), !isAsync, operation, calls);
     });
     if (!launched) endAll(launched, {operation});
-    return c10::make_intrusive<CudaWork>(options, environment_, device.index(), std::move(results),
+    return c10::make_intrusive<CudaWork>(options, environment_, group_, device.index(), std::move(results),
                                          std::vector{std::move(operation)}, hostWaits);
   }
 
@@ -191,7 +192,7 @@ class NcclProcessGroup final : public CudaGroup {
 
 }  // namespace
 
-Result<std::shared_ptr<CudaGroup>> CudaGroup::make(Setup setup) {
+Result<std::shared_ptr<CudaGroup>> CudaGroup::make(const Setup& setup) {
   const auto environment = CudaEnvironment::current();
   if (!environment) return environment.status();
   const auto ctas = byteSetting("FARANDOLE_NCCL_EDGE_CTAS", kEdgeCtas, 0, kMostEdgeCtas);

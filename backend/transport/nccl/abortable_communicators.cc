@@ -24,6 +24,7 @@ void AbortableCommunicators::abortAll() {
     std::lock_guard lock(mutex_);
     isOver_ = true;
   }
+  for (const auto& communicator : all()) communicator->interrupt();
   for (const auto& communicator : all()) communicator->abort();
 }
 

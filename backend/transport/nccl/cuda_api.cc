@@ -18,6 +18,7 @@ Result<CudaApi> CudaApi::load() {
   if (api.member == nullptr) return Status::unavailable("the loaded " + name + " has no function " #function);
   FARANDOLE_CUDA_FUNCTIONS(FARANDOLE_TAKE)
 #undef FARANDOLE_TAKE
+  api.restoreDevice = api.setDevice;
   return api;
 }
 
@@ -25,6 +26,12 @@ Status CudaApi::check(cudaError_t result, const char* what) const {
   if (result == cudaSuccess) return Status::ok();
   (void)getLastError();
   return Status::internal(std::string(what) + ": " + getErrorString(result));
+}
+
+Status settleOnDevice(const CudaApi& cuda, int device) {
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  FARANDOLE_RETURN_IF_ERROR(cuda.check(cuda.threadExchangeCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode"));
+  return cuda.check(cuda.setDevice(device), "cudaSetDevice");
 }
 
 DeviceScope::DeviceScope(const CudaApi& cuda, int device) : cuda_(cuda) {
@@ -36,7 +43,7 @@ DeviceScope::DeviceScope(const CudaApi& cuda, int device) : cuda_(cuda) {
 }
 
 DeviceScope::~DeviceScope() {
-  if (former_ >= 0) (void)cuda_.setDevice(former_);
+  if (former_ >= 0) (void)cuda_.restoreDevice(former_);
 }
 
 }  // namespace farandole::transport

@@ -32,6 +32,9 @@ struct CudaApi {
   FARANDOLE_CUDA_FUNCTIONS(FARANDOLE_MEMBER)
 #undef FARANDOLE_MEMBER
 
+  // As setDevice, for going back to a device: may leave out what would make a context there.
+  cudaError_t (*restoreDevice)(int device) = nullptr;
+
   // kUnavailable when no runtime of the version that this was compiled for is loaded.
   static Result<CudaApi> load();
 
@@ -39,6 +42,9 @@ struct CudaApi {
   // looks next.
   Status check(cudaError_t result, const char* what) const;
 };
+
+// For the start of a thread of our own: it works on this device, and hinders no capture of a graph on other threads.
+Status settleOnDevice(const CudaApi& cuda, int device);
 
 // Makes `device` the thread's current one, and the former one again at the end.
 class DeviceScope {

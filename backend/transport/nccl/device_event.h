@@ -27,6 +27,7 @@ class DeviceEvent {
   Status holdUp(cudaStream_t stream) const;
   // Whether what was recorded has run.
   Result<bool> hasRun() const;
+  bool isCaptured() const { return isCaptured_; }
 
  private:
   void giveBack();

@@ -1,10 +1,16 @@
 #include "backend/transport/nccl/device_group.h"
 
+#include <algorithm>
 #include <future>
 #include <thread>
 #include <utility>
 
 namespace farandole::transport {
+namespace {
+
+constexpr std::chrono::milliseconds kLookAtEnd{1};
+
+}  // namespace
 
 DeviceGroup::DeviceGroup(DeviceGroupSetup setup, Health ranksHealth, OnFailure onFailure)
     : setup_(std::move(setup)), ranksHealth_(std::move(ranksHealth)), onFailure_(std::move(onFailure)) {}
@@ -59,21 +65,32 @@ bool DeviceGroup::endAll(const Status& why) {
 }
 
 void DeviceGroup::fail(const Status& why) {
-  if (endAll(why)) onFailure_(why);
+  if (endAll(why) && !isClosing_) onFailure_(why);
 }
 
 void DeviceGroup::abort(const Status& why) { (void)endAll(why); }
 
 void DeviceGroup::close(std::chrono::milliseconds limit) {
   if (!status()) return;
-  // NCCL waits for the peers, whom nothing compels to come.
-  std::packaged_task<void()> closing([all = devices()]() mutable {
-    for (const auto& device : all) (void)device->close();
-    all.clear();  // nothing is left to this thread once it has told
-  });
-  auto closed = closing.get_future();
-  std::thread(std::move(closing)).detach();
-  (void)closed.wait_for(limit);
+  isClosing_ = true;
+  const auto deadline = DeviceClock::now() + limit;
+  const auto isIdle = [all = devices()] {
+    return std::ranges::all_of(all, [](const auto& device) { return device->isIdle(); });
+  };
+  bool wasIdle = isIdle();
+  for (; !wasIdle && status() && DeviceClock::now() < deadline; wasIdle = isIdle()) {
+    std::this_thread::sleep_for(kLookAtEnd);
+  }
+  if (wasIdle) {
+    // NCCL waits for what the network still has to do. It is left alone where that takes longer.
+    std::packaged_task<void()> closing([all = devices()]() mutable {
+      for (const auto& device : all) (void)device->close();
+      all.clear();  // nothing is left to this thread once it has told
+    });
+    auto closed = closing.get_future();
+    std::thread(std::move(closing)).detach();
+    (void)closed.wait_until(deadline);
+  }
   abort(Status::aborted(setup_.name + " was closed"));
 }
 

@@ -30,7 +30,8 @@ class DeviceGroup final : public WatchedGroup, public std::enable_shared_from_th
   void abort(const Status& why);
   // Ok, or what ended the group.
   Status status();
-  // Waits until what is under way has ended, for as long as `limit`, then aborts what is left and ends the group.
+  // Waits until what is under way has ended and the peers have it, for as long as `limit`, then aborts what is left and
+  // ends the group. What fails from here on is told to nobody: peers may have closed, too.
   void close(std::chrono::milliseconds limit);
 
  private:
@@ -43,6 +44,7 @@ class DeviceGroup final : public WatchedGroup, public std::enable_shared_from_th
   std::mutex mutex_;
   std::map<int, std::shared_ptr<GroupOnDevice>> devices_;
   Status over_;
+  std::atomic<bool> isClosing_{false};
 };
 
 }  // namespace farandole::transport

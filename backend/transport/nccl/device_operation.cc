@@ -9,6 +9,7 @@ void DeviceOperation::launched(DeviceEvent end, cudaStream_t stream) {
   if (state_.load(std::memory_order_acquire) != expected) return;  // ended before
   end_ = std::move(end);
   stream_ = stream;
+  wasLaunched_ = true;
   if (state_.compare_exchange_strong(expected, State::kLaunched, std::memory_order_acq_rel)) state_.notify_all();
 }
 
@@ -25,7 +26,11 @@ void DeviceOperation::finish(const Status& status) {
 }
 
 void DeviceOperation::awaitLaunch() const {
-  while (state_.load(std::memory_order_acquire) == State::kQueued) state_.wait(State::kQueued);
+  for (State state = state_.load(std::memory_order_acquire);
+       state == State::kQueued || (state == State::kEnding && !wasLaunched_);
+       state = state_.load(std::memory_order_acquire)) {
+    state_.wait(state);
+  }
 }
 
 Result<bool> DeviceOperation::hasRun() const {

@@ -25,7 +25,7 @@ class DeviceOperation {
   // What comes first counts; the rest is ignored.
   void finish(const Status& status);
 
-  // Blocks the host while the operation is queued.
+  // Blocks the host while the operation is queued, or ends without having been launched.
   void awaitLaunch() const;
   // Ended, or the device has come to its end.
   bool isDone() const;
@@ -35,7 +35,12 @@ class DeviceOperation {
   // Whether the device has come to its end; not while it is queued.
   Result<bool> hasRun() const;
   // What is put on `stream` from now on runs after a launched one; at no cost on the stream that it runs on itself.
-  Status holdUp(cudaStream_t stream) const { return stream == stream_ ? Status::ok() : end_.holdUp(stream); }
+  Status holdUp(cudaStream_t stream) const {
+    return stream == stream_ || !wasLaunched_ ? Status::ok() : end_.holdUp(stream);
+  }
+  // Of a launched one: where it runs; and whether it is part of a graph, and has no end of its own.
+  cudaStream_t stream() const { return stream_; }
+  bool isCaptured() const { return wasLaunched_ && end_.isCaptured(); }
   // The buffers need not be kept any longer: whoever reuses their memory runs after this operation.
   void letGo();
 
@@ -54,6 +59,7 @@ class DeviceOperation {
 
   const DeviceClock::time_point deadline_;
   std::atomic<State> state_{State::kQueued};
+  std::atomic<bool> wasLaunched_{false};
   std::atomic<bool> isLetGo_{false};
   DeviceEvent end_;
   cudaStream_t stream_ = nullptr;

@@ -67,7 +67,8 @@ Result<std::shared_ptr<NcclCommunicator>> GroupOnDevice::makeCommunicator() {
 }
 
 void GroupOnDevice::connectNow() {
-  auto made = makeCommunicator();
+  const Status settled = settleOnDevice(setup_.runtime->cuda, device_);
+  auto made = settled ? makeCommunicator() : settled;
   if (made) return adopt(std::move(*made));
   if (const auto group = group_.lock()) group->fail(made.status());
 }
@@ -134,6 +135,15 @@ Status GroupOnDevice::asyncError() {
   return pointToPoint_->asyncError();
 }
 
+bool GroupOnDevice::isIdle() {
+  bool isIdle = pointToPoint_->isIdle();
+  for (const auto& lane : {lane_, inOrderLane_}) {
+    (void)lane->sweep();
+    isIdle = isIdle && lane->isEmpty();
+  }
+  return isIdle;
+}
+
 void GroupOnDevice::endAll(const Status& why) {
   communicators_.abortAll();
   {
@@ -147,6 +157,7 @@ void GroupOnDevice::endAll(const Status& why) {
 }
 
 Status GroupOnDevice::close() {
+  FARANDOLE_RETURN_IF_ERROR(settleOnDevice(setup_.runtime->cuda, device_));
   const Status edges = pointToPoint_->close();
   const Status collectives = communicators_.closeAll();
   return edges ? collectives : edges;

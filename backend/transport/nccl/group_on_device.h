@@ -53,6 +53,8 @@ class GroupOnDevice : public std::enable_shared_from_this<GroupOnDevice> {
   PointToPoint& pointToPoint() { return *pointToPoint_; }
 
   Status asyncError();
+  // Ends what the device is done with; whether nothing is left.
+  bool isIdle();
   void endAll(const Status& why);
   Status close();
   int device() const { return device_; }

@@ -1,8 +1,16 @@
 #include "backend/transport/nccl/nccl_communicator.h"
 
+#include <chrono>
 #include <utility>
 
 namespace farandole::transport {
+namespace {
+
+// How long a call is waited for, by who aborts its communicator.
+constexpr std::chrono::milliseconds kCallLimit{20};
+constexpr std::chrono::milliseconds kRevokedCallLimit{2000};
+
+}  // namespace
 
 NcclCommunicator::NcclCommunicator(const DeviceRuntime& runtime, Name name, int device, ncclComm_t handle)
     : runtime_(runtime), name_(std::move(name)), device_(device), handle_(handle) {}
@@ -40,33 +48,40 @@ Status NcclCommunicator::asyncError() {
   return runtime_.nccl.check(found, *name_);
 }
 
+void NcclCommunicator::interrupt() {
+  isAborted_ = true;
+  if (runtime_.nccl.commRevoke == nullptr || isClosing_) return;
+  const std::unique_lock turn(turn_, std::try_to_lock);
+  std::lock_guard ending(ending_);
+  if (!turn && handle_ != nullptr) (void)runtime_.nccl.commRevoke(handle_, 0);
+}
+
 void NcclCommunicator::abort() {
   const DeviceScope scope(runtime_.cuda, device_);
-  const bool isFirst = !isAborted_.exchange(true);
-  std::unique_lock turn(turn_, std::try_to_lock);
-  std::unique_lock ending(ending_);
-  // A second one that finds somebody in a call leaves that to the first.
-  if (handle_ == nullptr || (!turn && !isFirst)) return;
-  if (!turn && runtime_.nccl.commRevoke != nullptr && runtime_.nccl.commRevoke(handle_, 0) == ncclSuccess) {
-    // Who is stuck in a call comes out of it; only then nobody uses what is freed.
-    ending.unlock();
-    turn.lock();
-    ending.lock();
-    if (handle_ == nullptr) return;
-  }
-  (void)runtime_.nccl.commAbort(handle_.exchange(nullptr));
+  interrupt();
+  std::unique_lock turn(turn_, std::defer_lock);
+  // Who is stuck in a call comes out of it once that is revoked. Without that, only the end of the communicator helps,
+  // though the call still uses it.
+  (void)turn.try_lock_for(runtime_.nccl.commRevoke != nullptr ? kRevokedCallLimit : kCallLimit);
+  // One that is being closed is left to NCCL, which would be freed under it.
+  if (!turn && isClosing_) return;
+  std::lock_guard ending(ending_);
+  if (handle_ != nullptr) (void)runtime_.nccl.commAbort(handle_.exchange(nullptr));
 }
 
 Status NcclCommunicator::close() {
   const DeviceScope scope(runtime_.cuda, device_);
   std::lock_guard turn(turn_);
+  isClosing_ = true;
   const ncclComm_t handle = handle_;
-  if (handle == nullptr) return Status::ok();
-  const Status finalized = runtime_.nccl.check(runtime_.nccl.commFinalize(handle), "ncclCommFinalize of " + *name_);
+  if (handle == nullptr || isAborted_) {
+    isClosing_ = false;
+    return ended();
+  }
+  FARANDOLE_RETURN_IF_ERROR(runtime_.nccl.check(runtime_.nccl.commFinalize(handle), "ncclCommFinalize of " + *name_));
   std::lock_guard ending(ending_);
-  if (handle_ == nullptr) return ended();
-  FARANDOLE_RETURN_IF_ERROR(finalized);
-  return runtime_.nccl.check(runtime_.nccl.commDestroy(handle_.exchange(nullptr)), "ncclCommDestroy of " + *name_);
+  handle_ = nullptr;
+  return runtime_.nccl.check(runtime_.nccl.commDestroy(handle), "ncclCommDestroy of " + *name_);
 }
 
 NcclGroup::NcclGroup(const NcclApi& nccl) : nccl_(nccl) { begin(); }

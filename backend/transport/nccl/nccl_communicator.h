@@ -39,13 +39,15 @@ class NcclCommunicator {
     ncclComm_t handle() const { return handle_; }
 
    private:
-    std::unique_lock<std::mutex> lock_;
+    std::unique_lock<std::timed_mutex> lock_;
     ncclComm_t handle_;
   };
 
   // What NCCL's own threads have found since: ok, or why this communicator is broken.
   Status asyncError();
-  // Ends what runs on the device, without its result, and every call; peers stay where they are.
+  // Ends what runs on the device, without its result, and every call; peers stay where they are. interrupt() is what
+  // of it can be done without waiting: for all communicators of a group first, since a call may be stuck in several.
+  void interrupt();
   void abort();
   // Waits on the host until the device is done with it and the peers have what was sent.
   Status close();
@@ -62,10 +64,11 @@ class NcclCommunicator {
   const DeviceRuntime& runtime_;
   const Name name_;
   const int device_;
-  std::mutex turn_;                 // held during calls
+  std::timed_mutex turn_;           // held during calls
   std::mutex ending_;               // of what ends it, and of asyncError; taken after turn_
   std::atomic<ncclComm_t> handle_;  // null once it has ended
   std::atomic<bool> isAborted_{false};
+  std::atomic<bool> isClosing_{false};
 };
 
 // Group calls of NCCL's: everything between becomes one launch for each communicator.

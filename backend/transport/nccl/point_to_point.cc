@@ -65,8 +65,7 @@ Status PointToPoint::warmUp(NcclCommunicator& communicator, cudaStream_t stream,
 
 Status PointToPoint::connectEdge(EdgeKey key) {
   // What can fail here comes before the meeting: after it the peer waits in NCCL, where nobody can tell it.
-  const DeviceScope scope(setup_.runtime->cuda, setup_.device);
-  FARANDOLE_RETURN_IF_ERROR(scope.status());
+  FARANDOLE_RETURN_IF_ERROR(settleOnDevice(setup_.runtime->cuda, setup_.device));
   auto stream = DeviceStream::make(setup_.runtime->cuda, setup_.device);
   if (!stream) return stream.status();
   auto communicator = makeCommunicator(key);
@@ -105,13 +104,15 @@ Status PointToPoint::post(std::vector<EdgeMessage> messages) {
     std::vector<EdgeKey> seen;
     for (EdgeMessage& message : messages) {
       const EdgeKey key(message.peer, message.isSend);
-      Edge& edge = edgeOf(key);
-      if (edge.state == Edge::State::kConnecting) {
+      const auto known = edges_.find(key);
+      const bool isReady = known != edges_.end() && known->second.state == Edge::State::kReady;
+      if (!isReady) {
         if (message.isCaptured) {
           return Status::invalidArgument(nameOf(key) +
                                          " is not connected, and that cannot be captured in a graph; expected one "
                                          "message along it before the capture");
         }
+        Edge& edge = edgeOf(key);
         edge.lane->add(message.operation);
         edge.waiting.push_back(std::move(message));
       } else if (std::find(seen.begin(), seen.end(), key) != seen.end()) {
@@ -119,7 +120,7 @@ Status PointToPoint::post(std::vector<EdgeMessage> messages) {
       } else {
         seen.push_back(key);
         // Nobody looks after what a graph will run.
-        if (!message.isCaptured) edge.lane->add(message.operation);
+        if (!message.isCaptured) known->second.lane->add(message.operation);
         round.push_back(std::move(message));
       }
     }
@@ -164,23 +165,43 @@ Status PointToPoint::launch(std::span<EdgeMessage> messages) {
   return Status::ok();
 }
 
+std::vector<std::shared_ptr<DeviceLane>> PointToPoint::lanes() const {
+  const auto own = own_.lanes();
+  std::vector<std::shared_ptr<DeviceLane>> all(own.begin(), own.end());
+  for (const auto& [key, edge] : edges_) all.push_back(edge.lane);
+  return all;
+}
+
+bool PointToPoint::isIdle() {
+  std::vector<std::shared_ptr<DeviceLane>> all;
+  {
+    std::lock_guard lock(mutex_);
+    all = lanes();
+  }
+  bool isIdle = true;
+  for (const auto& lane : all) {
+    (void)lane->sweep();
+    isIdle = isIdle && lane->isEmpty();
+  }
+  return isIdle;
+}
+
 void PointToPoint::endAll(const Status& why) {
   // First, since somebody may be stuck in a call, and hold what follows.
   communicators_.abortAll();
   std::deque<EdgeMessage> waiting;
-  std::vector<std::shared_ptr<DeviceLane>> lanes;
-  for (const auto& lane : own_.lanes()) lanes.push_back(lane);
+  std::vector<std::shared_ptr<DeviceLane>> ended;
   {
     std::lock_guard lock(mutex_);
     if (over_) over_ = why;
     waiting = own_.takeWaiting();
+    ended = lanes();
     for (auto& [key, edge] : edges_) {
-      lanes.push_back(edge.lane);
       std::move(edge.waiting.begin(), edge.waiting.end(), std::back_inserter(waiting));
       edge.waiting.clear();
     }
   }
-  for (const auto& lane : lanes) lane->endAll(why);
+  for (const auto& lane : ended) lane->endAll(why);
   for (const EdgeMessage& message : waiting) message.operation->finish(why);
 }
 

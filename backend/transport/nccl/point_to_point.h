@@ -48,6 +48,8 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   // Begins to connect the edge, unless it is or does.
   void connect(bool isSend, int peer);
   bool isConnected(bool isSend, int peer);
+  // Ends what the device is done with; whether nothing is left.
+  bool isIdle();
   // Ends everything with this error; what comes later, too.
   void endAll(const Status& why);
   // Waits on the host until what was sent has arrived; nothing may be posted any more.
@@ -59,6 +61,7 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   using EdgeKey = std::pair<int, bool>;  // peer, is it a send
 
   Edge& edgeOf(EdgeKey key);
+  std::vector<std::shared_ptr<DeviceLane>> lanes() const;  // with mutex_
   std::string nameOf(EdgeKey key) const;
   // On a thread of its own.
   void connectNow(EdgeKey key);

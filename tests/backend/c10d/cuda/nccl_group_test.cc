@@ -69,7 +69,7 @@ class NcclGroupTest : public ::testing::Test {
       setup.timeout = 20s;
       setup.ranksHealth = [] { return Status::ok(); };
       setup.onFailure = [](const Status&) {};
-      auto made = CudaGroup::make(std::move(setup));
+      auto made = CudaGroup::make(setup);
       ASSERT_TRUE(made) << made.status().toString();
       groups_.push_back(*made);
     }
@@ -219,7 +219,8 @@ TEST_F(NcclGroupTest, DataGoesWhereEachCollectiveSaysItDoes) {
   for (int round = 0; round < 20; ++round) {
     SCOPED_TRACE("round " + std::to_string(round));
     const int root = static_cast<int>(rng() % kSize);
-    const bool isAdjacent = rng() % 2 == 0;
+    const Layout layout = rng() % 2 == 0 ? Layout::kFlat : Layout::kList;
+    const bool isFlat = layout == Layout::kFlat;
     // give[i][j]: what rank i has for rank j.
     std::int64_t sizes[kSize][kSize];
     std::vector<std::vector<at::Tensor>> give(kSize);
@@ -234,7 +235,7 @@ TEST_F(NcclGroupTest, DataGoesWhereEachCollectiveSaysItDoes) {
       for (auto& size : row) size = static_cast<std::int64_t>(rng() % 30);
     }
     for (int i = 0; i < kSize; ++i) {
-      own.push_back(randomTensor({isAdjacent ? count : count + i}, at::kShort, rng));
+      own.push_back(randomTensor({isFlat ? count : count + i}, at::kShort, rng));
       broadcast.push_back(randomTensor({count}, at::kFloat8_e5m2, rng));
       scattered.push_back(at::zeros({count}, at::kInt));
       reduced.push_back(at::zeros({count}, at::kInt));
@@ -242,7 +243,7 @@ TEST_F(NcclGroupTest, DataGoesWhereEachCollectiveSaysItDoes) {
       for (int j = 0; j < kSize; ++j) {
         give[i].push_back(randomTensor({sizes[i][j]}, at::kInt, rng));
         got[i].push_back(at::zeros({sizes[j][i]}, at::kInt));
-        gathered[i].push_back(isAdjacent ? whole[j] : at::zeros({count + j}, at::kShort));
+        gathered[i].push_back(isFlat ? whole[j] : at::zeros({count + j}, at::kShort));
       }
     }
     // To be reduced and scattered.
@@ -250,7 +251,7 @@ TEST_F(NcclGroupTest, DataGoesWhereEachCollectiveSaysItDoes) {
     std::vector<std::vector<at::Tensor>> parts(kSize);
     for (int i = 0; i < kSize; ++i) {
       wholes.push_back(randomTensor({kSize, count}, at::kInt, rng));
-      for (int j = 0; j < kSize; ++j) parts[i].push_back(isAdjacent ? wholes[i][j] : wholes[i][j].clone());
+      for (int j = 0; j < kSize; ++j) parts[i].push_back(isFlat ? wholes[i][j] : wholes[i][j].clone());
     }
     const at::Tensor fromRoot = broadcast[root].clone();
     const std::vector<at::Tensor> toScatter = parts[root];
@@ -259,8 +260,9 @@ TEST_F(NcclGroupTest, DataGoesWhereEachCollectiveSaysItDoes) {
     each([&](int rank) {
       collective(rank, {broadcast[rank]},
                  [&](CollectiveCalls& calls) { calls.broadcast(root, sliceOf(broadcast[rank])); });
-      collective(rank, gathered[rank],
-                 [&](CollectiveCalls& calls) { calls.allGather(sliceOf(own[rank]), slicesOf(gathered[rank])); });
+      collective(rank, gathered[rank], [&](CollectiveCalls& calls) {
+        calls.allGather(sliceOf(own[rank]), slicesOf(gathered[rank]), layout);
+      });
       collective(rank, got[rank],
                  [&](CollectiveCalls& calls) { calls.allToAll(slicesOf(got[rank]), slicesOf(give[rank])); });
       collective(rank, {own[rank]}, [&](CollectiveCalls& calls) {
@@ -270,7 +272,7 @@ TEST_F(NcclGroupTest, DataGoesWhereEachCollectiveSaysItDoes) {
         calls.scatter(root, sliceOf(scattered[rank]), rank == root ? slicesOf(toScatter) : std::vector<Slice>{});
       });
       collective(rank, {reduced[rank]}, [&](CollectiveCalls& calls) {
-        calls.reduceScatter({sum, at::kInt}, sliceOf(reduced[rank]), slicesOf(parts[rank]));
+        calls.reduceScatter({sum, at::kInt}, sliceOf(reduced[rank]), slicesOf(parts[rank]), layout);
       });
     });
     for (int i = 0; i < kSize; ++i) {

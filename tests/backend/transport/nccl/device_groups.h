@@ -132,6 +132,7 @@ class DeviceGroups {
   template <typename Body>
   void each(const Body& body) {
     std::vector<std::thread> threads;
+    threads.reserve(groups.size());
     for (int rank = 0; rank < size(); ++rank) {
       threads.emplace_back([&, rank] {
         (void)runtime.cuda.setDevice(rank);

@@ -130,6 +130,7 @@ transport::NcclApi simulatedNccl(bool newerFunctions) {
 transport::CudaApi simulatedCuda() {
   transport::CudaApi api;
   FARANDOLE_CUDA_FUNCTIONS(FARANDOLE_FILL)
+  api.restoreDevice = api.setDevice;
   return api;
 }
 

@@ -8,6 +8,12 @@
 namespace farandole::testing {
 namespace {
 
+// The headers of 2.28 do not name it.
+const unsigned kConfigMagic = [] {
+  const ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  return config.magic;
+}();
+
 // How long a rank waits for one that may be another than the dead one.
 constexpr std::chrono::milliseconds kDoubt{1000};
 
@@ -16,7 +22,7 @@ std::string textOf(const ncclUniqueId& id) { return std::string(id.internal, siz
 }  // namespace
 
 ncclResult_t Membership::refuse(const ncclConfig_t* config, const char* function) {
-  const bool unset = config != nullptr && (config->magic != NCCL_API_MAGIC || config->maxCTAs == 0 ||
+  const bool unset = config != nullptr && (config->magic != kConfigMagic || config->maxCTAs == 0 ||
                                            (config->maxCTAs < 0 && config->maxCTAs != NCCL_CONFIG_UNDEF_INT));
   if (unset) {
     core_.violation(function, "the configuration was not initialized, or maxCTAs is not positive");
