@@ -77,9 +77,10 @@ void DeviceWatch::run(const CudaApi& cuda, State& state) {
   (void)cuda.threadExchangeCaptureMode(&mode);
   std::unique_lock lock(state.mutex);
   while (!state.isOver) {
+    // Before the lanes are listed: one that is new then is in the list, or its wake() finds this.
+    state.isIdle = true;
     const std::vector<Watched> watched = state.watched;
     lock.unlock();
-    state.isIdle = true;
     bool isIdle = true;
     for (const Watched& one : watched) {
       const auto group = one.group.lock();
