@@ -3,29 +3,52 @@
 #include "backend/c10d/flight_tensors.h"
 
 namespace farandole::backend {
+namespace {
 
-CudaOperation::CudaOperation(const WorkOptions& options, std::string text, std::vector<at::Tensor> results,
-                             std::vector<at::Tensor> kept)
+std::size_t bytesOf(const std::vector<at::Tensor>& tensors) {
+  std::size_t bytes = 0;
+  for (const at::Tensor& tensor : tensors) bytes += tensor.nbytes();
+  return bytes;
+}
+
+}  // namespace
+
+CudaOperation::CudaOperation(const WorkOptions& options, std::vector<at::Tensor> results, std::vector<at::Tensor> kept)
     : DeviceOperation(transport::DeviceClock::now() + options.timeout),
       options_(options),
-      text_(std::move(text)),
+      peer_(kNobody),
+      isSend_(false),
+      bytes_(bytesOf(results.empty() ? kept : results)),
       results_(std::move(results)),
       kept_(std::move(kept)) {}
 
-void CudaOperation::recordCollective() {
-  if (options_.flight == nullptr) return;
-  observe::FlightRecord record = options_.flight->record(options_.title, options_.timeout, options_.sequence, false);
-  recordTensors(record, options_.type, results_, kept_);
-  const std::uint64_t number = options_.flight->recorder().reserve(1);
-  options_.flight->recorder().write(number, record, observe::FlightState::kStarted);
-  flightNumber_ = number;
+CudaOperation::CudaOperation(const WorkOptions& options, int peer, bool isSend, const at::Tensor& tensor)
+    : DeviceOperation(transport::DeviceClock::now() + options.timeout),
+      options_(options),
+      peer_(peer),
+      isSend_(isSend),
+      bytes_(tensor.nbytes()) {
+  (isSend ? kept_ : results_).push_back(tensor);
 }
 
-void CudaOperation::recordMessage(int peer, bool isSend) {
+std::string CudaOperation::describe() const {
+  std::string text = ::c10d::opTypeToString(options_.type);
+  if (peer_ != kNobody) text = (isSend_ ? "send to rank " : "recv from rank ") + std::to_string(peer_);
+  return text + " number " + std::to_string(options_.sequence) + " on rank " + std::to_string(options_.rank) + " (" +
+         std::to_string(bytes_) + " bytes on CUDA)";
+}
+
+void CudaOperation::record() {
   if (options_.flight == nullptr) return;
-  observe::FlightRecord record = options_.flight->record(options_.title, options_.timeout, options_.sequence, true);
-  record.peer = static_cast<std::int16_t>(peer);
-  backend::recordMessage(record, isSend ? kept_[0] : results_[0], isSend);
+  const bool isMessage = peer_ != kNobody;
+  observe::FlightRecord record =
+      options_.flight->record(options_.title, options_.timeout, options_.sequence, isMessage);
+  if (isMessage) {
+    record.peer = static_cast<std::int16_t>(peer_);
+    recordMessage(record, isSend_ ? kept_[0] : results_[0], isSend_);
+  } else {
+    recordTensors(record, options_.type, results_, kept_);
+  }
   const std::uint64_t number = options_.flight->recorder().reserve(1);
   options_.flight->recorder().write(number, record, observe::FlightState::kStarted);
   flightNumber_ = number;

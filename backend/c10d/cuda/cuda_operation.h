@@ -15,13 +15,13 @@ namespace farandole::backend {
 // or a stream that comes after it is known; and those who want to hear of its end.
 class CudaOperation final : public transport::DeviceOperation {
  public:
-  CudaOperation(const WorkOptions& options, std::string text, std::vector<at::Tensor> results,
-                std::vector<at::Tensor> kept);
+  CudaOperation(const WorkOptions& options, std::vector<at::Tensor> results, std::vector<at::Tensor> kept);
+  // A message to `peer`, or from it.
+  CudaOperation(const WorkOptions& options, int peer, bool isSend, const at::Tensor& tensor);
 
-  std::string describe() const override { return text_; }
-  // Into the flight recorder, once it is under way. `peer`: of a message.
-  void recordCollective();
-  void recordMessage(int peer, bool isSend);
+  std::string describe() const override;
+  // Into the flight recorder. Before it is issued.
+  void record();
 
  protected:
   void ending(const Status& status) override;
@@ -29,12 +29,15 @@ class CudaOperation final : public transport::DeviceOperation {
 
  private:
   const WorkOptions options_;
-  const std::string text_;
+  const int peer_;  // or kNobody
+  const bool isSend_;
+  const std::size_t bytes_;
   const std::chrono::steady_clock::time_point started_ = std::chrono::steady_clock::now();
   std::vector<at::Tensor> results_;
   std::vector<at::Tensor> kept_;
   std::atomic<std::uint64_t> flightNumber_{kNotRecorded};
   static constexpr std::uint64_t kNotRecorded = ~std::uint64_t{0};
+  static constexpr int kNobody = -1;
 };
 
 }  // namespace farandole::backend

@@ -88,13 +88,10 @@ class NcclProcessGroup final : public CudaGroup {
     std::vector<EdgeMessage> entries;
     std::vector<std::shared_ptr<CudaOperation>> all;
     WorkOptions own = options;
-    for (CudaMessage& message : messages) {
-      const at::Tensor tensor = message.tensor;
-      std::vector<at::Tensor> none;
-      std::vector<at::Tensor> one{tensor};
-      auto operation = std::make_shared<CudaOperation>(own, describe(own, message), message.isSend ? none : one,
-                                                       message.isSend ? one : none);
-      operation->recordMessage(message.peer, message.isSend);
+    for (const CudaMessage& message : messages) {
+      const at::Tensor& tensor = message.tensor;
+      auto operation = std::make_shared<CudaOperation>(own, message.peer, message.isSend, tensor);
+      operation->record();
       ++own.sequence;
       ForPeer& peer = peers[message.peer];
       if (!message.isSend) peer.received.push_back(tensor);
@@ -148,12 +145,12 @@ class NcclProcessGroup final : public CudaGroup {
 
   WorkPtr launch(const WorkOptions& options, at::Device device, bool isAsync, std::vector<at::Tensor> results,
                  const std::vector<at::Tensor>& kept, const Build& build, bool hostWaits) {
-    auto operation = std::make_shared<CudaOperation>(options, describe(options, results, kept), results, kept);
+    auto operation = std::make_shared<CudaOperation>(options, results, kept);
     const auto calls = [&](transport::NcclGroup& group, ncclComm_t communicator, cudaStream_t stream) {
       NcclCalls into(environment_.runtime->nccl, group, communicator, stream, rank_, size_);
       build(into);
     };
-    operation->recordCollective();
+    operation->record();
     const Status launched = withDevice(device, [&](GroupOnDevice& on) {
       return on.run(environment_.currentStream(device.index()), !isAsync, operation, calls);
     });
@@ -168,19 +165,6 @@ class NcclProcessGroup final : public CudaGroup {
     if (why.code() != StatusCode::kInvalidArgument) group_->fail(why);
     for (const auto& operation : operations) operation->finish(why);
     throwIfError(why);
-  }
-
-  std::string describe(const WorkOptions& options, const std::vector<at::Tensor>& results,
-                       const std::vector<at::Tensor>& kept) const {
-    std::size_t bytes = 0;
-    for (const at::Tensor& tensor : results.empty() ? kept : results) bytes += tensor.nbytes();
-    return ::c10d::opTypeToString(options.type) + " number " + std::to_string(options.sequence) + " on rank " +
-           std::to_string(rank_) + " (" + std::to_string(bytes) + " bytes on CUDA)";
-  }
-  std::string describe(const WorkOptions& options, const CudaMessage& message) const {
-    return (message.isSend ? "send to rank " : "recv from rank ") + std::to_string(message.peer) + " number " +
-           std::to_string(options.sequence) + " on rank " + std::to_string(rank_) + " (" +
-           std::to_string(message.tensor.nbytes()) + " bytes on CUDA)";
   }
 
   const int rank_;

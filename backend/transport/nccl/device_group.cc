@@ -25,12 +25,6 @@ Result<std::shared_ptr<GroupOnDevice>> DeviceGroup::on(int device) {
   return made;
 }
 
-std::shared_ptr<GroupOnDevice> DeviceGroup::find(int device) {
-  std::lock_guard lock(mutex_);
-  const auto found = devices_.find(device);
-  return found != devices_.end() ? found->second : nullptr;
-}
-
 std::vector<std::shared_ptr<GroupOnDevice>> DeviceGroup::devices() {
   std::lock_guard lock(mutex_);
   std::vector<std::shared_ptr<GroupOnDevice>> all;

@@ -21,8 +21,6 @@ class DeviceGroup final : public WatchedGroup, public std::enable_shared_from_th
 
   // The part on this device, made on first use.
   Result<std::shared_ptr<GroupOnDevice>> on(int device);
-  // That part, where there is one.
-  std::shared_ptr<GroupOnDevice> find(int device);
 
   Status health() override;
   void fail(const Status& why) override;

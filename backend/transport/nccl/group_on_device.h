@@ -50,7 +50,6 @@ class GroupOnDevice : public std::enable_shared_from_this<GroupOnDevice> {
   Status run(cudaStream_t current, bool inOrder, const std::shared_ptr<DeviceOperation>& operation, const Calls& calls);
   // After what is on `current` by now; in the order of the list for each edge (see PointToPoint::post).
   Status post(cudaStream_t current, std::vector<EdgeMessage> messages);
-  PointToPoint& pointToPoint() { return *pointToPoint_; }
 
   Status asyncError();
   // Ends what the device is done with; whether nothing is left.

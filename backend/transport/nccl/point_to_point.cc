@@ -30,17 +30,6 @@ std::string PointToPoint::nameOf(EdgeKey key) const {
   return setup_.groupName + " edge " + std::to_string(source) + ">" + std::to_string(destination);
 }
 
-void PointToPoint::connect(bool isSend, int peer) {
-  std::lock_guard lock(mutex_);
-  if (over_) (void)edgeOf({peer, isSend});
-}
-
-bool PointToPoint::isConnected(bool isSend, int peer) {
-  std::lock_guard lock(mutex_);
-  const auto found = edges_.find({peer, isSend});
-  return found != edges_.end() && found->second.state == Edge::State::kReady;
-}
-
 Result<std::shared_ptr<NcclCommunicator>> PointToPoint::makeCommunicator(EdgeKey key) {
   const std::string name = nameOf(key);
   const int rank = key.second ? 0 : 1;

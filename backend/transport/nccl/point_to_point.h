@@ -18,8 +18,8 @@
 namespace farandole::transport {
 
 // The messages of one rank of a group between devices: one edge for each peer and direction, connected when it is first
-// used (or ahead, by connect()), on a thread of its own. What is posted to an edge before that waits in its queue,
-// so that no order in which ranks come to their edges can deadlock.
+// used, on a thread of its own. What is posted to an edge before that waits in its queue, so that no order in which
+// ranks come to their edges can deadlock.
 //
 // Two messages of one edge are never in one group of NCCL's: whether the other side groups them alike is not known, and
 // NCCL calls it undefined where it does not (nccl issue 1279). Messages of different edges are launched together.
@@ -45,9 +45,6 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   // Posts messages whose order for each edge is that of the list. Returns at once, also when an edge is not connected
   // yet: then its operations are launched later. The error is of what could not be launched: the group is over.
   Status post(std::vector<EdgeMessage> messages);
-  // Begins to connect the edge, unless it is or does.
-  void connect(bool isSend, int peer);
-  bool isConnected(bool isSend, int peer);
   // Ends what the device is done with; whether nothing is left.
   bool isIdle();
   // Ends everything with this error; what comes later, too.
