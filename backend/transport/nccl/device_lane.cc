@@ -50,6 +50,12 @@ bool DeviceLane::isEmpty() {
   return operations_.empty();
 }
 
+void DeviceLane::doom(const Status& status) {
+  std::lock_guard lock(mutex_);
+  if (over_) over_ = status;
+  for (const auto& operation : operations_) operation->doom();
+}
+
 void DeviceLane::endAll(const Status& status) {
   std::deque<std::shared_ptr<DeviceOperation>> ended;
   {

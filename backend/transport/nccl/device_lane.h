@@ -20,6 +20,8 @@ class DeviceLane {
   // The first that is late at `now`, or null.
   std::shared_ptr<DeviceOperation> findLate(DeviceClock::time_point now);
   bool isEmpty();
+  // Before the communicators are aborted: what the device comes to the end of from now on has not succeeded.
+  void doom(const Status& status);
   // Ends all, and what comes later, with this error.
   void endAll(const Status& status);
 

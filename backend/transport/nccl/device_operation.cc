@@ -35,7 +35,10 @@ void DeviceOperation::awaitLaunch() const {
 
 Result<bool> DeviceOperation::hasRun() const {
   const State state = state_.load(std::memory_order_acquire);
-  return state == State::kLaunched ? end_.hasRun() : Result<bool>(state == State::kEnded);
+  if (state != State::kLaunched) return state == State::kEnded;
+  auto run = end_.hasRun();
+  // After that look: what had run before it was doomed is well.
+  return run && *run && isDoomed_ ? Result<bool>(false) : run;
 }
 
 bool DeviceOperation::isDone() const {

@@ -41,6 +41,8 @@ class DeviceOperation {
   // Of a launched one: where it runs; and whether it is part of a graph, and has no end of its own.
   cudaStream_t stream() const { return stream_; }
   bool isCaptured() const { return wasLaunched_ && end_.isCaptured(); }
+  // It is about to be aborted: that the device comes to its end from now on says nothing.
+  void doom() { isDoomed_ = true; }
   // The buffers need not be kept any longer: whoever reuses their memory runs after this operation.
   void letGo();
 
@@ -60,6 +62,7 @@ class DeviceOperation {
   const DeviceClock::time_point deadline_;
   std::atomic<State> state_{State::kQueued};
   std::atomic<bool> wasLaunched_{false};
+  std::atomic<bool> isDoomed_{false};
   std::atomic<bool> isLetGo_{false};
   DeviceEvent end_;
   cudaStream_t stream_ = nullptr;

@@ -145,6 +145,8 @@ bool GroupOnDevice::isIdle() {
 }
 
 void GroupOnDevice::endAll(const Status& why) {
+  lane_->doom(why);
+  inOrderLane_->doom(why);
   communicators_.abortAll();
   {
     std::lock_guard lock(mutex_);

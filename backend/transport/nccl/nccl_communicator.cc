@@ -1,6 +1,7 @@
 #include "backend/transport/nccl/nccl_communicator.h"
 
 #include <chrono>
+#include <thread>
 #include <utility>
 
 namespace farandole::transport {
@@ -9,6 +10,7 @@ namespace {
 // How long a call is waited for, by who aborts its communicator.
 constexpr std::chrono::milliseconds kCallLimit{20};
 constexpr std::chrono::milliseconds kRevokedCallLimit{2000};
+constexpr std::chrono::milliseconds kCallLook{1};
 
 }  // namespace
 
@@ -62,7 +64,9 @@ void NcclCommunicator::abort() {
   std::unique_lock turn(turn_, std::defer_lock);
   // Who is stuck in a call comes out of it once that is revoked. Without that, only the end of the communicator helps,
   // though the call still uses it.
-  (void)turn.try_lock_for(runtime_.nccl.commRevoke != nullptr ? kRevokedCallLimit : kCallLimit);
+  const auto deadline =
+      std::chrono::steady_clock::now() + (runtime_.nccl.commRevoke != nullptr ? kRevokedCallLimit : kCallLimit);
+  while (!turn.try_lock() && std::chrono::steady_clock::now() < deadline) std::this_thread::sleep_for(kCallLook);
   // One that is being closed is left to NCCL, which would be freed under it.
   if (!turn && isClosing_) return;
   std::lock_guard ending(ending_);

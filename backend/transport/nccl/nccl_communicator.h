@@ -39,7 +39,7 @@ class NcclCommunicator {
     ncclComm_t handle() const { return handle_; }
 
    private:
-    std::unique_lock<std::timed_mutex> lock_;
+    std::unique_lock<std::mutex> lock_;
     ncclComm_t handle_;
   };
 
@@ -64,7 +64,7 @@ class NcclCommunicator {
   const DeviceRuntime& runtime_;
   const Name name_;
   const int device_;
-  std::timed_mutex turn_;           // held during calls
+  std::mutex turn_;                 // held during calls
   std::mutex ending_;               // of what ends it, and of asyncError; taken after turn_
   std::atomic<ncclComm_t> handle_;  // null once it has ended
   std::atomic<bool> isAborted_{false};

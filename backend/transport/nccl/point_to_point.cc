@@ -6,7 +6,7 @@ namespace farandole::transport {
 
 PointToPoint::PointToPoint(Setup setup)
     : setup_(std::move(setup)), own_(setup_.runtime->cuda, setup_.events, setup_.device) {
-  for (const auto& lane : own_.lanes()) setup_.watch->watch(setup_.group, lane);
+  for (const auto& lane : own_.lanes()) addLane(lane);
 }
 
 PointToPoint::~PointToPoint() {
@@ -17,7 +17,7 @@ PointToPoint::~PointToPoint() {
 Edge& PointToPoint::edgeOf(EdgeKey key) {
   const auto [found, isNew] = edges_.try_emplace(key);
   if (isNew) {
-    setup_.watch->watch(setup_.group, found->second.lane);
+    addLane(found->second.lane);
     connectors_.emplace_back([self = shared_from_this(), key] { self->connectNow(key); });
   }
   return found->second;
@@ -113,6 +113,8 @@ Status PointToPoint::post(std::vector<EdgeMessage> messages) {
         round.push_back(std::move(message));
       }
     }
+    // The turns of several communicators are always taken in one order.
+    std::ranges::sort(round, {}, [](const EdgeMessage& message) { return EdgeKey(message.peer, message.isSend); });
     FARANDOLE_RETURN_IF_ERROR(launch(round));
     round.clear();
     messages.swap(later);
@@ -154,21 +156,20 @@ Status PointToPoint::launch(std::span<EdgeMessage> messages) {
   return Status::ok();
 }
 
-std::vector<std::shared_ptr<DeviceLane>> PointToPoint::lanes() const {
-  const auto own = own_.lanes();
-  std::vector<std::shared_ptr<DeviceLane>> all(own.begin(), own.end());
-  for (const auto& [key, edge] : edges_) all.push_back(edge.lane);
-  return all;
+void PointToPoint::addLane(const std::shared_ptr<DeviceLane>& lane) {
+  setup_.watch->watch(setup_.group, lane);
+  std::lock_guard lock(lanesMutex_);
+  lanes_.push_back(lane);
+}
+
+std::vector<std::shared_ptr<DeviceLane>> PointToPoint::lanes() {
+  std::lock_guard lock(lanesMutex_);
+  return lanes_;
 }
 
 bool PointToPoint::isIdle() {
-  std::vector<std::shared_ptr<DeviceLane>> all;
-  {
-    std::lock_guard lock(mutex_);
-    all = lanes();
-  }
   bool isIdle = true;
-  for (const auto& lane : all) {
+  for (const auto& lane : lanes()) {
     (void)lane->sweep();
     isIdle = isIdle && lane->isEmpty();
   }
@@ -176,21 +177,20 @@ bool PointToPoint::isIdle() {
 }
 
 void PointToPoint::endAll(const Status& why) {
-  // First, since somebody may be stuck in a call, and hold what follows.
+  for (const auto& lane : lanes()) lane->doom(why);
+  // Before the lock, which somebody may hold who is stuck in a call.
   communicators_.abortAll();
   std::deque<EdgeMessage> waiting;
-  std::vector<std::shared_ptr<DeviceLane>> ended;
   {
     std::lock_guard lock(mutex_);
     if (over_) over_ = why;
     waiting = own_.takeWaiting();
-    ended = lanes();
     for (auto& [key, edge] : edges_) {
       std::move(edge.waiting.begin(), edge.waiting.end(), std::back_inserter(waiting));
       edge.waiting.clear();
     }
   }
-  for (const auto& lane : ended) lane->endAll(why);
+  for (const auto& lane : lanes()) lane->endAll(why);
   for (const EdgeMessage& message : waiting) message.operation->finish(why);
 }
 

@@ -58,7 +58,8 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   using EdgeKey = std::pair<int, bool>;  // peer, is it a send
 
   Edge& edgeOf(EdgeKey key);
-  std::vector<std::shared_ptr<DeviceLane>> lanes() const;  // with mutex_
+  void addLane(const std::shared_ptr<DeviceLane>& lane);
+  std::vector<std::shared_ptr<DeviceLane>> lanes();
   std::string nameOf(EdgeKey key) const;
   // On a thread of its own.
   void connectNow(EdgeKey key);
@@ -70,6 +71,8 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
 
   const Setup setup_;
   AbortableCommunicators communicators_;
+  std::mutex lanesMutex_;  // apart, as the communicators: mutex_ may be held by who is stuck in a call
+  std::vector<std::shared_ptr<DeviceLane>> lanes_;
   std::mutex mutex_;
   std::map<EdgeKey, Edge> edges_;
   OwnMessages own_;
