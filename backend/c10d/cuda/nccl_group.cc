@@ -20,7 +20,7 @@ using WorkPtr = c10::intrusive_ptr<::c10d::Work>;
 
 // For what peers still have to take, when a group is destroyed.
 constexpr std::chrono::seconds kClosingLimit{10};
-// Of the device's processors, for each edge: a few keep a link busy, and leave the others to the model.
+// Of the device's processors, for each edge: few, to leave the others to the model. Not measured yet.
 constexpr std::uint64_t kEdgeCtas = 4;
 constexpr std::uint64_t kMostEdgeCtas = 64;
 

@@ -37,7 +37,7 @@ class DeviceEvent {
   bool isCaptured_ = false;
 };
 
-// The events of one device, without timing: creating one costs microseconds. Any thread.
+// The events of one device, without timing; each is used again and again. Any thread.
 class EventPool : public std::enable_shared_from_this<EventPool> {
  public:
   EventPool(const CudaApi& cuda, int device) : cuda_(cuda), device_(device) {}

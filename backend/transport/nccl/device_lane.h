@@ -3,8 +3,6 @@
 #include <deque>
 #include <memory>
 #include <mutex>
-#include <optional>
-#include <vector>
 
 #include "backend/transport/nccl/device_operation.h"
 

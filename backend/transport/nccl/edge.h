@@ -25,9 +25,6 @@ struct EdgeMessage {
 // other and a receive that was posted early no send, and a stream. Messages go in the order in which they were posted.
 // Guarded by its owner.
 struct Edge {
-  enum class State { kConnecting, kReady };
-
-  State state = State::kConnecting;
   std::shared_ptr<NcclCommunicator> communicator;  // rank 0 sends, rank 1 receives; null while connecting
   std::unique_ptr<DeviceStream> stream;
   std::shared_ptr<DeviceLane> lane = std::make_shared<DeviceLane>();

@@ -38,11 +38,6 @@ class GroupOnDevice : public std::enable_shared_from_this<GroupOnDevice> {
   Status begin();
   // Waits until the communicator of all ranks is there; the first call makes it, on a thread of its own.
   Status connect();
-  // As connect(), with what was split off another group's.
-  void adopt(std::shared_ptr<NcclCommunicator> communicator);
-  // Null before connect().
-  std::shared_ptr<NcclCommunicator> communicator();
-
   // What a collective calls of NCCL.
   using Calls = std::function<void(NcclGroup&, ncclComm_t, cudaStream_t)>;
   // Puts `calls`, as one launch, after what is on `current` by now: on the group's own stream, or with `inOrder` on
@@ -56,10 +51,11 @@ class GroupOnDevice : public std::enable_shared_from_this<GroupOnDevice> {
   bool isIdle();
   void endAll(const Status& why);
   Status close();
-  int device() const { return device_; }
 
  private:
   void connectNow();
+  void adopt(std::shared_ptr<NcclCommunicator> communicator);
+  std::shared_ptr<NcclCommunicator> communicator();  // null before connect()
   Result<std::shared_ptr<NcclCommunicator>> makeCommunicator();
   Result<bool> isCapturing(cudaStream_t stream) const;
 

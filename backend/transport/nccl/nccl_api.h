@@ -9,7 +9,7 @@
 
 #include "backend/common/status.h"
 
-// USE(member, function): what farandole calls of NCCL.
+// USE(member, function): what farandole calls of NCCL, or is to (docs/design.md says what is planned).
 #define FARANDOLE_NCCL_FUNCTIONS(USE)                 \
   USE(getVersion, ncclGetVersion)                     \
   USE(getErrorString, ncclGetErrorString)             \

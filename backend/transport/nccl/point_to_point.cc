@@ -1,6 +1,7 @@
 #include "backend/transport/nccl/point_to_point.h"
 
 #include <algorithm>
+#include <thread>
 
 namespace farandole::transport {
 
@@ -9,16 +10,12 @@ PointToPoint::PointToPoint(Setup setup)
   for (const auto& lane : own_.lanes()) addLane(lane);
 }
 
-PointToPoint::~PointToPoint() {
-  // Each connector holds this object: what is left here has ended, or is the one on which this runs.
-  for (std::thread& connector : connectors_) connector.detach();
-}
-
 Edge& PointToPoint::edgeOf(EdgeKey key) {
   const auto [found, isNew] = edges_.try_emplace(key);
   if (isNew) {
     addLane(found->second.lane);
-    connectors_.emplace_back([self = shared_from_this(), key] { self->connectNow(key); });
+    // It holds this object, and ends by itself: nobody can call off NCCL while it waits for the peer.
+    std::thread([self = shared_from_this(), key] { self->connectNow(key); }).detach();
   }
   return found->second;
 }
@@ -66,7 +63,6 @@ Status PointToPoint::connectEdge(EdgeKey key) {
   Edge& edge = edges_.at(key);
   edge.communicator = std::move(*communicator);
   edge.stream = std::move(*stream);
-  edge.state = Edge::State::kReady;
   for (EdgeMessage& message : edge.waiting) FARANDOLE_RETURN_IF_ERROR(launch({&message, 1}));
   edge.waiting.clear();
   return Status::ok();
@@ -94,7 +90,7 @@ Status PointToPoint::post(std::vector<EdgeMessage> messages) {
     for (EdgeMessage& message : messages) {
       const EdgeKey key(message.peer, message.isSend);
       const auto known = edges_.find(key);
-      const bool isReady = known != edges_.end() && known->second.state == Edge::State::kReady;
+      const bool isReady = known != edges_.end() && known->second.communicator != nullptr;
       if (!isReady) {
         if (message.isCaptured) {
           return Status::invalidArgument(nameOf(key) +

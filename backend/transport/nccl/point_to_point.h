@@ -5,7 +5,6 @@
 #include <mutex>
 #include <span>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -40,7 +39,6 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
     std::chrono::milliseconds timeout;  // of connecting
   };
   explicit PointToPoint(Setup setup);
-  ~PointToPoint();
 
   // Posts messages whose order for each edge is that of the list. Returns at once, also when an edge is not connected
   // yet: then its operations are launched later. The error is of what could not be launched: the group is over.
@@ -76,7 +74,6 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   std::mutex mutex_;
   std::map<EdgeKey, Edge> edges_;
   OwnMessages own_;
-  std::vector<std::thread> connectors_;
   Status over_;
 };
 
