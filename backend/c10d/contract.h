@@ -12,6 +12,9 @@ namespace farandole::backend {
 // numbers count as pairs of real ones, as torch.distributed sends them.
 std::uint32_t elementOf(at::ScalarType type);
 
+// "4 x Float (16 bytes)".
+std::string describeElements(std::uint32_t element, std::size_t bytes, const std::string& shape = "");
+
 // What this rank sends or receives by a message.
 struct Posted {
   at::ScalarType type;

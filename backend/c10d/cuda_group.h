@@ -11,6 +11,7 @@
 #include "backend/c10d/collective_calls.h"
 #include "backend/c10d/work.h"
 #include "backend/common/status.h"
+#include "backend/transport/nccl/edge_talk.h"
 
 namespace farandole::backend {
 
@@ -19,6 +20,7 @@ struct CudaMessage {
   bool isSend;
   at::Tensor tensor;
   int peer;
+  std::uint32_t tag;
 };
 
 // The CUDA half of a process group, over NCCL: collectives on one communicator for each device that a rank uses, and
@@ -29,6 +31,7 @@ class CudaGroup {
  public:
   struct Setup {
     c10::intrusive_ptr<::c10d::Store> store;  // of this half alone
+    std::shared_ptr<transport::EdgeTalk> talk;
     std::string name;
     int rank;
     int size;
@@ -56,6 +59,8 @@ class CudaGroup {
   // One Work for each peer.
   virtual std::map<int, c10::intrusive_ptr<::c10d::Work>> post(const WorkOptions& options, at::Device device,
                                                                std::vector<CudaMessage> messages) = 0;
+  // Begins to connect what messages to these ranks, and from those, go along. Does not wait.
+  virtual void connectEdges(at::Device device, const std::vector<int>& sendTo, const std::vector<int>& recvFrom) = 0;
   // Throws for a reduction that NCCL lacks.
   virtual void checkReduction(const char* operation, const Reducing& reducing) = 0;
   // Makes the communicator; blocks until all ranks have come.

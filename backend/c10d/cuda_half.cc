@@ -1,8 +1,10 @@
 // The process group's CUDA half: when it is made, and what it is told and tells.
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "backend/c10d/edge_messages.h"
 #include "backend/c10d/errors.h"
 #include "backend/c10d/process_group.h"
+#include "backend/c10d/tensor_checks.h"
 
 namespace farandole::backend {
 
@@ -19,6 +21,7 @@ CudaGroup& ProcessGroupFarandole::cuda() {
   CudaGroup::Setup setup;
   // A connection of its own: one that waits for ranks must not hold up the caller's use of the store.
   setup.store = c10::make_intrusive<::c10d::PrefixStore>("cuda", store_->clone());
+  setup.talk = std::make_shared<EdgeMessages>(communicator_);
   setup.name = options_->group_name.empty() ? "farandole" : options_->group_name;
   setup.rank = rank_;
   setup.size = size_;
@@ -44,6 +47,15 @@ void ProcessGroupFarandole::eagerConnectSingleDevice(at::Device device) {
   if (device.is_cuda()) cuda().connect(device);
 }
 
+void ProcessGroupFarandole::connectEdges(at::Device device, const std::vector<int>& sendTo,
+                                         const std::vector<int>& recvFrom) {
+  TORCH_CHECK_VALUE(device.is_cuda() && device.has_index(), "connect_edges: device is ", device,
+                    "; expected a CUDA device with an index, tensors on the CPU need no connecting");
+  for (const int peer : sendTo) checkRank("connect_edges", "send_to", peer, size_);
+  for (const int peer : recvFrom) checkRank("connect_edges", "recv_from", peer, size_);
+  cuda().connectEdges(device, sendTo, recvFrom);
+}
+
 std::map<int, WorkPtr> ProcessGroupFarandole::postOnCuda(std::vector<BatchEntry> entries) {
   const at::Device device = entries[0].tensor.device();
   std::vector<CudaMessage> messages;
@@ -51,10 +63,8 @@ std::map<int, WorkPtr> ProcessGroupFarandole::postOnCuda(std::vector<BatchEntry>
   for (BatchEntry& entry : entries) {
     TORCH_CHECK_VALUE(entry.tensor.device() == device, "a batch has tensors on ", device, " and on ",
                       entry.tensor.device(), "; expected one CUDA device");
-    TORCH_CHECK_VALUE(entry.tag == 0, entry.direction == p2p::Direction::kSend ? "send" : "recv", ": tag is ",
-                      entry.tag,
-                      " for a tensor on CUDA; expected 0, messages there are matched by the order of issue alone");
-    messages.push_back({entry.direction == p2p::Direction::kSend, std::move(entry.tensor), entry.peer});
+    messages.push_back({entry.direction == p2p::Direction::kSend, std::move(entry.tensor), entry.peer,
+                        static_cast<std::uint32_t>(entry.tag)});
   }
   const bool isBatch = messages.size() > 1;
   const OpType type = isBatch ? OpType::COALESCED : messages[0].isSend ? OpType::SEND : OpType::RECV;

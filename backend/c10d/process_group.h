@@ -146,6 +146,9 @@ class ProcessGroupFarandole final : public ::c10d::Backend, public RepeatedMessa
   // Blocks. An error on every rank that did come says which rank did not, or which ranks.
   void monitoredBarrier(const ::c10d::BarrierOptions& opts, bool waitAllRanks) override;
 
+  // Begins to connect what messages of tensors on a CUDA device go along, for these peers; returns at once. Else the
+  // first message to a peer, or from it, does that, and waits.
+  void connectEdges(at::Device device, const std::vector<int>& sendTo, const std::vector<int>& recvFrom);
   // What carries messages to a rank, for people.
   std::string transportOf(int rank);
   // Which algorithms the collectives of this group use, a line for each rule, for people.

@@ -62,7 +62,7 @@ std::string Communicator::describePending() {
   const Operation* oldest = nullptr;
   int count = 0;
   for (const Operation* operation = pending_; operation != nullptr; operation = operation->next_) {
-    if (operation->isDone()) continue;
+    if (operation->isDone() || operation->isBackground()) continue;
     oldest = operation;
     ++count;
   }

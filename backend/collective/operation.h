@@ -61,6 +61,8 @@ class Operation {
  protected:
   explicit Operation(std::shared_ptr<Communicator> communicator) : communicator_(std::move(communicator)) {}
 
+  // Whether nobody waits for it: it is in flight for as long as the group.
+  virtual bool isBackground() const { return false; }
   // What it is, for errors: "recv from rank 1 (tag 0, 8 bytes)".
   virtual std::string describe() const = 0;
   // Posts what comes next; returns false when nothing is left to do. Called when

@@ -13,11 +13,12 @@ namespace farandole::p2p {
 //
 // group     the receiver's own number for the group: each rank tells it to the
 //           others when they meet, so that it need not be agreed on
-// kind      keeps point-to-point messages and collectives apart
+// kind      keeps point-to-point messages apart from all others
 // source    the sender's rank in the group
 // element   what the message is made of: not matched, but compared (see Transport)
-// user tag  c10d's tag, or a collective's sequence number
-enum class MessageKind : std::uint64_t { kPointToPoint = 0, kCollective = 1 };
+// user tag  c10d's tag; of other kinds, where the first bit tells which: a collective's sequence number, and nothing
+//           for what ranks tell each other of their edges between devices
+enum class MessageKind : std::uint64_t { kPointToPoint, kCollective, kEdgeTalk };
 
 inline constexpr int kUserTagBits = 31;
 inline constexpr int kElementBits = 6;
@@ -32,8 +33,10 @@ static_assert(kGroupShift + kGroupBits == 64);
 inline constexpr std::uint32_t kMaxGroups = 1u << kGroupBits;
 inline constexpr int kMaxRanks = 1 << kSourceBits;
 inline constexpr std::uint32_t kMaxElement = (1u << kElementBits) - 1;
-// Larger ones wrap around: a collective's number may, among those that are in flight none is met twice.
 inline constexpr std::uint32_t kMaxUserTag = (1u << kUserTagBits) - 1;
+// A collective's number wraps around: among those that are in flight none is met twice.
+inline constexpr std::uint32_t kEdgeTalkBit = 1u << (kUserTagBits - 1);
+inline constexpr std::uint32_t kMaxSequence = kEdgeTalkBit - 1;
 
 inline constexpr std::uint64_t kElementField = std::uint64_t{kMaxElement} << kElementShift;
 inline constexpr std::uint64_t kSourceField = std::uint64_t{kMaxRanks - 1} << kSourceShift;
@@ -43,11 +46,20 @@ inline constexpr std::uint64_t kExactMask = ~std::uint64_t{0};
 inline constexpr std::uint64_t kAnyElementMask = ~kElementField;
 inline constexpr std::uint64_t kAnySourceMask = ~(kElementField | kSourceField);
 
+constexpr std::uint32_t userField(MessageKind kind, std::uint32_t userTag) {
+  switch (kind) {
+    case MessageKind::kPointToPoint: return userTag & kMaxUserTag;
+    case MessageKind::kCollective: return userTag & kMaxSequence;
+    case MessageKind::kEdgeTalk: return kEdgeTalkBit;
+  }
+  return 0;
+}
+
 constexpr std::uint64_t makeTag(std::uint32_t group, MessageKind kind, int source, std::uint32_t userTag,
                                 std::uint32_t element = 0) {
-  return std::uint64_t{group} << kGroupShift | static_cast<std::uint64_t>(kind) << kKindShift |
+  return std::uint64_t{group} << kGroupShift | std::uint64_t{kind != MessageKind::kPointToPoint} << kKindShift |
          std::uint64_t{static_cast<std::uint32_t>(source)} << kSourceShift | std::uint64_t{element} << kElementShift |
-         (userTag & kMaxUserTag);
+         userField(kind, userTag);
 }
 
 constexpr int sourceOf(std::uint64_t tag) { return static_cast<int>((tag & kSourceField) >> kSourceShift); }

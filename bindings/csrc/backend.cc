@@ -94,6 +94,8 @@ void bindBackend(py::module_& module) {
       // torch 2.11 binds none for a backend; a copy, as getBackendOptions is.
       .def_property_readonly("options", &ProcessGroupFarandole::copyOptions)
       .def("batch_p2p", &batchP2p, py::arg("ops"), py::arg("label"))
+      .def("connect_edges", &ProcessGroupFarandole::connectEdges, py::arg("device"), py::arg("send_to"),
+           py::arg("recv_from"), py::call_guard<py::gil_scoped_release>())
       // torch 2.11 binds no way to set it.
       .def("set_timeout", &ProcessGroupFarandole::setTimeout, py::arg("timeout"))
       // torch has those do it that are not in a new group, where NCCL's communicator is split: here members only meet.

@@ -15,7 +15,7 @@ from farandole import _build
 _build.check(torch.__version__)
 
 from farandole import _C  # noqa: E402
-from farandole._backend import algorithms, batch_p2p, create_backend, transport_report  # noqa: E402
+from farandole._backend import algorithms, batch_p2p, connect_edges, create_backend, transport_report  # noqa: E402
 from farandole._flight_recorder import dump_flight_recorder, flight_recorder  # noqa: E402
 
 __version__ = "0.1.0"
@@ -23,6 +23,7 @@ __all__ = [
     "_C",
     "algorithms",
     "batch_p2p",
+    "connect_edges",
     "create_backend",
     "dump_flight_recorder",
     "flight_recorder",

@@ -76,6 +76,35 @@ def batch_p2p(ops: Sequence[dist.P2POp], label: str = "") -> dict[int, dist.Work
     return backend.batch_p2p(entries, label)
 
 
+def connect_edges(
+    group: dist.ProcessGroup | None = None,
+    *,
+    send_to: Sequence[int] = (),
+    recv_from: Sequence[int] = (),
+    device: torch.device | str | int | None = None,
+) -> None:
+    """Begins to connect what CUDA messages to some ranks, and from some, go along, and returns at once.
+
+    Over NCCL each direction between two ranks is connected by itself, when the first message goes along it, which then
+    takes as long as that. A program that knows its neighbours connects them ahead. A connection needs both ranks, in
+    whatever order they ask for theirs: by this call, or by a first message. What is connected already stays.
+
+    Args:
+        group: None is the default group.
+        send_to: ranks in the group; this rank itself needs no connection.
+        recv_from: the same.
+        device: of the tensors; None is the current CUDA device.
+
+    Raises:
+        ValueError: a rank that is not in the group, or a device that is not a CUDA device.
+    """
+    where = torch.device("cuda") if device is None else torch.device(device)
+    if where.type == "cuda" and where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())
+    backend = _backend_of(group if group is not None else dist.group.WORLD, where)
+    backend.connect_edges(where, list(send_to), list(recv_from))
+
+
 def transport_report(group: dist.ProcessGroup | None = None) -> dict[int, str]:
     """What carries this rank's CPU messages to every rank of the group, e.g. ``{0: "self", 1: "ucx: posix, cma"}``."""
     backend = _backend_of(group if group is not None else dist.group.WORLD, torch.device("cpu"))

@@ -18,22 +18,26 @@ CudaOperation::CudaOperation(const WorkOptions& options, std::vector<at::Tensor>
       options_(options),
       peer_(kNobody),
       isSend_(false),
+      tag_(0),
       bytes_(bytesOf(results.empty() ? kept : results)),
       results_(std::move(results)),
       kept_(std::move(kept)) {}
 
-CudaOperation::CudaOperation(const WorkOptions& options, int peer, bool isSend, const at::Tensor& tensor)
+CudaOperation::CudaOperation(const WorkOptions& options, const CudaMessage& message)
     : DeviceOperation(transport::DeviceClock::now() + options.timeout),
       options_(options),
-      peer_(peer),
-      isSend_(isSend),
-      bytes_(tensor.nbytes()) {
-  (isSend ? kept_ : results_).push_back(tensor);
+      peer_(message.peer),
+      isSend_(message.isSend),
+      tag_(message.tag),
+      bytes_(message.tensor.nbytes()) {
+  (isSend_ ? kept_ : results_).push_back(message.tensor);
 }
 
 std::string CudaOperation::describe() const {
   std::string text = ::c10d::opTypeToString(options_.type);
-  if (peer_ != kNobody) text = (isSend_ ? "send to rank " : "recv from rank ") + std::to_string(peer_);
+  if (peer_ != kNobody)
+    text =
+        (isSend_ ? "send to rank " : "recv from rank ") + std::to_string(peer_) + " with tag " + std::to_string(tag_);
   return text + " number " + std::to_string(options_.sequence) + " on rank " + std::to_string(options_.rank) + " (" +
          std::to_string(bytes_) + " bytes on CUDA)";
 }

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "backend/c10d/cuda_group.h"
 #include "backend/c10d/work.h"
 #include "backend/transport/nccl/device_operation.h"
 
@@ -16,8 +17,7 @@ namespace farandole::backend {
 class CudaOperation final : public transport::DeviceOperation {
  public:
   CudaOperation(const WorkOptions& options, std::vector<at::Tensor> results, std::vector<at::Tensor> kept);
-  // A message to `peer`, or from it.
-  CudaOperation(const WorkOptions& options, int peer, bool isSend, const at::Tensor& tensor);
+  CudaOperation(const WorkOptions& options, const CudaMessage& message);
 
   std::string describe() const override;
   // Into the flight recorder. Before it is issued.
@@ -31,6 +31,7 @@ class CudaOperation final : public transport::DeviceOperation {
   const WorkOptions options_;
   const int peer_;  // or kNobody
   const bool isSend_;
+  const std::uint32_t tag_;
   const std::size_t bytes_;
   const std::chrono::steady_clock::time_point started_ = std::chrono::steady_clock::now();
   std::vector<at::Tensor> results_;

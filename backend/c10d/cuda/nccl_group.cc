@@ -1,4 +1,5 @@
 // The CUDA half of a process group (backend/c10d/cuda_group.h) over NCCL.
+#include "backend/c10d/contract.h"
 #include "backend/c10d/cuda/cuda_environment.h"
 #include "backend/c10d/cuda/cuda_operation.h"
 #include "backend/c10d/cuda/cuda_work.h"
@@ -55,7 +56,7 @@ class NcclProcessGroup final : public CudaGroup {
     group_ = std::make_shared<DeviceGroup>(
         transport::DeviceGroupSetup{environment.runtime, acquireWatch(*environment.runtime),
                                     std::make_shared<StoreMeeting>(setup.store, environment.runtime->nccl, health),
-                                    setup.name, setup.rank, setup.size, edgeCtas, setup.timeout},
+                                    setup.talk, setup.name, setup.rank, setup.size, edgeCtas, setup.timeout},
         setup.ranksHealth, setup.onFailure);
   }
 
@@ -90,14 +91,15 @@ class NcclProcessGroup final : public CudaGroup {
     WorkOptions own = options;
     for (const CudaMessage& message : messages) {
       const at::Tensor& tensor = message.tensor;
-      auto operation = std::make_shared<CudaOperation>(own, message.peer, message.isSend, tensor);
+      auto operation = std::make_shared<CudaOperation>(own, message);
       operation->record();
       ++own.sequence;
       ForPeer& peer = peers[message.peer];
       if (!message.isSend) peer.received.push_back(tensor);
       peer.operations.push_back(operation);
       all.push_back(operation);
-      entries.push_back({message.isSend, message.peer, tensor.data_ptr(), tensor.nbytes(), operation, nullptr, false});
+      const transport::EdgeNote note{message.tag, elementOf(tensor.scalar_type()), tensor.nbytes()};
+      entries.push_back({message.isSend, message.peer, tensor.data_ptr(), note, operation});
     }
     const Status posted = withDevice(device, [&](GroupOnDevice& on) {
       return on.post(environment_.currentStream(device.index()), std::move(entries));
@@ -110,6 +112,13 @@ class NcclProcessGroup final : public CudaGroup {
                                                   std::move(content.received), std::move(content.operations), false));
     }
     return works;
+  }
+
+  void connectEdges(at::Device device, const std::vector<int>& sendTo, const std::vector<int>& recvFrom) override {
+    std::vector<transport::EdgeKey> edges;
+    for (const int peer : sendTo) edges.push_back({peer, true});
+    for (const int peer : recvFrom) edges.push_back({peer, false});
+    throwIfError(withDevice(device, [&](GroupOnDevice& on) { return on.connectEdges(std::move(edges)); }));
   }
 
   void checkReduction(const char* operation, const Reducing& reducing) override {

@@ -29,9 +29,9 @@ Status CudaApi::check(cudaError_t result, const char* what) const {
 }
 
 Status settleOnDevice(const CudaApi& cuda, int device) {
+  FARANDOLE_RETURN_IF_ERROR(cuda.check(cuda.setDevice(device), "cudaSetDevice"));
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  FARANDOLE_RETURN_IF_ERROR(cuda.check(cuda.threadExchangeCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode"));
-  return cuda.check(cuda.setDevice(device), "cudaSetDevice");
+  return cuda.check(cuda.threadExchangeCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
 }
 
 DeviceScope::DeviceScope(const CudaApi& cuda, int device) : cuda_(cuda) {

@@ -62,11 +62,16 @@ void DeviceGroup::fail(const Status& why) {
   if (endAll(why) && !isClosing_) onFailure_(why);
 }
 
+void DeviceGroup::attend() {
+  for (const auto& device : devices()) device->tellPeers();
+}
+
 void DeviceGroup::abort(const Status& why) { (void)endAll(why); }
 
 void DeviceGroup::close(std::chrono::milliseconds limit) {
   if (!status()) return;
   isClosing_ = true;
+  attend();
   const auto deadline = DeviceClock::now() + limit;
   const auto isIdle = [all = devices()] {
     return std::ranges::all_of(all, [](const auto& device) { return device->isIdle(); });

@@ -24,6 +24,7 @@ class DeviceGroup final : public WatchedGroup, public std::enable_shared_from_th
 
   Status health() override;
   void fail(const Status& why) override;
+  void attend() override;
   // Ends everything; nobody is told.
   void abort(const Status& why);
   // Ok, or what ended the group.

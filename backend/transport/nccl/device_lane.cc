@@ -1,6 +1,9 @@
 #include "backend/transport/nccl/device_lane.h"
 
+#include <algorithm>
+#include <iterator>
 #include <utility>
+#include <vector>
 
 namespace farandole::transport {
 
@@ -37,12 +40,15 @@ Status DeviceLane::sweep() {
 }
 
 std::shared_ptr<DeviceOperation> DeviceLane::findLate(DeviceClock::time_point now) {
-  std::lock_guard lock(mutex_);
-  for (const auto& operation : operations_) {
-    // One that has ended may be behind one on another stream that has not.
-    if (operation->deadline() <= now && !operation->isDone()) return operation;
+  std::vector<std::shared_ptr<DeviceOperation>> due;
+  {
+    std::lock_guard lock(mutex_);
+    std::ranges::copy_if(operations_, std::back_inserter(due),
+                         [&](const auto& operation) { return operation->deadline() <= now; });
   }
-  return nullptr;
+  // One that has ended may be behind one on another stream that has not. CUDA is not asked with the lock held.
+  const auto late = std::ranges::find_if(due, [](const auto& operation) { return !operation->isDone(); });
+  return late == due.end() ? nullptr : *late;
 }
 
 bool DeviceLane::isEmpty() {

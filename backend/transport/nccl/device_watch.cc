@@ -12,6 +12,7 @@ constexpr std::chrono::milliseconds kPeriod{20};
 
 struct Watched {
   std::weak_ptr<WatchedGroup> group;
+  int device;
   std::weak_ptr<DeviceLane> lane;
 };
 
@@ -56,10 +57,10 @@ void DeviceWatch::stop() {
   }
 }
 
-void DeviceWatch::watch(const std::weak_ptr<WatchedGroup>& group, const std::weak_ptr<DeviceLane>& lane) {
+void DeviceWatch::watch(const std::weak_ptr<WatchedGroup>& group, int device, const std::weak_ptr<DeviceLane>& lane) {
   std::lock_guard lock(state_->mutex);
   std::erase_if(state_->watched, [](const Watched& one) { return one.lane.expired() || one.group.expired(); });
-  state_->watched.push_back({group, lane});
+  state_->watched.push_back({group, device, lane});
 }
 
 void DeviceWatch::wake() {
@@ -72,9 +73,6 @@ void DeviceWatch::wake() {
 }
 
 void DeviceWatch::run(const CudaApi& cuda, State& state) {
-  // Else looking at events would break a capture of another thread.
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-  (void)cuda.threadExchangeCaptureMode(&mode);
   std::unique_lock lock(state.mutex);
   while (!state.isOver) {
     // Before the lanes are listed: one that is new then is in the list, or its wake() finds this.
@@ -86,7 +84,16 @@ void DeviceWatch::run(const CudaApi& cuda, State& state) {
       const auto group = one.group.lock();
       const auto lane = one.lane.lock();
       if (group == nullptr || lane == nullptr) continue;
-      if (!lane->isEmpty()) lookAfter(*group, *lane);
+      group->attend();
+      if (!lane->isEmpty()) {
+        // An event is asked with its device as the current one: else device 0 would get a context for that.
+        const Status settled = settleOnDevice(cuda, one.device);
+        if (settled) {
+          lookAfter(*group, *lane);
+        } else {
+          group->fail(settled);
+        }
+      }
       isIdle = isIdle && lane->isEmpty();
     }
     lock.lock();

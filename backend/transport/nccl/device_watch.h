@@ -18,6 +18,8 @@ class WatchedGroup {
   virtual Status health() = 0;
   // Ends the group and all its operations. Only the first call counts.
   virtual void fail(const Status& why) = 0;
+  // What may be done late: after every wake(), and now and then while something is under way.
+  virtual void attend() {}
 };
 
 // Sees to the operations that are under way on devices, for all groups of a process: ends those that the device is
@@ -30,8 +32,8 @@ class DeviceWatch {
   DeviceWatch(const DeviceWatch&) = delete;
   DeviceWatch& operator=(const DeviceWatch&) = delete;
 
-  // From now on, until both are gone.
-  void watch(const std::weak_ptr<WatchedGroup>& group, const std::weak_ptr<DeviceLane>& lane);
+  // From now on, until both are gone. `device`: the lane's.
+  void watch(const std::weak_ptr<WatchedGroup>& group, int device, const std::weak_ptr<DeviceLane>& lane);
   // Something was added to a lane.
   void wake();
   // Nothing is looked at any more; for the end of the process, before the libraries go. Not on its own thread.

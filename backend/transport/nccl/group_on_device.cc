@@ -15,16 +15,18 @@ GroupOnDevice::GroupOnDevice(DeviceGroupSetup setup, std::weak_ptr<WatchedGroup>
       device_(device),
       ordinal_(ordinal),
       events_(std::make_shared<EventPool>(setup_.runtime->cuda, device)),
-      pointToPoint_(std::make_shared<PointToPoint>(PointToPoint::Setup{
-          setup_.runtime, setup_.meeting, events_, setup_.watch, group_,
-          setup_.name + " device " + std::to_string(ordinal), setup_.rank, device, setup_.edgeCtas, setup_.timeout})) {}
+      pointToPoint_(std::make_shared<PointToPoint>(
+          PointToPoint::Setup{setup_.runtime, setup_.meeting, setup_.talk, events_, setup_.watch, group_,
+                              setup_.name + " device " + std::to_string(ordinal), setup_.rank, device, ordinal,
+                              setup_.edgeCtas, setup_.timeout})) {}
 
 Status GroupOnDevice::begin() {
   auto stream = DeviceStream::make(setup_.runtime->cuda, device_);
   if (!stream) return stream.status();
   stream_ = std::move(*stream);
-  setup_.watch->watch(group_, lane_);
-  setup_.watch->watch(group_, inOrderLane_);
+  pointToPoint_->begin();
+  setup_.watch->watch(group_, device_, lane_);
+  setup_.watch->watch(group_, device_, inOrderLane_);
   return Status::ok();
 }
 

@@ -20,6 +20,7 @@ struct DeviceGroupSetup {
   const DeviceRuntime* runtime;
   std::shared_ptr<DeviceWatch> watch;
   std::shared_ptr<CommunicatorMeeting> meeting;
+  std::shared_ptr<EdgeTalk> talk;
   std::string name;
   int rank;
   int size;
@@ -43,8 +44,11 @@ class GroupOnDevice : public std::enable_shared_from_this<GroupOnDevice> {
   // Puts `calls`, as one launch, after what is on `current` by now: on the group's own stream, or with `inOrder` on
   // `current` itself. The operation is launched then, unless this fails.
   Status run(cudaStream_t current, bool inOrder, const std::shared_ptr<DeviceOperation>& operation, const Calls& calls);
-  // After what is on `current` by now; in the order of the list for each edge (see PointToPoint::post).
+  // After what is on `current` by now (see PointToPoint::post).
   Status post(cudaStream_t current, std::vector<EdgeMessage> messages);
+  // See PointToPoint::connect().
+  Status connectEdges(std::vector<EdgeKey> edges) { return pointToPoint_->connect(std::move(edges)); }
+  void tellPeers() { pointToPoint_->tellPeers(); }
 
   Status asyncError();
   // Ends what the device is done with; whether nothing is left.

@@ -4,16 +4,32 @@
 #include <thread>
 
 namespace farandole::transport {
+namespace {
+
+void sortByTag(std::span<EdgeMessage> messages) {
+  std::ranges::stable_sort(messages, {}, [](const EdgeMessage& message) { return message.note.tag; });
+}
+
+}  // namespace
 
 PointToPoint::PointToPoint(Setup setup)
-    : setup_(std::move(setup)), own_(setup_.runtime->cuda, setup_.events, setup_.device) {
+    : setup_(std::move(setup)),
+      orders_(std::make_shared<EdgeOrders>(setup_.talk, setup_.ordinal)),
+      own_(setup_.runtime->cuda, setup_.events, setup_.device, *setup_.talk) {
   for (const auto& lane : own_.lanes()) addLane(lane);
+}
+
+void PointToPoint::begin() {
+  orders_->begin([weak = weak_from_this()](EdgeKey key, const Status& status) {
+    if (const auto self = weak.lock()) self->noteOrder(key, status);
+  });
 }
 
 Edge& PointToPoint::edgeOf(EdgeKey key) {
   const auto [found, isNew] = edges_.try_emplace(key);
   if (isNew) {
     addLane(found->second.lane);
+    orders_->open(key.peer);
     // It holds this object, and ends by itself: nobody can call off NCCL while it waits for the peer.
     std::thread([self = shared_from_this(), key] { self->connectNow(key); }).detach();
   }
@@ -29,7 +45,7 @@ std::string PointToPoint::nameOf(EdgeKey key) const {
 
 Result<std::shared_ptr<NcclCommunicator>> PointToPoint::makeCommunicator(EdgeKey key) {
   const std::string name = nameOf(key);
-  const int rank = key.second ? 0 : 1;
+  const int rank = key.isSend ? 0 : 1;
   const auto id = setup_.meeting->meet(name, rank, 2, DeviceClock::now() + setup_.timeout);
   if (!id) return id.status().wrap(name);
   return NcclCommunicator::connect(*setup_.runtime, {name, *id, rank, 2, setup_.device, setup_.maxCtas});
@@ -57,15 +73,13 @@ Status PointToPoint::connectEdge(EdgeKey key) {
   auto communicator = makeCommunicator(key);
   if (!communicator) return communicator.status();
   if (!communicators_.add(*communicator)) return (*communicator)->ended();
-  FARANDOLE_RETURN_IF_ERROR(warmUp(**communicator, (*stream)->handle(), key.second));
+  FARANDOLE_RETURN_IF_ERROR(warmUp(**communicator, (*stream)->handle(), key.isSend));
   std::lock_guard lock(mutex_);
   if (!over_) return over_;
   Edge& edge = edges_.at(key);
   edge.communicator = std::move(*communicator);
   edge.stream = std::move(*stream);
-  for (EdgeMessage& message : edge.waiting) FARANDOLE_RETURN_IF_ERROR(launch({&message, 1}));
-  edge.waiting.clear();
-  return Status::ok();
+  return launchWaiting(key, edge);
 }
 
 void PointToPoint::connectNow(EdgeKey key) {
@@ -74,48 +88,109 @@ void PointToPoint::connectNow(EdgeKey key) {
   if (const auto group = setup_.group.lock()) group->fail(status);
 }
 
-Status PointToPoint::post(std::vector<EdgeMessage> messages) {
-  std::vector<EdgeMessage> round;
+void PointToPoint::noteOrder(EdgeKey key, const Status& status) {
+  const Status settled = status ? settleOrder(key) : status;
+  if (settled) return;
+  if (const auto group = setup_.group.lock()) group->fail(settled.wrap(nameOf(key)));
+}
+
+Status PointToPoint::settleOrder(EdgeKey key) {
+  FARANDOLE_RETURN_IF_ERROR(settleOnDevice(setup_.runtime->cuda, setup_.device));
   std::lock_guard lock(mutex_);
+  return over_ ? launchWaiting(key, edges_.at(key)) : over_;
+}
+
+Status PointToPoint::connect(std::vector<EdgeKey> edges) {
+  // All ranks alike, from their neighbours outwards: the store is asked in about the same order everywhere.
+  const auto distance = [this](const EdgeKey& key) { return std::abs(key.peer - setup_.rank); };
+  std::ranges::stable_sort(edges, {}, distance);
+  std::lock_guard lock(mutex_);
+  if (!over_) return over_;
+  for (const EdgeKey& key : edges) {
+    if (key.peer != setup_.rank) (void)edgeOf(key);
+  }
+  return Status::ok();
+}
+
+Status PointToPoint::post(std::vector<EdgeMessage> messages) {
+  {
+    std::lock_guard lock(mutex_);
+    FARANDOLE_RETURN_IF_ERROR(postNow(std::move(messages)));
+  }
+  orders_->tell(/*onlyUrgent=*/true);
+  setup_.watch->wake();
+  return Status::ok();
+}
+
+Status PointToPoint::postNow(std::vector<EdgeMessage> messages) {
   if (!over_) return over_;
   const auto isOwn = [this](const EdgeMessage& message) { return message.peer == setup_.rank; };
   for (const EdgeMessage& message : messages) {
     if (isOwn(message)) FARANDOLE_RETURN_IF_ERROR(own_.post(message));
   }
-  std::erase_if(messages, isOwn);
-  while (!messages.empty()) {
-    // The first that is left for each edge.
-    std::vector<EdgeMessage> later;
-    std::vector<EdgeKey> seen;
-    for (EdgeMessage& message : messages) {
-      const EdgeKey key(message.peer, message.isSend);
-      const auto known = edges_.find(key);
-      const bool isReady = known != edges_.end() && known->second.communicator != nullptr;
-      if (!isReady) {
-        if (message.isCaptured) {
-          return Status::invalidArgument(nameOf(key) +
-                                         " is not connected, and that cannot be captured in a graph; expected one "
-                                         "message along it before the capture");
-        }
-        Edge& edge = edgeOf(key);
-        edge.lane->add(message.operation);
-        edge.waiting.push_back(std::move(message));
-      } else if (std::find(seen.begin(), seen.end(), key) != seen.end()) {
-        later.push_back(std::move(message));
-      } else {
-        seen.push_back(key);
-        // Nobody looks after what a graph will run.
-        if (!message.isCaptured) known->second.lane->add(message.operation);
-        round.push_back(std::move(message));
-      }
+  std::size_t numPosted = std::erase_if(messages, isOwn);
+  // By edge; the turns of several communicators are always taken in one order.
+  if (messages.size() > 1) std::ranges::stable_sort(messages, {}, &EdgeMessage::key);
+  // A batch cannot be refused in part.
+  const auto refuse = [&numPosted](const std::string& text) {
+    return numPosted > 0 ? Status::internal(text) : Status::invalidArgument(text);
+  };
+  std::vector<std::span<EdgeMessage>> ready;  // of each edge
+  for (std::span<EdgeMessage> rest = messages; !rest.empty();) {
+    const EdgeKey key = rest.front().key();
+    const auto end = std::ranges::find_if(rest, [&](const EdgeMessage& message) { return message.key() != key; });
+    const std::span<EdgeMessage> post(rest.begin(), end);
+    rest = rest.subspan(post.size());
+    const bool isCaptured = post.front().isCaptured;
+    const auto known = edges_.find(key);
+    const bool isReady =
+        known != edges_.end() && known->second.communicator != nullptr && known->second.waiting.empty();
+    if (!isReady && isCaptured) {
+      return refuse(nameOf(key) +
+                    " is not connected, and that cannot be captured in a graph; expected one "
+                    "message along it before the capture");
     }
-    // The turns of several communicators are always taken in one order.
-    std::ranges::sort(round, {}, [](const EdgeMessage& message) { return EdgeKey(message.peer, message.isSend); });
+    const auto order = orders_->post(key, post);
+    if (!order) {
+      const Status& status = order.status();
+      return status.code() == StatusCode::kInvalidArgument ? refuse(status.toString()) : status;
+    }
+    numPosted += post.size();
+    Edge& edge = edgeOf(key);
+    // Nobody looks after what a graph will run.
+    for (const EdgeMessage& message : post) {
+      if (!isCaptured) edge.lane->add(message.operation);
+    }
+    if (*order == EdgeOrder::Order::kByTag) sortByTag(post);
+    if (isReady && *order != EdgeOrder::Order::kUnknown) {
+      ready.push_back(post);
+    } else {
+      edge.waiting.push_back({{std::make_move_iterator(post.begin()), std::make_move_iterator(post.end())}, *order});
+    }
+  }
+  std::vector<EdgeMessage> round;
+  for (std::size_t i = 0; !ready.empty(); ++i) {
+    std::erase_if(ready, [&](std::span<EdgeMessage> post) { return post.size() <= i; });
+    for (const std::span<EdgeMessage> post : ready) round.push_back(std::move(post[i]));
     FARANDOLE_RETURN_IF_ERROR(launch(round));
     round.clear();
-    messages.swap(later);
   }
-  setup_.watch->wake();
+  return Status::ok();
+}
+
+Status PointToPoint::launchWaiting(EdgeKey key, Edge& edge) {
+  if (edge.communicator == nullptr) return Status::ok();
+  while (!edge.waiting.empty()) {
+    Edge::Post& post = edge.waiting.front();
+    if (post.order == EdgeOrder::Order::kUnknown) {
+      const auto settled = orders_->takeSettled(key);
+      if (!settled) return Status::ok();
+      post.order = *settled;
+      if (post.order == EdgeOrder::Order::kByTag) sortByTag(post.messages);
+    }
+    for (EdgeMessage& message : post.messages) FARANDOLE_RETURN_IF_ERROR(launch({&message, 1}));
+    edge.waiting.pop_front();
+  }
   return Status::ok();
 }
 
@@ -125,7 +200,7 @@ Status PointToPoint::launch(std::span<EdgeMessage> messages) {
   std::vector<Edge*> edges;
   std::vector<std::unique_ptr<NcclCommunicator::Turn>> turns;
   for (const EdgeMessage& message : messages) {
-    Edge& edge = edges_.at({message.peer, message.isSend});
+    Edge& edge = edges_.at(message.key());
     edges.push_back(&edge);
     turns.push_back(std::make_unique<NcclCommunicator::Turn>(*edge.communicator));
     if (turns.back()->handle() == nullptr) return edge.communicator->ended();
@@ -136,9 +211,9 @@ Status PointToPoint::launch(std::span<EdgeMessage> messages) {
     const EdgeMessage& message = messages[i];
     cudaStream_t const stream = edges[i]->stream->handle();
     if (message.isSend) {
-      group.add(nccl.send(message.data, message.bytes, ncclUint8, 1, turns[i]->handle(), stream), "ncclSend");
+      group.add(nccl.send(message.data, message.note.bytes, ncclUint8, 1, turns[i]->handle(), stream), "ncclSend");
     } else {
-      group.add(nccl.recv(message.data, message.bytes, ncclUint8, 0, turns[i]->handle(), stream), "ncclRecv");
+      group.add(nccl.recv(message.data, message.note.bytes, ncclUint8, 0, turns[i]->handle(), stream), "ncclRecv");
     }
   }
   FARANDOLE_RETURN_IF_ERROR(group.end());
@@ -153,7 +228,7 @@ Status PointToPoint::launch(std::span<EdgeMessage> messages) {
 }
 
 void PointToPoint::addLane(const std::shared_ptr<DeviceLane>& lane) {
-  setup_.watch->watch(setup_.group, lane);
+  setup_.watch->watch(setup_.group, setup_.device, lane);
   std::lock_guard lock(lanesMutex_);
   lanes_.push_back(lane);
 }
@@ -182,7 +257,7 @@ void PointToPoint::endAll(const Status& why) {
     if (over_) over_ = why;
     waiting = own_.takeWaiting();
     for (auto& [key, edge] : edges_) {
-      std::move(edge.waiting.begin(), edge.waiting.end(), std::back_inserter(waiting));
+      for (Edge::Post& post : edge.waiting) std::ranges::move(post.messages, std::back_inserter(waiting));
       edge.waiting.clear();
     }
   }

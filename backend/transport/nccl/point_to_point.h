@@ -12,13 +12,14 @@
 #include "backend/transport/nccl/communicator_meeting.h"
 #include "backend/transport/nccl/device_watch.h"
 #include "backend/transport/nccl/edge.h"
+#include "backend/transport/nccl/edge_orders.h"
 #include "backend/transport/nccl/own_messages.h"
 
 namespace farandole::transport {
 
 // The messages of one rank of a group between devices: one edge for each peer and direction, connected when it is first
-// used, on a thread of its own. What is posted to an edge before that waits in its queue, so that no order in which
-// ranks come to their edges can deadlock.
+// used or asked for, on a thread of its own. What is posted to an edge before that waits in its queue, so that no order
+// in which ranks come to their edges can deadlock; and so does a batch whose order has to be agreed on (EdgeOrder).
 //
 // Two messages of one edge are never in one group of NCCL's: whether the other side groups them alike is not known, and
 // NCCL calls it undefined where it does not (nccl issue 1279). Messages of different edges are launched together.
@@ -29,20 +30,28 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   struct Setup {
     const DeviceRuntime* runtime;
     std::shared_ptr<CommunicatorMeeting> meeting;
+    std::shared_ptr<EdgeTalk> talk;
     std::shared_ptr<EventPool> events;
     std::shared_ptr<DeviceWatch> watch;
     std::weak_ptr<WatchedGroup> group;
     std::string groupName;  // in the communicators' names
     int rank;
     int device;
+    int ordinal;                        // of the device, among those that the rank has used
     int maxCtas;                        // for each edge
     std::chrono::milliseconds timeout;  // of connecting
   };
   explicit PointToPoint(Setup setup);
 
-  // Posts messages whose order for each edge is that of the list. Returns at once, also when an edge is not connected
-  // yet: then its operations are launched later. The error is of what could not be launched: the group is over.
+  // Before anything else.
+  void begin();
+  // Begins to connect these edges, as far as nobody has; those with this rank itself need nothing.
+  Status connect(std::vector<EdgeKey> edges);
+  // Posts the messages of one batch. Returns at once, also when an edge is not connected yet: then its operations are
+  // launched later. An error that is not kInvalidArgument ends the group.
   Status post(std::vector<EdgeMessage> messages);
+  // Now and then: tells the peers what was posted.
+  void tellPeers() { orders_->tell(/*onlyUrgent=*/false); }
   // Ends what the device is done with; whether nothing is left.
   bool isIdle();
   // Ends everything with this error; what comes later, too.
@@ -53,8 +62,6 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   Status asyncError() { return communicators_.asyncError(); }
 
  private:
-  using EdgeKey = std::pair<int, bool>;  // peer, is it a send
-
   Edge& edgeOf(EdgeKey key);
   void addLane(const std::shared_ptr<DeviceLane>& lane);
   std::vector<std::shared_ptr<DeviceLane>> lanes();
@@ -64,10 +71,17 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   Status connectEdge(EdgeKey key);
   Result<std::shared_ptr<NcclCommunicator>> makeCommunicator(EdgeKey key);
   Status warmUp(NcclCommunicator& communicator, cudaStream_t stream, bool isSend) const;
+  // On a thread of its own: what was unknown of an edge is known.
+  void noteOrder(EdgeKey key, const Status& status);
+  Status settleOrder(EdgeKey key);
+  Status postNow(std::vector<EdgeMessage> messages);
+  // Launches what waits for an edge, as far as it need not wait any more.
+  Status launchWaiting(EdgeKey key, Edge& edge);
   // At most one message for each edge; all connected.
   Status launch(std::span<EdgeMessage> messages);
 
   const Setup setup_;
+  const std::shared_ptr<EdgeOrders> orders_;
   AbortableCommunicators communicators_;
   std::mutex lanesMutex_;  // apart, as the communicators: mutex_ may be held by who is stuck in a call
   std::vector<std::shared_ptr<DeviceLane>> lanes_;

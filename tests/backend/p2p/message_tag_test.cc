@@ -31,8 +31,13 @@ TEST(MessageTag, DifferentFieldsGiveDifferentTagsAndTheSourceCanBeReadBack) {
   }
 }
 
-TEST(MessageTag, ANumberThatIsTooLargeForAUserTagWrapsAround) {
-  EXPECT_EQ(makeTag(0, MessageKind::kCollective, 0, kMaxUserTag + 1), makeTag(0, MessageKind::kCollective, 0, 0));
+TEST(MessageTag, ACollectivesNumberWrapsAroundBeforeItLooksLikeAnotherKind) {
+  EXPECT_EQ(makeTag(0, MessageKind::kCollective, 0, kMaxSequence + 1), makeTag(0, MessageKind::kCollective, 0, 0));
+  for (const std::uint32_t number : {0u, 1u, kMaxSequence, kEdgeTalkBit, kMaxUserTag}) {
+    EXPECT_NE(makeTag(3, MessageKind::kCollective, 2, number), makeTag(3, MessageKind::kEdgeTalk, 2, 0));
+    EXPECT_NE(makeTag(3, MessageKind::kPointToPoint, 2, number), makeTag(3, MessageKind::kEdgeTalk, 2, 0));
+  }
+  EXPECT_EQ(sourceOf(makeTag(3, MessageKind::kEdgeTalk, 2, 0)), 2);
 }
 
 }  // namespace

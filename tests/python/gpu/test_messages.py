@@ -7,6 +7,8 @@ import torch.distributed as dist
 from gpu.data import MOVED, SIZES, part, same_bits
 from support.gpus import needs_gpu, run_on_gpus
 
+import farandole
+
 pytestmark = [needs_gpu, pytest.mark.timeout(300)]
 
 
@@ -119,3 +121,28 @@ def _objects(rank, world_size):
 
 def test_objects_are_sent_from_rank_to_rank(peers):
     assert run_on_gpus(_objects, peers)[1] == [{"a": 1}, "text"]
+
+
+def _tags_in_any_order(rank, world_size):
+    if rank > 1:
+        return []
+    peer = 1 - rank
+    farandole.connect_edges(send_to=[peer], recv_from=[peer])
+    seen = []
+    for _ in range(3):
+        incoming = {tag: torch.zeros(300, device="cuda") for tag in (5, 2, 9)}
+        order = [5, 2, 9] if rank == 0 else [9, 5, 2]
+        ops = [dist.P2POp(dist.irecv, incoming[tag], peer, tag=tag) for tag in order]
+        ops += [
+            dist.P2POp(dist.isend, torch.full((300,), float(10 * rank + tag), device="cuda"), peer, tag=tag)
+            for tag in reversed(order)
+        ]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        seen.append({tag: x.mean().item() for tag, x in incoming.items()})
+    return seen
+
+
+def test_tags_match_in_a_batch_that_each_rank_lists_in_another_order(peers):
+    for rank, seen in enumerate(run_on_gpus(_tags_in_any_order, peers)[:2]):
+        assert seen == [{tag: float(10 * (1 - rank) + tag) for tag in (5, 2, 9)}] * 3

@@ -8,6 +8,7 @@
 #include "backend/c10d/cuda_group.h"
 #include "backend/c10d/tensor_checks.h"
 #include "tests/backend/transport/nccl/simulator/simulated_cluster.h"
+#include "tests/backend/transport/nccl/test_talk.h"
 
 namespace farandole::backend {
 namespace {
@@ -60,9 +61,11 @@ class NcclGroupTest : public ::testing::Test {
     environment_ = {&runtime_, [](int device) { return currentStreams->at(device); }};
     CudaEnvironment::replace(&environment_);
     const auto store = c10::make_intrusive<::c10d::HashStore>();
+    const auto talks = transport::testing::TestTalk::all(kSize, seed);
     for (int rank = 0; rank < kSize; ++rank) {
       CudaGroup::Setup setup;
       setup.store = store;
+      setup.talk = talks[rank];
       setup.name = "group";
       setup.rank = rank;
       setup.size = kSize;
@@ -302,8 +305,8 @@ TEST_F(NcclGroupTest, ABatchGivesOneWorkForEachPeer) {
     std::vector<CudaMessage> messages;
     for (int peer = kSize - 1; peer >= 0; --peer) {
       if (peer == rank) continue;
-      messages.push_back({true, onCuda(sent[rank], rank), peer});
-      messages.push_back({false, onCuda(received[rank][peer], rank), peer});
+      messages.push_back({true, onCuda(sent[rank], rank), peer, 0});
+      messages.push_back({false, onCuda(received[rank][peer], rank), peer, 0});
     }
     auto works = groups_[rank]->post(options(rank, OpType::COALESCED), device(rank), std::move(messages));
     EXPECT_EQ(works.size(), 2u);

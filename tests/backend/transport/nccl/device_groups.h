@@ -13,6 +13,7 @@
 
 #include "backend/transport/nccl/device_group.h"
 #include "tests/backend/transport/nccl/simulator/simulated_cluster.h"
+#include "tests/backend/transport/nccl/test_talk.h"
 
 namespace farandole::transport::testing {
 
@@ -89,12 +90,13 @@ class DeviceGroups {
   DeviceGroups(int size, std::uint64_t seed, std::chrono::milliseconds timeout = 20s)
       : cluster(size, seed),
         runtime{cluster.cuda(), cluster.nccl()},
-        meeting(std::make_shared<TestMeeting>(runtime.nccl)) {
+        meeting(std::make_shared<TestMeeting>(runtime.nccl)),
+        talks_(TestTalk::all(size, seed)) {
     for (int rank = 0; rank < size; ++rank) {
       streams.push_back(cluster.userStream(rank));
       watches_.push_back(std::make_shared<DeviceWatch>(runtime.cuda));
       groups.push_back(std::make_shared<DeviceGroup>(
-          DeviceGroupSetup{&runtime, watches_.back(), meeting, "world", rank, size, 2, timeout},
+          DeviceGroupSetup{&runtime, watches_.back(), meeting, talks_[rank], "world", rank, size, 2, timeout},
           [meeting = meeting] { return meeting->health(); },
           [meeting = meeting, rank](const Status& why) {
             meeting->end(why.wrap("rank " + std::to_string(rank) + " ended the group"));
@@ -155,6 +157,8 @@ class DeviceGroups {
     int peer;
     void* data;
     std::size_t bytes;
+    std::uint32_t tag = 0;
+    std::uint32_t element = 0;
   };
   std::vector<OperationPtr> post(int rank, const std::vector<Message>& messages,
                                  std::chrono::milliseconds timeout = 60s) {
@@ -162,7 +166,11 @@ class DeviceGroups {
     std::vector<EdgeMessage> entries;
     for (const Message& message : messages) {
       operations.push_back(std::make_shared<TestDeviceOperation>("message", timeout));
-      entries.push_back({message.isSend, message.peer, message.data, message.bytes, operations.back(), nullptr, false});
+      entries.push_back({message.isSend,
+                         message.peer,
+                         message.data,
+                         {message.tag, message.element, message.bytes},
+                         operations.back()});
     }
     const auto on = groups[rank]->on(rank);
     settle(rank, on ? (*on)->post(streams[rank], std::move(entries)) : on.status(), operations);
@@ -190,6 +198,7 @@ class DeviceGroups {
 
  private:
   std::vector<std::shared_ptr<DeviceWatch>> watches_;
+  const std::vector<std::shared_ptr<TestTalk>> talks_;
   bool hasDead_ = false;
 };
 

@@ -26,6 +26,7 @@ std::uint64_t someSeed() {
 struct Planned {
   int from;
   int to;
+  std::uint32_t tag;
   std::size_t count;
   std::vector<int> sent;
   std::vector<int> received;
@@ -66,7 +67,8 @@ TEST(PointToPoint, RandomBatchesArriveInWhateverOrderTheRanksComeToTheirEdges) {
       const int from = static_cast<int>(rng() % size);
       const int to = (from + 1 + static_cast<int>(rng() % (size - 1))) % size;
       const std::size_t count = rng() % 3 == 0 ? 0 : 1 + rng() % 500;
-      plan.push_back({from, to, count, std::vector<int>(count, -2), std::vector<int>(count, -1)});
+      plan.push_back({from, to, static_cast<std::uint32_t>(rng() % 3), count, std::vector<int>(count, -2),
+                      std::vector<int>(count, -1)});
     }
     const auto batches = randomBatches(plan, size, rng);
     const std::uint64_t waits = rng();
@@ -84,7 +86,8 @@ TEST(PointToPoint, RandomBatchesArriveInWhateverOrderTheRanksComeToTheirEdges) {
             });
           }
           messages.push_back({isSend, isSend ? message->to : message->from,
-                              isSend ? message->sent.data() : message->received.data(), message->count * sizeof(int)});
+                              isSend ? message->sent.data() : message->received.data(), message->count * sizeof(int),
+                              message->tag});
         }
         for (const auto& operation : ranks.post(rank, messages)) pending.push_back(operation);
       }
@@ -107,6 +110,107 @@ TEST(PointToPoint, RandomBatchesArriveInWhateverOrderTheRanksComeToTheirEdges) {
   }
 }
 
+TEST(PointToPoint, BatchesThatAreListedInAnotherOrderOnEachRankAreMatchedByTheirTags) {
+  const std::uint64_t first = someSeed();
+  for (std::uint64_t seed = first; seed < first + 12; ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    std::mt19937_64 rng(seed);
+    const int size = 2 + static_cast<int>(rng() % 3);
+    DeviceGroups ranks(size, seed);
+    // Every step the same messages, each with a tag of its own, which the receiver must find in its buffer.
+    constexpr int kTags = 3;
+    constexpr int kSteps = 4;
+    const auto cell = [&](int from, int to, int tag) { return (from * size + to) * kTags + tag; };
+    std::vector<int> sent(size * size * kTags);
+    std::vector<int> received(sent.size(), -1);
+    std::vector<std::uint64_t> seeds(size);
+    for (auto& one : seeds) one = rng();
+    for (std::size_t i = 0; i < sent.size(); ++i) sent[i] = static_cast<int>(i);
+    ranks.each([&](int rank) {
+      std::mt19937_64 own(seeds[rank]);
+      for (int step = 0; step < kSteps; ++step) {
+        std::vector<DeviceGroups::Message> batch;
+        for (int peer = 0; peer < size; ++peer) {
+          for (int tag = 0; tag < kTags; ++tag) {
+            const auto written = static_cast<std::uint32_t>(tag);
+            batch.push_back({true, peer, &sent[cell(rank, peer, tag)], sizeof(int), written});
+            batch.push_back({false, peer, &received[cell(peer, rank, tag)], sizeof(int), written});
+          }
+        }
+        std::ranges::shuffle(batch, own);
+        const auto operations = ranks.post(rank, batch);
+        for (const auto& operation : operations) ranks.wait(rank, operation);
+        EXPECT_TRUE(ranks.cluster.synchronize(ranks.streams[rank], 20s));
+        for (int peer = 0; peer < size; ++peer) {
+          for (int tag = 0; tag < kTags; ++tag) {
+            EXPECT_EQ(std::exchange(received[cell(peer, rank, tag)], -1), cell(peer, rank, tag));
+          }
+        }
+        for (const auto& operation : operations) EXPECT_TRUE(operation->awaitEnd());
+      }
+    });
+    for (const auto& group : ranks.groups) EXPECT_TRUE(group->status()) << group->status().toString();
+    ranks.close();
+    EXPECT_EQ(joined(ranks.cluster.violations()), "");
+    if (HasFailure()) return;
+  }
+}
+
+TEST(PointToPoint, MessagesThatDoNotFitEachOtherEndTheGroupAndBothRanksSayWhy) {
+  struct Case {
+    std::vector<DeviceGroups::Message> sent;
+    std::vector<DeviceGroups::Message> received;
+  };
+  std::vector<int> data(8);
+  const std::vector<Case> cases{
+      {{{true, 1, data.data(), 8, 1}}, {{false, 0, data.data() + 4, 8, 2}}},
+      {{{true, 1, data.data(), 8}}, {{false, 0, data.data() + 4, 4}}},
+      {{{true, 1, data.data(), 8, 0, 3}}, {{false, 0, data.data() + 4, 8, 0, 4}}},
+      // In two batches, against the order here.
+      {{{true, 1, data.data(), 8, 2}, {true, 1, data.data(), 8, 1}},
+       {{false, 0, data.data() + 4, 8, 2}, {false, 0, data.data() + 4, 8, 3}}},
+  };
+  for (const Case& one : cases) {
+    DeviceGroups ranks(2, someSeed());
+    ranks.each([&](int rank) {
+      const auto operations = ranks.post(rank, rank == 0 ? one.sent : one.received);
+      const auto deadline = DeviceClock::now() + 20s;
+      while (ranks.groups[rank]->status() && DeviceClock::now() < deadline) std::this_thread::sleep_for(1ms);
+      for (const auto& operation : operations) EXPECT_TRUE(operation->awaitEnd());
+      const std::string text = ranks.groups[rank]->status().toString();
+      EXPECT_NE(text.find("bytes with tag"), std::string::npos) << text;
+    });
+  }
+}
+
+TEST(PointToPoint, EdgesThatAreAskedForAreConnectedBeforeTheirFirstMessage) {
+  const std::uint64_t seed = someSeed();
+  std::mt19937_64 rng(seed);
+  DeviceGroups ranks(3, seed);
+  const auto numConnected = [&] { return ranks.cluster.live().communicators; };
+  std::vector<std::uint64_t> seeds{rng(), rng(), rng()};
+  ranks.each([&](int rank) {
+    std::mt19937_64 own(seeds[rank]);
+    std::vector<EdgeKey> edges{{rank, true}, {rank, false}};
+    for (int peer = 0; peer < 3; ++peer) {
+      if (peer == rank) continue;
+      edges.push_back({peer, true});
+      edges.push_back({peer, false});
+    }
+    std::ranges::shuffle(edges, own);
+    const auto on = ranks.groups[rank]->on(rank);
+    ASSERT_TRUE(on);
+    EXPECT_TRUE((*on)->connectEdges(edges));
+    EXPECT_TRUE((*on)->connectEdges(edges)) << "again";
+  });
+  for (const auto deadline = DeviceClock::now() + 20s; numConnected() < 12 && DeviceClock::now() < deadline;) {
+    std::this_thread::sleep_for(1ms);
+  }
+  EXPECT_EQ(numConnected(), 12) << "two ends of six edges";
+  ranks.close();
+  EXPECT_EQ(joined(ranks.cluster.violations()), "");
+}
+
 TEST(PointToPoint, BothEndsOfAnEdgeMakeTheSameCallsInTheSameOrder) {
   const std::uint64_t seed = someSeed();
   std::mt19937_64 rng(seed);
@@ -114,7 +218,7 @@ TEST(PointToPoint, BothEndsOfAnEdgeMakeTheSameCallsInTheSameOrder) {
   std::deque<Planned> plan;
   for (int i = 0; i < 60; ++i) {
     const int from = static_cast<int>(rng() % 3);
-    plan.push_back({from, (from + 1 + static_cast<int>(rng() % 2)) % 3, 1 + rng() % 900, {}, {}});
+    plan.push_back({from, (from + 1 + static_cast<int>(rng() % 2)) % 3, 0, 1 + rng() % 900, {}, {}});
     plan.back().sent.resize(plan.back().count);
     plan.back().received.resize(plan.back().count);
   }
@@ -217,15 +321,26 @@ TEST(PointToPoint, ARankSendsItselfWhatIsCopiedOnceBothSidesArePosted) {
   }
   EXPECT_EQ(first, std::vector<int>(50, 5));
 
+  // Each is for the first with its tag.
+  std::vector<int> third(2, 0);
+  int one = 1;
+  int two = 2;
+  const auto tagged = ranks.post(1, {{true, 1, &two, 4, 2},
+                                     {false, 1, third.data(), 4, 1},
+                                     {true, 1, &one, 4, 1},
+                                     {false, 1, third.data() + 1, 4, 2}});
+  for (const auto& operation : tagged) ranks.wait(1, operation);
+  EXPECT_TRUE(ranks.cluster.synchronize(ranks.streams[1], 20s));
+  EXPECT_EQ(third, (std::vector<int>{1, 2}));
+
+  const auto alone = ranks.post(1, {{true, 1, out.data(), 8, 3}});
   const auto wrong = ranks.post(1, {{false, 1, second.data(), 4}});
   for (const auto& operation : {sends[2], wrong[0]}) {
     EXPECT_TRUE(operation->awaitEnd());
-    EXPECT_EQ(operation->status().toString(), "this rank sent itself 8 bytes, the buffer has 4");
+    EXPECT_EQ(operation->status().toString(), "rank 1 receives 4 bytes with tag 0, rank 1 8 bytes with tag 0");
   }
-  EXPECT_TRUE(ranks.groups[1]->status());
-  const auto alone = ranks.post(1, {{true, 1, out.data(), 8}});
-  ranks.groups[1]->abort(Status::aborted("enough"));
-  EXPECT_EQ(alone[0]->status().code(), StatusCode::kAborted);
+  EXPECT_EQ(ranks.groups[1]->status().code(), StatusCode::kMismatch);
+  EXPECT_EQ(alone[0]->status().code(), StatusCode::kMismatch);
 }
 
 TEST(PointToPoint, APeerThatNeverComesIsNamedWhenTheTimeoutOfConnectingHasPassed) {
