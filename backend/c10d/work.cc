@@ -15,15 +15,6 @@
 namespace farandole::backend {
 namespace {
 
-std::exception_ptr exceptionOf(const Status& status) {
-  try {
-    throwIfError(status);
-  } catch (...) {
-    return std::current_exception();
-  }
-  return nullptr;
-}
-
 ::c10d::WorkResult resultOf(const Status& status) {
   switch (status.code()) {
     case StatusCode::kOk: return ::c10d::WorkResult::SUCCESS;

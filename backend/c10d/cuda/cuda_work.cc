@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <torch/csrc/distributed/c10d/Utils.hpp>
 
+#include "backend/c10d/callback_threads.h"
 #include "backend/c10d/errors.h"
 
 namespace farandole::backend {
@@ -49,14 +50,7 @@ bool CudaWork::isSuccess() const {
   return std::ranges::all_of(operations_, [](const auto& operation) { return operation->isDone(); }) && status();
 }
 
-std::exception_ptr CudaWork::exception() const {
-  try {
-    throwIfError(status());
-  } catch (...) {
-    return std::current_exception();
-  }
-  return nullptr;
-}
+std::exception_ptr CudaWork::exception() const { return exceptionOf(status()); }
 
 void CudaWork::synchronize() {
   for (const auto& operation : operations_) operation->awaitLaunch();
@@ -100,22 +94,32 @@ void CudaWork::abort() {
 c10::intrusive_ptr<c10::ivalue::Future> CudaWork::getFuture() {
   std::lock_guard lock(futureMutex_);
   if (future_ != nullptr) return future_;
-  for (const auto& operation : operations_) operation->awaitLaunch();
   const c10::Device device(c10::kCUDA, static_cast<c10::DeviceIndex>(device_));
   future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
                                                      std::vector<c10::Device>{device});
-  if (const auto error = exception()) {
-    future_->setError(error);
-    return future_;
+  if (std::ranges::all_of(operations_, [](const auto& operation) { return operation->isLaunched(); })) {
+    completeFuture();
+  } else {
+    // The caller holds the GIL, and an edge that is being connected may wait for a peer.
+    runOnCallbackThread([self = c10::intrusive_ptr<CudaWork>::reclaim_copy(this)] { self->completeFuture(); });
   }
-  // Complete at once: who uses its value waits for the stream, and so for the operations.
-  const auto stream = c10::cuda::getStreamFromExternal(operations_[0]->stream(), device.index());
+  return future_;
+}
+
+void CudaWork::completeFuture() {
+  for (const auto& operation : operations_) operation->awaitLaunch();
+  if (const auto error = exception()) return future_->setError(error);
+  // Before the operations have run: who uses the value waits for the stream, and so for them.
+  const auto stream =
+      c10::cuda::getStreamFromExternal(operations_[0]->stream(), static_cast<c10::DeviceIndex>(device_));
   const c10::StreamGuard guard(stream.unwrap());
   for (const auto& operation : operations_) {
-    if (!operation->hasEnded()) throwIfError(operation->holdUp(stream.stream()));
+    if (operation->hasEnded()) continue;
+    if (const Status status = operation->holdUp(stream.stream()); !status) {
+      return future_->setError(exceptionOf(status));
+    }
   }
   future_->markCompleted(c10::IValue(results_));
-  return future_;
 }
 
 }  // namespace farandole::backend

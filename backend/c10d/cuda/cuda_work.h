@@ -40,6 +40,8 @@ class CudaWork final : public ::c10d::Work {
  private:
   // The first error of the operations that have ended.
   Status status() const;
+  // Once. Waits until the operations are launched.
+  void completeFuture();
   void awaitOnHost(transport::DeviceClock::time_point deadline);
 
   const CudaEnvironment environment_;

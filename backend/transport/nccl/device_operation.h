@@ -25,6 +25,11 @@ class DeviceOperation {
   // What comes first counts; the rest is ignored.
   void finish(const Status& status);
 
+  // Or has ended.
+  bool isLaunched() const {
+    const State state = state_.load(std::memory_order_acquire);
+    return state == State::kLaunched || state == State::kEnded;
+  }
   // Blocks the host while the operation is queued, or ends without having been launched.
   void awaitLaunch() const;
   // Ended, or the device has come to its end.

@@ -99,6 +99,7 @@ Status GroupOnDevice::run(cudaStream_t current, bool inOrder, const std::shared_
   if (!end) return end.status();
   const NcclCommunicator::Turn turn(*communicator_);
   if (turn.handle() == nullptr) return communicator_->ended();
+  if (*captured) communicator_->noteCaptured();
   if (!inOrder) {
     auto ready = events_->take();
     if (!ready) return ready.status();

@@ -23,7 +23,7 @@ Result<std::shared_ptr<NcclCommunicator>> NcclCommunicator::connect(const Device
   FARANDOLE_RETURN_IF_ERROR(scope.status());
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   config.blocking = 1;
-  auto name = std::make_unique<const std::string>(spec.name);
+  auto name = std::make_shared<const std::string>(spec.name);
   config.commName = name->c_str();
   if (spec.maxCtas > 0) config.maxCTAs = spec.maxCtas;
   ncclComm_t handle = nullptr;
@@ -70,7 +70,19 @@ void NcclCommunicator::abort() {
   // One that is being closed is left to NCCL, which would be freed under it.
   if (!turn && isClosing_) return;
   std::lock_guard ending(ending_);
-  if (handle_ != nullptr) (void)runtime_.nccl.commAbort(handle_.exchange(nullptr));
+  if (const ncclComm_t handle = handle_.exchange(nullptr); handle != nullptr) {
+    (void)free(handle, runtime_.nccl.commAbort);
+  }
+}
+
+ncclResult_t NcclCommunicator::free(ncclComm_t handle, decltype(&ncclCommAbort) function) {
+  if (!isCaptured_) return function(handle);
+  // What runs ends at once, the rest when the graphs are gone, and that may be at the end of the process.
+  std::thread([&runtime = runtime_, device = device_, handle, function, name = name_] {
+    const DeviceScope scope(runtime.cuda, device);
+    (void)function(handle);
+  }).detach();
+  return ncclSuccess;
 }
 
 Status NcclCommunicator::close() {
@@ -85,7 +97,7 @@ Status NcclCommunicator::close() {
   FARANDOLE_RETURN_IF_ERROR(runtime_.nccl.check(runtime_.nccl.commFinalize(handle), "ncclCommFinalize of " + *name_));
   std::lock_guard ending(ending_);
   handle_ = nullptr;
-  return runtime_.nccl.check(runtime_.nccl.commDestroy(handle), "ncclCommDestroy of " + *name_);
+  return runtime_.nccl.check(free(handle, runtime_.nccl.commDestroy), "ncclCommDestroy of " + *name_);
 }
 
 NcclGroup::NcclGroup(const NcclApi& nccl) : nccl_(nccl) { begin(); }

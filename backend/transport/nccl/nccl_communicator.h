@@ -52,14 +52,21 @@ class NcclCommunicator {
   // Waits on the host until the device is done with it and the peers have what was sent.
   Status close();
 
+  // Something of it was captured in a graph. NCCL waits, before it frees it, until that graph is gone; nobody else
+  // does.
+  void noteCaptured() { isCaptured_ = true; }
+
   const std::string& name() const { return *name_; }
   int device() const { return device_; }
   Status ended() const;
 
  private:
   // NCCL keeps the pointer to its name (2.28 to 2.30): the text stays where it is.
-  using Name = std::unique_ptr<const std::string>;
+  using Name = std::shared_ptr<const std::string>;
   NcclCommunicator(const DeviceRuntime& runtime, Name name, int device, ncclComm_t handle);
+
+  // ncclCommAbort or ncclCommDestroy.
+  ncclResult_t free(ncclComm_t handle, decltype(&ncclCommAbort) function);
 
   const DeviceRuntime& runtime_;
   const Name name_;
@@ -69,6 +76,7 @@ class NcclCommunicator {
   std::atomic<ncclComm_t> handle_;  // null once it has ended
   std::atomic<bool> isAborted_{false};
   std::atomic<bool> isClosing_{false};
+  std::atomic<bool> isCaptured_{false};
 };
 
 // Group calls of NCCL's: everything between becomes one launch for each communicator.

@@ -204,6 +204,7 @@ Status PointToPoint::launch(std::span<EdgeMessage> messages) {
     edges.push_back(&edge);
     turns.push_back(std::make_unique<NcclCommunicator::Turn>(*edge.communicator));
     if (turns.back()->handle() == nullptr) return edge.communicator->ended();
+    if (message.isCaptured) edge.communicator->noteCaptured();
     FARANDOLE_RETURN_IF_ERROR(message.ready->holdUp(edge.stream->handle()));
   }
   NcclGroup group(nccl);

@@ -4,10 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import farandole
 from gpu.data import MOVED, SIZES, part, same_bits
 from support.gpus import needs_gpu, run_on_gpus
-
-import farandole
 
 pytestmark = [needs_gpu, pytest.mark.timeout(300)]
 

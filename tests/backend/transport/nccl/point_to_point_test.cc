@@ -388,5 +388,33 @@ TEST(PointToPoint, WhatWasCapturedIsSentAgainAndAgain) {
   EXPECT_EQ(joined(ranks.cluster.violations()), "");
 }
 
+TEST(PointToPoint, GraphsThatStillExistHoldUpNeitherTheEndOfTheGroupNorAnAbort) {
+  for (const bool isAborted : {false, true}) {
+    DeviceGroups ranks(2, someSeed());
+    ranks.cluster.setGraphsStay(true);
+    int sent = 0;
+    int received = 0;
+    const auto exchange = [&](int rank) {
+      return ranks.post(rank, {{rank == 0, 1 - rank, rank == 0 ? &sent : &received, sizeof(int)}})[0];
+    };
+    ranks.each([&](int rank) { EXPECT_TRUE(exchange(rank)->awaitEnd()); });
+    for (int rank = 0; rank < 2; ++rank) {
+      (void)ranks.runtime.cuda.setDevice(rank);
+      ranks.cluster.beginCapture(ranks.streams[rank]);
+      ranks.wait(rank, exchange(rank));
+      ranks.cluster.endCapture(ranks.streams[rank]);
+    }
+    const auto begin = DeviceClock::now();
+    if (isAborted) {
+      for (const auto& group : ranks.groups) group->abort(Status::aborted("enough"));
+    } else {
+      ranks.close();
+    }
+    EXPECT_LT(DeviceClock::now() - begin, 5s);
+    EXPECT_EQ(ranks.cluster.live().communicators, 2);
+    ranks.cluster.setGraphsStay(false);
+  }
+}
+
 }  // namespace
 }  // namespace farandole::transport

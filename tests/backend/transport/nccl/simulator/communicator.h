@@ -36,6 +36,7 @@ struct Communicator {
   std::uint64_t collectivesLaunched = 0;
   std::map<int, std::uint64_t> sendsLaunched, receivesLaunched;  // by peer
   std::map<std::string, std::uint64_t> meetings;                 // by function
+  int captured = 0;                                              // launches that are in a graph
 
   std::thread::id user;  // the thread inside of a call, or between the ends of a group that uses it
   int uses = 0;

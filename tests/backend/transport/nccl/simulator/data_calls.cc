@@ -54,6 +54,7 @@ ncclResult_t DataCalls::launch(Lock& lock, const Group& group) {
     if (!call.communicator->usable()) return ncclInternalError;
   }
   for (const auto& [call, plan] : launches) {
+    if (call.stream->capture != nullptr) ++call.communicator->captured;
     streams_.put(*call.stream, std::make_shared<Kernel>(*call.communicator, plan));
   }
   core_.changed();

@@ -48,6 +48,8 @@ class Membership {
                                   int flags);
   ncclResult_t commWindowDeregister(ncclComm_t communicator, ncclWindow_t window);
 
+  bool graphsStay = false;  // with the lock
+
  private:
   // What every call here refuses: a group, in which NCCL puts off what it does, and a configuration that does not
   // block.
@@ -62,6 +64,7 @@ class Membership {
   void close(Meeting& meeting);
   ncclResult_t finish(ncclResult_t result, Communicator& communicator, ncclComm_t* created);
   ncclResult_t drain(Lock& lock, Communicator& communicator);
+  void awaitGraphs(Lock& lock, const Communicator& communicator);
 
   Core& core_;
   Communicators& communicators_;

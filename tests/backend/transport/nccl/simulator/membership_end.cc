@@ -35,6 +35,10 @@ ncclResult_t Membership::commFinalize(ncclComm_t handle) {
   return drain(lock, *communicator);
 }
 
+void Membership::awaitGraphs(Lock& lock, const Communicator& communicator) {
+  core_.hosts.wait(lock, [&] { return core_.ended || !graphsStay || communicator.captured == 0; });
+}
+
 ncclResult_t Membership::commDestroy(ncclComm_t handle) {
   if (handle == nullptr) return ncclSuccess;
   Lock lock(core_.mutex);
@@ -47,6 +51,7 @@ ncclResult_t Membership::commDestroy(ncclComm_t handle) {
     const ncclResult_t drained = drain(lock, *communicator);
     if (drained != ncclSuccess) return drained;
   }
+  awaitGraphs(lock, *communicator);
   communicator->state = State::kDestroyed;
   resources_.drop(*communicator);
   core_.changed();
@@ -55,12 +60,15 @@ ncclResult_t Membership::commDestroy(ncclComm_t handle) {
 
 ncclResult_t Membership::commAbort(ncclComm_t handle) {
   if (handle == nullptr) return ncclSuccess;
-  const std::lock_guard lock(core_.mutex);
+  Lock lock(core_.mutex);
   Communicator* communicator = nullptr;
   const ncclResult_t result = communicators_.find(handle, "ncclCommAbort", communicator, true);
   if (result != ncclSuccess) return result;
-  communicator->state = State::kAborted;
   if (communicator->clique != nullptr) communicator->clique->endKernels(communicator->rank);
+  communicator->state = State::kRevoked;  // who is in a call comes out
+  core_.changed();
+  awaitGraphs(lock, *communicator);
+  communicator->state = State::kAborted;
   resources_.drop(*communicator);
   core_.changed();
   return ncclSuccess;

@@ -40,6 +40,12 @@ void SimulatedCluster::setConnectsBlock(bool block) {
   simulation_->nccl.connectsBlock = block;
 }
 
+void SimulatedCluster::setGraphsStay(bool stay) {
+  const std::lock_guard lock(simulation_->core.mutex);
+  simulation_->nccl.graphsStay = stay;
+  simulation_->core.changed();
+}
+
 cudaStream_t SimulatedCluster::userStream(int device) {
   const std::lock_guard lock(simulation_->core.mutex);
   return simulation_->streams.create(device, Stream::Kind::kUsers)->handle();
