@@ -107,17 +107,23 @@ c10::intrusive_ptr<c10::ivalue::Future> CudaWork::getFuture() {
 }
 
 void CudaWork::completeFuture() {
+  try {
+    markLaunched();
+  } catch (...) {
+    // What is chained to it must not wait for ever.
+    if (!future_->completed()) future_->setError(std::current_exception());
+  }
+}
+
+void CudaWork::markLaunched() {
   for (const auto& operation : operations_) operation->awaitLaunch();
-  if (const auto error = exception()) return future_->setError(error);
+  throwIfError(status());
   // Before the operations have run: who uses the value waits for the stream, and so for them.
   const auto stream =
       c10::cuda::getStreamFromExternal(operations_[0]->stream(), static_cast<c10::DeviceIndex>(device_));
   const c10::StreamGuard guard(stream.unwrap());
   for (const auto& operation : operations_) {
-    if (operation->hasEnded()) continue;
-    if (const Status status = operation->holdUp(stream.stream()); !status) {
-      return future_->setError(exceptionOf(status));
-    }
+    if (!operation->hasEnded()) throwIfError(operation->holdUp(stream.stream()));
   }
   future_->markCompleted(c10::IValue(results_));
 }

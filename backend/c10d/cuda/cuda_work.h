@@ -42,6 +42,7 @@ class CudaWork final : public ::c10d::Work {
   Status status() const;
   // Once. Waits until the operations are launched.
   void completeFuture();
+  void markLaunched();
   void awaitOnHost(transport::DeviceClock::time_point deadline);
 
   const CudaEnvironment environment_;
