@@ -125,11 +125,13 @@ void bindPipeline(py::module_& module) {
   module.def("schedule_names", &pipeline::scheduleNames);
   module.def(
       "make_plan",
-      [](const std::string& name, int numRanks, int numStages, int numMicrobatches, bool forwardOnly) {
-        return valueOf(pipeline::makePlan(name, {numRanks, numStages, numMicrobatches, forwardOnly}));
+      [](const std::string& name, int numRanks, int numStages, int numMicrobatches, bool forwardOnly,
+         int warmupPerStage, int microbatchGroup) {
+        return valueOf(pipeline::makePlan(
+            name, {numRanks, numStages, numMicrobatches, forwardOnly, warmupPerStage, microbatchGroup}));
       },
       py::arg("name"), py::arg("num_ranks"), py::arg("num_stages"), py::arg("num_microbatches"),
-      py::arg("forward_only"));
+      py::arg("forward_only"), py::arg("warmup_per_stage") = 1, py::arg("microbatch_group") = 0);
   module.def(
       "validate_plan",
       [](const Plan& plan, pipeline::ChannelModel channel) {

@@ -30,22 +30,26 @@ std::vector<std::vector<std::int32_t>> numberRuns(const Plan& plan) {
 class Run {
  public:
   void add(std::int32_t peer, std::int32_t peerRun, const Action& message) {
-    for (Group& group : groups_) {
-      if (peerRun == kNowhere || group.peer != peer || group.peerRun != peerRun) continue;
-      group.messages.push_back(message);
-      return;
-    }
-    groups_.push_back({peer, peerRun, {message}});
+    const auto found = std::ranges::find_if(groups_, [&](const Group& group) {
+      return peerRun != kNowhere && group.peer == peer && group.peerRun == peerRun;
+    });
+    const auto group = static_cast<std::size_t>(found - groups_.begin());
+    if (found == groups_.end()) groups_.push_back({peer, peerRun});
+    left_.push_back({message, peer, group});
   }
 
+  // Group by group, as far as that leaves the messages of each edge in their order; else one by one.
   void flushTo(std::vector<Action>& actions) {
-    for (Group& group : groups_) {
-      if (group.messages.size() == 1) {
-        actions.push_back(std::move(group.messages.front()));
+    for (std::size_t group = 0; group < groups_.size();) {
+      if (!groups_[group].isDone && isNext(group)) {
+        take(group, actions);
+        group = 0;
       } else {
-        actions.push_back(makeComposite(ActionKind::kBatchP2p, std::move(group.messages)));
+        ++group;
       }
     }
+    for (Entry& entry : left_) actions.push_back(std::move(entry.message));
+    left_.clear();
     groups_.clear();
   }
 
@@ -53,9 +57,44 @@ class Run {
   struct Group {
     std::int32_t peer;
     std::int32_t peerRun;
-    std::vector<Action> messages;
+    bool isDone = false;
   };
+  struct Entry {
+    Action message;
+    std::int32_t peer;
+    std::size_t group;
+  };
+
+  static bool isSameEdge(const Entry& one, const Entry& other) {
+    return one.peer == other.peer && isSend(one.message.kind) == isSend(other.message.kind);
+  }
+
+  // Whether nothing else that is left comes before one of its messages on the same edge.
+  bool isNext(std::size_t group) const {
+    for (auto entry = left_.begin(); entry != left_.end(); ++entry) {
+      if (entry->group != group) continue;
+      const auto isBefore = [&](const Entry& other) { return other.group != group && isSameEdge(other, *entry); };
+      if (std::any_of(left_.begin(), entry, isBefore)) return false;
+    }
+    return true;
+  }
+
+  void take(std::size_t group, std::vector<Action>& actions) {
+    std::vector<Action> messages;
+    for (Entry& entry : left_) {
+      if (entry.group == group) messages.push_back(std::move(entry.message));
+    }
+    std::erase_if(left_, [group](const Entry& entry) { return entry.group == group; });
+    groups_[group].isDone = true;
+    if (messages.size() == 1) {
+      actions.push_back(std::move(messages.front()));
+    } else {
+      actions.push_back(makeComposite(ActionKind::kBatchP2p, std::move(messages)));
+    }
+  }
+
   std::vector<Group> groups_;
+  std::vector<Entry> left_;
 };
 
 }  // namespace

@@ -15,8 +15,8 @@ namespace farandole::pipeline {
 // only one side posts as one would make a receive wait for strangers, up to a
 // deadlock (interleaved schedules show it), so it is not made.
 //
-// Batches keep the order of their first messages. Those that were there are
-// regrouped. A malformed plan comes back as it is; validate() says why.
+// Batches keep the order of their first messages, as far as the messages of each
+// edge stay in theirs. Those that were there are regrouped. A malformed plan comes back as it is; validate() says why.
 Plan fuseBatches(Plan plan);
 
 }  // namespace farandole::pipeline

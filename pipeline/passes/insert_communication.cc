@@ -83,13 +83,9 @@ class Inserter {
       Actions receives = gaps_[rank].receivesBefore[step];
       if (step > 0) {
         const Actions& sends = gaps_[rank].sendsAfter[step - 1];
-        // The lower rank's message first: this rank's receive, where it exchanges with a lower one.
-        const auto rest = std::stable_partition(receives.begin(), receives.end(), [&](const Action& receive) {
-          return peerRank(plan_, receive) < rank && exchanges(sends, receive);
-        });
-        merged.insert(merged.end(), receives.begin(), rest);
+        const Actions first = takeExchanged(rank, sends, receives);
+        merged.insert(merged.end(), first.begin(), first.end());
         merged.insert(merged.end(), sends.begin(), sends.end());
-        receives.erase(receives.begin(), rest);
       }
       merged.insert(merged.end(), receives.begin(), receives.end());
       merged.push_back(steps[step]);
@@ -99,6 +95,23 @@ class Inserter {
       merged.insert(merged.end(), sends.begin(), sends.end());
     }
     return merged;
+  }
+
+  // The lower rank's message goes first: of `receives`, takes those that are exchanged for one of `sends` with a lower
+  // rank, and what the same rank has sent before them.
+  Actions takeExchanged(std::int32_t rank, const Actions& sends, Actions& receives) const {
+    Actions taken;
+    Actions left;
+    for (auto receive = receives.rbegin(); receive != receives.rend(); ++receive) {
+      const std::int32_t peer = peerRank(plan_, *receive);
+      const bool isBefore =
+          std::any_of(taken.begin(), taken.end(), [&](const Action& later) { return peerRank(plan_, later) == peer; });
+      const bool isTaken = isBefore || (peer < rank && exchanges(sends, *receive));
+      (isTaken ? taken : left).push_back(*receive);
+    }
+    receives.assign(left.rbegin(), left.rend());
+    std::reverse(taken.begin(), taken.end());
+    return taken;
   }
 
   // Whether one of `sends` is received by the rank that sends to `receive`

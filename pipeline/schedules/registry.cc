@@ -4,7 +4,10 @@
 #include <string>
 
 #include "pipeline/schedules/gpipe.h"
+#include "pipeline/schedules/interleaved.h"
+#include "pipeline/schedules/none.h"
 #include "pipeline/schedules/one_f_one_b.h"
+#include "pipeline/schedules/zero_bubble.h"
 
 namespace farandole::pipeline {
 namespace {
@@ -15,8 +18,10 @@ struct Entry {
 };
 
 constexpr Entry kSchedules[] = {
-    {"GPipe", makeGPipe},
-    {"1F1B", makeOneFOneB},
+    {"none", makeNone},           {"GPipe", makeGPipe},
+    {"1F1B", makeOneFOneB},       {"Interleaved1F1B", makeInterleavedOneFOneB},
+    {"LoopedBFS", makeLoopedBfs}, {"ZB-H1", makeZbH1},
+    {"ZB-H2", makeZbH2},          {"InterleavedZeroBubble", makeInterleavedZeroBubble},
 };
 
 char lowerCase(char c) { return c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c; }

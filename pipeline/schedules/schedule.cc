@@ -1,17 +1,13 @@
 #include "pipeline/schedules/schedule.h"
 
-#include <numeric>
 #include <string>
 
 namespace farandole::pipeline {
-namespace {
 
 Status refuse(std::string_view schedule, std::string_view argument, std::int32_t value, std::string_view expected) {
   return Status::invalidArgument("schedule " + std::string(schedule) + ": " + std::string(argument) + " is " +
                                  std::to_string(value) + "; expected " + std::string(expected));
 }
-
-}  // namespace
 
 Status checkCounts(std::string_view schedule, const ScheduleOptions& options) {
   if (options.numRanks < 1) return refuse(schedule, "numRanks", options.numRanks, "at least 1");
@@ -27,12 +23,20 @@ Status checkOneStagePerRank(std::string_view schedule, const ScheduleOptions& op
                 "one per rank, numRanks = " + std::to_string(options.numRanks));
 }
 
-Plan makeEmptyPlan(const ScheduleOptions& options) {
+Status checkEqualStagesPerRank(std::string_view schedule, const ScheduleOptions& options) {
+  FARANDOLE_RETURN_IF_ERROR(checkCounts(schedule, options));
+  if (options.numStages % options.numRanks == 0) return Status::ok();
+  return refuse(schedule, "numStages", options.numStages,
+                "as many for every rank, a multiple of numRanks = " + std::to_string(options.numRanks));
+}
+
+Plan makeLoopPlan(const ScheduleOptions& options) {
   Plan plan;
   plan.numStages = options.numStages;
   plan.numMicrobatches = options.numMicrobatches;
-  plan.rankOfStage.resize(options.numStages);
-  std::iota(plan.rankOfStage.begin(), plan.rankOfStage.end(), 0);
+  for (std::int32_t stage = 0; stage < options.numStages; ++stage) {
+    plan.rankOfStage.push_back(stage % options.numRanks);
+  }
   plan.ranks.resize(options.numRanks);
   return plan;
 }

@@ -14,6 +14,11 @@ struct ScheduleOptions {
   std::int32_t numStages = 1;
   std::int32_t numMicrobatches = 1;
   bool forwardOnly = false;
+  // 1F1B: forwards of the warm-up for each stage that follows; 1 as in Megatron-LM, 2 as in PiPPy.
+  std::int32_t warmupPerStage = 1;
+  // Interleaved schedules: microbatches that a rank runs through one of its stages before it goes on to the next one
+  // (Megatron-LM's microbatch group); 0: numRanks.
+  std::int32_t microbatchGroup = 0;
 };
 
 // A schedule: options to a plan of compute actions only.
@@ -22,10 +27,16 @@ using ScheduleGenerator = Result<Plan> (*)(const ScheduleOptions&);
 // That all counts are at least 1; `schedule` is named in the error.
 Status checkCounts(std::string_view schedule, const ScheduleOptions& options);
 
-// The same, and that there is one stage per rank.
+// An error that names them.
+Status refuse(std::string_view schedule, std::string_view option, std::int32_t value, std::string_view expected);
+
+// That all counts are at least 1, and that there is one stage per rank.
 Status checkOneStagePerRank(std::string_view schedule, const ScheduleOptions& options);
 
-// A plan without actions in which rank i owns stage i. There must be as many ranks as stages.
-Plan makeEmptyPlan(const ScheduleOptions& options);
+// The same, and that every rank has equally many stages.
+Status checkEqualStagesPerRank(std::string_view schedule, const ScheduleOptions& options);
+
+// A plan without actions, whose stages go round: rank i owns i, i + numRanks, i + 2 numRanks and so on.
+Plan makeLoopPlan(const ScheduleOptions& options);
 
 }  // namespace farandole::pipeline

@@ -19,7 +19,14 @@ def schedule_names() -> list[str]:
 
 
 def plan(
-    name: str, num_stages: int, n_microbatches: int, *, num_ranks: int | None = None, forward_only: bool = False
+    name: str,
+    num_stages: int,
+    n_microbatches: int,
+    *,
+    num_ranks: int | None = None,
+    forward_only: bool = False,
+    warmup_per_stage: int = 1,
+    microbatch_group: int | None = None,
 ) -> _C.Plan:
     """The compute plan of a schedule: which rank runs what in which order, without communication.
 
@@ -29,11 +36,17 @@ def plan(
         n_microbatches: microbatches per step.
         num_ranks: processes of the pipeline; as many as stages by default.
         forward_only: leave out the backwards.
+        warmup_per_stage: of 1F1B: forwards of the warm-up for each stage that follows; 1 as in Megatron-LM, 2 as in
+            PiPPy, which holds about twice the activations.
+        microbatch_group: of interleaved schedules: microbatches that a rank runs through one of its stages before it
+            goes on to the next one (Megatron-LM's microbatch_group_size_per_vp_stage); as many as ranks by default.
 
     Raises:
         ValueError: an unknown name, or counts that the schedule cannot run.
     """
-    return _C.make_plan(name, num_stages if num_ranks is None else num_ranks, num_stages, n_microbatches, forward_only)
+    ranks = num_stages if num_ranks is None else num_ranks
+    group = 0 if microbatch_group is None else microbatch_group
+    return _C.make_plan(name, ranks, num_stages, n_microbatches, forward_only, warmup_per_stage, group)
 
 
 def lower(plan: _C.Plan, channel: str = "one_queue_per_rank") -> _C.Plan:

@@ -66,7 +66,7 @@ def write_single(cls, name, p, m):
     write_csv(f"{name}_p{p}_m{m}_comms", messages.values())
 
 
-def write_multi(cls, name, p, m, stages_per_rank=2):
+def write_multi(cls, name, p, m, stages_per_rank=2, with_messages=True):
     stages = [
         SimpleNamespace(num_stages=p * stages_per_rank, group_size=p, group_rank=0, stage_index=i, submod=None)
         for i in range(0, p * stages_per_rank, p)
@@ -75,14 +75,20 @@ def write_multi(cls, name, p, m, stages_per_rank=2):
         stage.has_backward, stage.is_first, stage.is_last = True, stage.stage_index == 0, False
     schedule = cls(stages, m, loss_fn=lambda output, target: output)
     schedule._dump_csv(HERE / f"{name}_p{p}_m{m}.csv", format="compute_only")
-    schedule._dump_csv(HERE / f"{name}_p{p}_m{m}_comms.csv", format="compute_comms")
+    if with_messages:
+        schedule._dump_csv(HERE / f"{name}_p{p}_m{m}_comms.csv", format="compute_comms")
 
 
 write_actions()
 for p, m in [(1, 3), (2, 4), (4, 4), (4, 9)]:
     write_single(schedules.ScheduleGPipe, "gpipe", p, m)
     write_single(schedules.Schedule1F1B, "1f1b", p, m)
-write_multi(schedules.ScheduleInterleaved1F1B, "interleaved1f1b", 2, 4)
-write_multi(schedules.ScheduleInterleavedZeroBubble, "interleavedzerobubble", 2, 4)
+for p, m, v in [(2, 4, 2), (4, 8, 2), (2, 6, 3), (4, 4, 1)]:
+    for cls, name in [
+        (schedules.ScheduleInterleaved1F1B, "interleaved1f1b"),
+        (schedules.ScheduleInterleavedZeroBubble, "interleavedzerobubble"),
+        (schedules.ScheduleLoopedBFS, "loopedbfs"),
+    ]:
+        write_multi(cls, name, p, m, v, with_messages=v == 2)
 write_multi(schedules.ScheduleZBVZeroBubble, "zbv", 2, 4)
 write_multi(schedules.ScheduleDualPipeV, "dualpipev", 2, 8)

@@ -57,7 +57,11 @@ std::vector<std::string> goldenPlansWithMessages() {
           "gpipe_p4_m4_comms.csv",
           "gpipe_p4_m9_comms.csv",
           "interleaved1f1b_p2_m4_comms.csv",
+          "interleaved1f1b_p4_m8_comms.csv",
           "interleavedzerobubble_p2_m4_comms.csv",
+          "interleavedzerobubble_p4_m8_comms.csv",
+          "loopedbfs_p2_m4_comms.csv",
+          "loopedbfs_p4_m8_comms.csv",
           "zbv_p2_m4_comms.csv",
           "dualpipev_p2_m8_comms.csv"};
 }

@@ -17,12 +17,14 @@ TEST(Registry, FindsSchedulesInUpperAndLowerCaseAlike) {
 }
 
 TEST(Registry, EveryNameItListsIsKnown) {
-  EXPECT_EQ(scheduleNames(), (std::vector<std::string_view>{"GPipe", "1F1B"}));
+  EXPECT_GT(scheduleNames().size(), 7u);
   for (std::string_view name : scheduleNames()) EXPECT_TRUE(makePlan(name, {1, 1, 1, false}));
 }
 
 TEST(Registry, AnUnknownNameListsTheKnownOnes) {
-  EXPECT_EQ(makePlan("zigzag", {}).status().toString(), "schedule name is 'zigzag'; expected one of GPipe, 1F1B");
+  EXPECT_EQ(makePlan("zigzag", {}).status().toString(),
+            "schedule name is 'zigzag'; expected one of none, GPipe, 1F1B, Interleaved1F1B, LoopedBFS, ZB-H1, ZB-H2, "
+            "InterleavedZeroBubble");
 }
 
 }  // namespace

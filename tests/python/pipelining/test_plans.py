@@ -48,3 +48,12 @@ def test_simulation_meets_the_closed_form_and_names_a_missing_duration() -> None
     with pytest.raises(ValueError, match="no entry for action 2B3"):
         simulate(made, seconds)
     assert len(result.draw(40).splitlines()) >= 4
+
+
+def test_options_of_a_schedule_reach_it():
+    deep = plan("1F1B", 3, 6, warmup_per_stage=2)
+    assert deep.actions[0][:6] == ["0F0", "0F1", "0F2", "0F3", "0F4", "0B0"]
+    grouped = plan("Interleaved1F1B", 4, 8, num_ranks=2, microbatch_group=4)
+    assert grouped.actions[1][:6] == ["1F0", "1F1", "1F2", "1F3", "3F0", "3B0"]
+    with pytest.raises(ValueError, match="microbatchGroup is 1; expected 0"):
+        plan("Interleaved1F1B", 4, 8, num_ranks=2, microbatch_group=1)
