@@ -3,10 +3,13 @@
 #include <algorithm>
 #include <string>
 
+#include "pipeline/schedules/controllable_memory.h"
+#include "pipeline/schedules/dual_pipe_v.h"
 #include "pipeline/schedules/gpipe.h"
 #include "pipeline/schedules/interleaved.h"
 #include "pipeline/schedules/none.h"
 #include "pipeline/schedules/one_f_one_b.h"
+#include "pipeline/schedules/zbv.h"
 #include "pipeline/schedules/zero_bubble.h"
 
 namespace farandole::pipeline {
@@ -18,10 +21,18 @@ struct Entry {
 };
 
 constexpr Entry kSchedules[] = {
-    {"none", makeNone},           {"GPipe", makeGPipe},
-    {"1F1B", makeOneFOneB},       {"Interleaved1F1B", makeInterleavedOneFOneB},
-    {"LoopedBFS", makeLoopedBfs}, {"ZB-H1", makeZbH1},
-    {"ZB-H2", makeZbH2},          {"InterleavedZeroBubble", makeInterleavedZeroBubble},
+    {"none", makeNone},
+    {"GPipe", makeGPipe},
+    {"1F1B", makeOneFOneB},
+    {"Interleaved1F1B", makeInterleavedOneFOneB},
+    {"LoopedBFS", makeLoopedBfs},
+    {"ZB-H1", makeZbH1},
+    {"ZB-H2", makeZbH2},
+    {"InterleavedZeroBubble", makeInterleavedZeroBubble},
+    {"ZBV", makeZbv},
+    {"V-Half", makeVHalf},
+    {"V-Min", makeVMin},
+    {"DualPipeV", makeDualPipeV},
 };
 
 char lowerCase(char c) { return c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c; }

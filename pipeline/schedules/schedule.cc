@@ -1,6 +1,9 @@
 #include "pipeline/schedules/schedule.h"
 
 #include <string>
+#include <utility>
+
+#include "pipeline/ir/action_kind.h"
 
 namespace farandole::pipeline {
 
@@ -38,6 +41,19 @@ Plan makeLoopPlan(const ScheduleOptions& options) {
     plan.rankOfStage.push_back(stage % options.numRanks);
   }
   plan.ranks.resize(options.numRanks);
+  return plan;
+}
+
+Plan forwardsOf(Plan plan) {
+  for (std::vector<Action>& actions : plan.ranks) {
+    std::vector<Action> forwards;
+    for (const Action& action : actions) {
+      for (const Action& leaf : leaves(action)) {
+        if (isForward(leaf.kind)) forwards.push_back(leaf);
+      }
+    }
+    actions = std::move(forwards);
+  }
   return plan;
 }
 

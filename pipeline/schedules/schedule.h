@@ -39,4 +39,7 @@ Status checkEqualStagesPerRank(std::string_view schedule, const ScheduleOptions&
 // A plan without actions, whose stages go round: rank i owns i, i + numRanks, i + 2 numRanks and so on.
 Plan makeLoopPlan(const ScheduleOptions& options);
 
+// The plan without what is not a forward.
+Plan forwardsOf(Plan plan);
+
 }  // namespace farandole::pipeline

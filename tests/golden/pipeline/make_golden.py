@@ -90,5 +90,7 @@ for p, m, v in [(2, 4, 2), (4, 8, 2), (2, 6, 3), (4, 4, 1)]:
         (schedules.ScheduleLoopedBFS, "loopedbfs"),
     ]:
         write_multi(cls, name, p, m, v, with_messages=v == 2)
-write_multi(schedules.ScheduleZBVZeroBubble, "zbv", 2, 4)
-write_multi(schedules.ScheduleDualPipeV, "dualpipev", 2, 8)
+for p, m in [(2, 4), (4, 8), (4, 3)]:
+    write_multi(schedules.ScheduleZBVZeroBubble, "zbv", p, m, with_messages=p == 2)
+for p, m in [(2, 8), (4, 8)]:
+    write_multi(schedules.ScheduleDualPipeV, "dualpipev", p, m, with_messages=p == 2)

@@ -24,7 +24,9 @@ TEST(Validate, AcceptsEveryLoweredScheduleUnderTheChannelModelsThatItRunsOn) {
     for (std::int32_t p : {1, 2, 3, 4, 8, 16}) {
       for (std::int32_t m = 1; m <= 3 * p; ++m) {
         for (bool forwardOnly : {false, true}) {
-          const Result<Plan> plan = insertCommunication(*makePlan(name, {p, p, m, forwardOnly}));
+          const Result<Plan> made = makePlan(name, {p, p, m, forwardOnly});
+          if (!made) continue;  // one that has two stages for each rank: see the tests of schedules
+          const Result<Plan> plan = insertCommunication(*made);
           ASSERT_TRUE(plan) << plan.status().toString();
           for (ChannelModel model : kModels) {
             if (model == ChannelModel::kOneQueuePerRank && !runsOnOneQueue(name)) continue;

@@ -25,16 +25,17 @@ TEST(Interleaved, EqualsTorch) {
 }
 
 TEST(Interleaved, TakesMTimesVPlusPMinus1SlotsForAnyNumberOfMicrobatches) {
-  checkSchedule("Interleaved1F1B", {4}, [](const ScheduleOptions& options, const Plan&, const SimulationResult& run) {
-    const std::int32_t p = options.numRanks;
-    const std::int32_t v = options.numStages / p;
-    const std::int32_t m = options.numMicrobatches;
-    EXPECT_DOUBLE_EQ(run.makespan, 3.0 * (m * v + p - 1));
-    if (m % p != 0) return;
-    for (std::int32_t rank = 0; rank < p; ++rank) {
-      EXPECT_EQ(run.ranks[rank].peakLiveActivations, std::min(m * v, 2 * (p - rank - 1) + (v - 1) * p + 1));
-    }
-  });
+  checkSchedule(
+      "Interleaved1F1B", {1, 4}, [](const ScheduleOptions& options, const Plan&, const SimulationResult& run) {
+        const std::int32_t p = options.numRanks;
+        const std::int32_t v = options.numStages / p;
+        const std::int32_t m = options.numMicrobatches;
+        EXPECT_DOUBLE_EQ(run.makespan, 3.0 * (m * v + p - 1));
+        if (m % p != 0) return;
+        for (std::int32_t rank = 0; rank < p; ++rank) {
+          EXPECT_EQ(run.ranks[rank].peakLiveActivations, std::min(m * v, 2 * (p - rank - 1) + (v - 1) * p + 1));
+        }
+      });
 }
 
 TEST(Interleaved, GroupsAreCutAsMegatronCutsThem) {
@@ -93,7 +94,7 @@ TEST(LoopedBfs, EqualsTorch) {
 }
 
 TEST(LoopedBfs, TakesAsLongAsInterleavedAndHoldsEverything) {
-  checkSchedule("LoopedBFS", {4}, [](const ScheduleOptions& options, const Plan&, const SimulationResult& run) {
+  checkSchedule("LoopedBFS", {1, 4}, [](const ScheduleOptions& options, const Plan&, const SimulationResult& run) {
     const std::int32_t v = options.numStages / options.numRanks;
     EXPECT_DOUBLE_EQ(run.makespan, 3.0 * (options.numMicrobatches * v + options.numRanks - 1));
     for (const RankTimeline& rank : run.ranks) EXPECT_EQ(rank.peakLiveActivations, options.numMicrobatches * v);
@@ -103,7 +104,7 @@ TEST(LoopedBfs, TakesAsLongAsInterleavedAndHoldsEverything) {
 TEST(None, OneMicrobatchAfterTheOther) {
   EXPECT_EQ(rankText(*makeNone({1, 2, 2, false}), 0), "0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1");
   EXPECT_EQ(rankText(*makeNone({2, 2, 2, true}), 1), "1F0 1F1");
-  checkSchedule("none", {4}, [](const ScheduleOptions& options, const Plan&, const SimulationResult& run) {
+  checkSchedule("none", {1, 4}, [](const ScheduleOptions& options, const Plan&, const SimulationResult& run) {
     EXPECT_DOUBLE_EQ(run.makespan, 3.0 * options.numMicrobatches * options.numStages);
     for (const RankTimeline& rank : run.ranks) {
       EXPECT_EQ(rank.peakLiveActivations, options.numStages / options.numRanks);

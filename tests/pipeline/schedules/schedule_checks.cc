@@ -11,10 +11,10 @@ namespace farandole::pipeline {
 
 void checkSchedule(std::string_view name, const Shapes& shapes, const CheckSchedule& check) {
   for (const std::int32_t p : {1, 2, 4, 8, 16}) {
-    for (std::int32_t v = 1; v <= shapes.mostStagesPerRank; ++v) {
+    for (std::int32_t v = shapes.fewestStagesPerRank; v <= shapes.mostStagesPerRank; ++v) {
       // Every count of microbatches where that is quick.
-      const std::int32_t step = shapes.onlyWholeGroups ? p : p <= 4 ? 1 : p - 1;
-      for (std::int32_t m = p; m <= 8 * p; m += step) {
+      const std::int32_t step = p <= 4 ? 1 : p - 1;
+      for (std::int32_t m = shapes.fewestMicrobatches * p; m <= 8 * p; m += step) {
         SCOPED_TRACE(std::string(name) + " p " + std::to_string(p) + " v " + std::to_string(v) + " m " +
                      std::to_string(m));
         const ScheduleOptions options{p, p * v, m, false};

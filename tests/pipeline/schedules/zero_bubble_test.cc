@@ -33,14 +33,14 @@ TEST(ZeroBubble, InterleavedEqualsTorch) {
 }
 
 TEST(ZeroBubble, H1SavesTheWeightsPartOfTheBubbleWithoutMoreMemoryThan1F1B) {
-  checkSchedule("ZB-H1", {1}, [](const ScheduleOptions& options, const Plan&, const SimulationResult& run) {
+  checkSchedule("ZB-H1", {}, [](const ScheduleOptions& options, const Plan&, const SimulationResult& run) {
     EXPECT_DOUBLE_EQ(run.makespan, 3.0 * options.numMicrobatches + options.numRanks - 1);
     for (const RankTimeline& rank : run.ranks) EXPECT_EQ(rank.peakLiveActivations, options.numRanks);
   });
 }
 
 TEST(ZeroBubble, H2LeavesNoRankWaitingBetweenItsFirstAndItsLastAction) {
-  checkSchedule("ZB-H2", {1}, [](const ScheduleOptions& options, const Plan&, const SimulationResult& run) {
+  checkSchedule("ZB-H2", {}, [](const ScheduleOptions& options, const Plan&, const SimulationResult& run) {
     const std::int32_t most = 2 * options.numRanks - 1;
     for (const RankTimeline& rank : run.ranks) {
       EXPECT_EQ(rank.peakLiveActivations, std::min(options.numMicrobatches, most));
@@ -52,7 +52,7 @@ TEST(ZeroBubble, H2LeavesNoRankWaitingBetweenItsFirstAndItsLastAction) {
 }
 
 TEST(ZeroBubble, InterleavedSavesTheSameWithMoreStagesOnARank) {
-  checkSchedule("InterleavedZeroBubble", {4},
+  checkSchedule("InterleavedZeroBubble", {1, 4},
                 [](const ScheduleOptions& options, const Plan&, const SimulationResult& run) {
                   const std::int32_t v = options.numStages / options.numRanks;
                   EXPECT_DOUBLE_EQ(run.makespan, 3.0 * options.numMicrobatches * v + options.numRanks - 1);
