@@ -17,7 +17,8 @@ GroupOnDevice::GroupOnDevice(DeviceGroupSetup setup, std::weak_ptr<WatchedGroup>
       events_(std::make_shared<EventPool>(setup_.runtime->cuda, device)),
       pointToPoint_(std::make_shared<PointToPoint>(PointToPoint::Setup{
           setup_.runtime, setup_.meeting, events_, setup_.watch, group_,
-          setup_.name + " device " + std::to_string(ordinal), setup_.rank, device, setup_.edgeCtas, setup_.timeout})) {}
+          setup_.name + " device " + std::to_string(ordinal), setup_.rank, device, setup_.edgeCtas, setup_.timeout})),
+      memory_(setup_.runtime->nccl) {}
 
 Status GroupOnDevice::begin() {
   auto stream = DeviceStream::make(setup_.runtime->cuda, device_);
@@ -130,6 +131,35 @@ Status GroupOnDevice::post(cudaStream_t current, std::vector<EdgeMessage> messag
   return pointToPoint_->post(std::move(messages));
 }
 
+template <typename Use>
+Status GroupOnDevice::withTurn(const Use& use) {
+  const DeviceScope scope(setup_.runtime->cuda, device_);
+  FARANDOLE_RETURN_IF_ERROR(scope.status());
+  const auto communicator = this->communicator();
+  if (communicator == nullptr) {
+    return Status::invalidArgument(setup_.name +
+                                   " is not connected, and memory is registered with its communicator; expected a "
+                                   "collective before, or device_id in init_process_group");
+  }
+  const NcclCommunicator::Turn turn(*communicator);
+  return turn.handle() == nullptr ? communicator->ended() : use(turn.handle());
+}
+
+Status GroupOnDevice::registerMemory(MemoryPoolId pool, const std::vector<MemorySegment>& segments, bool isSymmetric) {
+  return withTurn([&](ncclComm_t handle) { return memory_.set(handle, pool, segments, isSymmetric); });
+}
+
+Status GroupOnDevice::deregisterMemory(MemoryPoolId pool) {
+  return withTurn([&](ncclComm_t handle) { return memory_.remove(handle, pool); });
+}
+
+Status GroupOnDevice::addMemoryUse(NcclMemoryUse& use) {
+  const DeviceScope scope(setup_.runtime->cuda, device_);
+  FARANDOLE_RETURN_IF_ERROR(scope.status());
+  FARANDOLE_RETURN_IF_ERROR(communicators_.addMemoryUse(use));
+  return pointToPoint_->addMemoryUse(use);
+}
+
 Status GroupOnDevice::asyncError() {
   FARANDOLE_RETURN_IF_ERROR(communicators_.asyncError());
   return pointToPoint_->asyncError();
@@ -160,6 +190,9 @@ void GroupOnDevice::endAll(const Status& why) {
 
 Status GroupOnDevice::close() {
   FARANDOLE_RETURN_IF_ERROR(settleOnDevice(setup_.runtime->cuda, device_));
+  if (communicator() != nullptr) {
+    (void)withTurn([&](ncclComm_t handle) { return memory_.removeAll(handle); });
+  }
   const Status edges = pointToPoint_->close();
   const Status collectives = communicators_.closeAll();
   return edges ? collectives : edges;

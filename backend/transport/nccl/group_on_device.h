@@ -12,6 +12,7 @@
 #include "backend/transport/nccl/device_stream.h"
 #include "backend/transport/nccl/device_watch.h"
 #include "backend/transport/nccl/point_to_point.h"
+#include "backend/transport/nccl/registered_memory.h"
 
 namespace farandole::transport {
 
@@ -46,6 +47,13 @@ class GroupOnDevice : public std::enable_shared_from_this<GroupOnDevice> {
   // After what is on `current` by now; in the order of the list for each edge (see PointToPoint::post).
   Status post(cudaStream_t current, std::vector<EdgeMessage> messages);
 
+  // A pool of the user's memory, for the collectives (see RegisteredMemory::set). All ranks have a part in what is
+  // symmetric; an error of that ends the group. Not before connect().
+  Status registerMemory(MemoryPoolId pool, const std::vector<MemorySegment>& segments, bool isSymmetric);
+  // Once nothing that uses it is under way.
+  Status deregisterMemory(MemoryPoolId pool);
+  Status addMemoryUse(NcclMemoryUse& use);
+
   Status asyncError();
   // Ends what the device is done with; whether nothing is left.
   bool isIdle();
@@ -57,6 +65,8 @@ class GroupOnDevice : public std::enable_shared_from_this<GroupOnDevice> {
   void adopt(std::shared_ptr<NcclCommunicator> communicator);
   std::shared_ptr<NcclCommunicator> communicator();  // null before connect()
   Result<std::shared_ptr<NcclCommunicator>> makeCommunicator();
+  template <typename Use>
+  Status withTurn(const Use& use);
   Result<bool> isCapturing(cudaStream_t stream) const;
 
   const DeviceGroupSetup setup_;
@@ -75,6 +85,7 @@ class GroupOnDevice : public std::enable_shared_from_this<GroupOnDevice> {
   std::condition_variable changed_;
   bool isConnecting_ = false;
   std::shared_ptr<NcclCommunicator> communicator_;
+  RegisteredMemory memory_;  // in the turn of communicator_
   Status over_;
 };
 

@@ -66,6 +66,8 @@ struct NcclApi {
 
   // "2.30.7".
   Result<std::string> version() const;
+  // kUnavailable: what was asked for needs a function that this version lacks.
+  Status lacks(const char* function) const;
   // Ok, or NCCL's text for the code and its last error after `what`.
   Status check(ncclResult_t result, const std::string& what) const;
 };

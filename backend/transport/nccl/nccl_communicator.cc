@@ -50,6 +50,25 @@ Status NcclCommunicator::asyncError() {
   return runtime_.nccl.check(found, *name_);
 }
 
+Status NcclCommunicator::addMemoryUse(NcclMemoryUse& use) {
+  const NcclApi& nccl = runtime_.nccl;
+  if (nccl.commMemStats == nullptr) return nccl.lacks("ncclCommMemStats");
+  const Turn turn(*this);
+  if (turn.handle() == nullptr) return Status::ok();
+  // ncclCommMemStat_t, which older headers lack.
+  enum Statistic : int { kSuspendable, kIsSuspended, kPersistent, kTotal };
+  std::uint64_t values[4] = {};
+  for (const int statistic : {kSuspendable, kIsSuspended, kPersistent, kTotal}) {
+    FARANDOLE_RETURN_IF_ERROR(
+        nccl.check(nccl.commMemStats(turn.handle(), statistic, &values[statistic]), "ncclCommMemStats of " + *name_));
+  }
+  use.suspendable += values[kSuspendable];
+  use.persistent += values[kPersistent];
+  use.total += values[kTotal];
+  use.isSuspended = use.isSuspended || values[kIsSuspended] != 0;
+  return Status::ok();
+}
+
 void NcclCommunicator::interrupt() {
   isAborted_ = true;
   if (runtime_.nccl.commRevoke == nullptr || isClosing_) return;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -16,6 +17,14 @@ struct CommunicatorSpec {
   int size;
   int device;
   int maxCtas = 0;  // how many of the device's processors it may take; 0: as NCCL thinks
+};
+
+// Memory of a device that NCCL has allocated, in bytes.
+struct NcclMemoryUse {
+  std::uint64_t suspendable = 0;  // what ncclCommSuspend would free
+  std::uint64_t persistent = 0;
+  std::uint64_t total = 0;
+  bool isSuspended = false;
 };
 
 // One of NCCL's communicators. It is blocking: of a non-blocking one every group of calls starts a thread (NCCL 2.30,
@@ -45,6 +54,8 @@ class NcclCommunicator {
 
   // What NCCL's own threads have found since: ok, or why this communicator is broken.
   Status asyncError();
+  // Adds what it has allocated; nothing once it has ended. kUnavailable where NCCL does not tell.
+  Status addMemoryUse(NcclMemoryUse& use);
   // Ends what runs on the device, without its result, and every call; peers stay where they are. interrupt() is what
   // of it can be done without waiting: for all communicators of a group first, since a call may be stuck in several.
   void interrupt();

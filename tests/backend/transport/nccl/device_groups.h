@@ -86,9 +86,9 @@ class TestMeeting final : public CommunicatorMeeting {
 // A group whose ranks are threads of the test, each with a device of the same number and a stream of the user's.
 class DeviceGroups {
  public:
-  DeviceGroups(int size, std::uint64_t seed, std::chrono::milliseconds timeout = 20s)
+  DeviceGroups(int size, std::uint64_t seed, std::chrono::milliseconds timeout = 20s, bool hasNewerFunctions = true)
       : cluster(size, seed),
-        runtime{cluster.cuda(), cluster.nccl()},
+        runtime{cluster.cuda(), ncclOf(cluster, hasNewerFunctions)},
         meeting(std::make_shared<TestMeeting>(runtime.nccl)) {
     for (int rank = 0; rank < size; ++rank) {
       streams.push_back(cluster.userStream(rank));
@@ -189,6 +189,11 @@ class DeviceGroups {
   std::vector<std::shared_ptr<DeviceGroup>> groups;
 
  private:
+  static NcclApi ncclOf(SimulatedCluster& cluster, bool hasNewerFunctions) {
+    cluster.setNewerFunctions(hasNewerFunctions);
+    return cluster.nccl();
+  }
+
   std::vector<std::shared_ptr<DeviceWatch>> watches_;
   bool hasDead_ = false;
 };
