@@ -3,9 +3,17 @@
 
 namespace farandole::backend {
 
-Result<std::shared_ptr<CudaGroup>> CudaGroup::make(const Setup&) {
-  return Status::unavailable("this farandole was built without CUDA (FARANDOLE_CUDA)");
-}
+namespace {
+
+Status builtWithout() { return Status::unavailable("this farandole was built without CUDA (FARANDOLE_CUDA)"); }
+
+}  // namespace
+
+Result<std::shared_ptr<CudaGroup>> CudaGroup::make(const Setup&) { return builtWithout(); }
+
+Result<std::shared_ptr<c10::Allocator>> CudaGroup::allocator() { return builtWithout(); }
+
+std::map<int, std::vector<CudaSegment>> CudaGroup::segmentsOf(CudaPoolId) { return {}; }
 
 void CudaGroup::leaveAtExit() {}
 

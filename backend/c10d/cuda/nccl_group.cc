@@ -121,6 +121,39 @@ class NcclProcessGroup final : public CudaGroup {
     throwIfError(withDevice(device, [](GroupOnDevice& on) { return on.connect(); }));
   }
 
+  void registerMemory(at::Device device, CudaPoolId pool, const std::vector<CudaSegment>& segments,
+                      bool isSymmetric) override {
+    std::vector<transport::MemorySegment> memory;
+    memory.reserve(segments.size());
+    for (const CudaSegment& segment : segments) memory.push_back({segment.data, segment.bytes});
+    const Status status =
+        withDevice(device, [&](GroupOnDevice& on) { return on.registerMemory(pool, memory, isSymmetric); });
+    // The other ranks wait for this one.
+    const bool endsGroup = isSymmetric && !status && status.code() != StatusCode::kInvalidArgument &&
+                           status.code() != StatusCode::kUnavailable;
+    if (endsGroup) group_->fail(status);
+    throwIfError(status.wrapUnlessOk("register_mem_pool"));
+  }
+  void deregisterMemory(at::Device device, CudaPoolId pool) override {
+    throwIfError(withDevice(device, [&](GroupOnDevice& on) {
+                   return on.deregisterMemory(pool);
+                 }).wrapUnlessOk("deregister_mem_pool"));
+  }
+  std::unordered_map<std::string, std::uint64_t> memoryStats() override {
+    transport::NcclMemoryUse use;
+    throwIfError(group_->addMemoryUse(use).wrapUnlessOk("memory_stats"));
+    return {{"suspend", use.suspendable},
+            {"suspended", use.isSuspended ? 1 : 0},
+            {"persist", use.persistent},
+            {"total", use.total}};
+  }
+
+  std::vector<int> connectedDevices() override { return group_->connectedDevices(); }
+  void connectFrom(CudaGroup& parent, const std::vector<int>& devices, const std::vector<int>& excluded) override {
+    // There is no other kind.
+    throwIfError(group_->connectFrom(*static_cast<NcclProcessGroup&>(parent).group_, devices, excluded));
+  }
+
   Status status() override { return group_->status(); }
   void abort(const Status& why) override {
     isOver_->value = true;

@@ -1,5 +1,6 @@
 #include "backend/transport/nccl/group_on_device.h"
 
+#include <optional>
 #include <thread>
 
 namespace farandole::transport {
@@ -48,6 +49,15 @@ Status GroupOnDevice::connect() {
   return over_;
 }
 
+Status GroupOnDevice::connectFrom(std::shared_ptr<GroupOnDevice> parent, std::vector<int> excluded) {
+  {
+    std::lock_guard lock(mutex_);
+    parent_ = std::move(parent);
+    excluded_ = std::move(excluded);
+  }
+  return connect();
+}
+
 void GroupOnDevice::adopt(std::shared_ptr<NcclCommunicator> communicator) {
   if (!communicators_.add(communicator)) return;
   std::lock_guard lock(mutex_);
@@ -62,9 +72,31 @@ std::shared_ptr<NcclCommunicator> GroupOnDevice::communicator() {
 
 Result<std::shared_ptr<NcclCommunicator>> GroupOnDevice::makeCommunicator() {
   const std::string name = setup_.name + " device " + std::to_string(ordinal_);
+  auto shrunk = shrinkParent(name);
+  if (!shrunk || *shrunk != nullptr) return shrunk;
   const auto id = setup_.meeting->meet(name, setup_.rank, setup_.size, DeviceClock::now() + setup_.timeout);
   if (!id) return id.status().wrap(name);
   return NcclCommunicator::connect(*setup_.runtime, {name, *id, setup_.rank, setup_.size, device_});
+}
+
+Result<std::shared_ptr<NcclCommunicator>> GroupOnDevice::shrinkParent(const std::string& name) {
+  std::shared_ptr<GroupOnDevice> parent;
+  {
+    std::lock_guard lock(mutex_);
+    parent = std::move(parent_);
+  }
+  const std::shared_ptr<NcclCommunicator> none;
+  if (parent == nullptr) return none;
+  const auto from = parent->communicator();
+  // Kept while the ranks agree: nobody begins anything there meanwhile, nor closes it.
+  std::optional<NcclCommunicator::Turn> turn;
+  if (from != nullptr && setup_.runtime->nccl.commShrink != nullptr) turn.emplace(*from, std::try_to_lock);
+  const bool mine = turn && turn->handle() != nullptr && parent->areCollectivesIdle();
+  const auto agreed = setup_.meeting->agree(name, setup_.size, mine, DeviceClock::now() + setup_.timeout);
+  if (!agreed) return agreed.status().wrap(name);
+  if (!*agreed) return none;
+  if (from->isAborted()) return from->ended();
+  return NcclCommunicator::shrink(*setup_.runtime, name, *from, *turn, excluded_);
 }
 
 void GroupOnDevice::connectNow() {
@@ -165,13 +197,18 @@ Status GroupOnDevice::asyncError() {
   return pointToPoint_->asyncError();
 }
 
-bool GroupOnDevice::isIdle() {
-  bool isIdle = pointToPoint_->isIdle();
+bool GroupOnDevice::areCollectivesIdle() {
+  bool isIdle = true;
   for (const auto& lane : {lane_, inOrderLane_}) {
     (void)lane->sweep();
     isIdle = isIdle && lane->isEmpty();
   }
   return isIdle;
+}
+
+bool GroupOnDevice::isIdle() {
+  const bool areEdgesIdle = pointToPoint_->isIdle();
+  return areCollectivesIdle() && areEdgesIdle;
 }
 
 void GroupOnDevice::endAll(const Status& why) {

@@ -5,6 +5,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "backend/transport/nccl/device_runtime.h"
 
@@ -36,6 +37,12 @@ class NcclCommunicator {
  public:
   // Waits on the host until all ranks have come.
   static Result<std::shared_ptr<NcclCommunicator>> connect(const DeviceRuntime& runtime, const CommunicatorSpec& spec);
+  class Turn;
+  // Of a communicator's ranks all but the excluded ones, in their order: only those call, each with its turn. Waits on
+  // the host for them; the end of the communicator that they come from ends that.
+  static Result<std::shared_ptr<NcclCommunicator>> shrink(const DeviceRuntime& runtime, const std::string& name,
+                                                          const NcclCommunicator& from, const Turn& turn,
+                                                          std::vector<int> excluded);
   // Aborts what was not closed.
   ~NcclCommunicator();
   NcclCommunicator(const NcclCommunicator&) = delete;
@@ -45,6 +52,8 @@ class NcclCommunicator {
   class Turn {
    public:
     explicit Turn(NcclCommunicator& communicator);
+    // Empty, too, while somebody else has it.
+    Turn(NcclCommunicator& communicator, std::try_to_lock_t tryOnly);
     ncclComm_t handle() const { return handle_; }
 
    private:
@@ -66,6 +75,7 @@ class NcclCommunicator {
   const std::string& name() const { return *name_; }
   int device() const { return device_; }
   Status ended() const;
+  bool isAborted() const { return isAborted_; }
 
  private:
   // NCCL keeps the pointer to its name (2.28 to 2.30): the text stays where it is.

@@ -61,6 +61,18 @@ class TestMeeting final : public CommunicatorMeeting {
     return Status::timeout(std::to_string(place.here) + " of " + std::to_string(size) + " ranks have come");
   }
 
+  Result<bool> agree(const std::string& name, int size, bool mine, DeviceClock::time_point deadline) override {
+    std::unique_lock lock(mutex_);
+    Place& place = places_[name + "/vote"];
+    ++place.here;
+    place.saidYes += mine ? 1 : 0;
+    changed_.notify_all();
+    (void)changed_.wait_until(lock, deadline, [&] { return place.here >= size || !over_; });
+    if (place.here >= size) return place.saidYes == size;
+    if (!over_) return over_;
+    return Status::timeout(std::to_string(place.here) + " of " + std::to_string(size) + " ranks have come");
+  }
+
   void end(const Status& why) {
     std::lock_guard lock(mutex_);
     if (over_) over_ = why;
@@ -75,6 +87,7 @@ class TestMeeting final : public CommunicatorMeeting {
   struct Place {
     ncclUniqueId id;
     int here = 0;
+    int saidYes = 0;
   };
   const NcclApi& nccl_;
   std::mutex mutex_;
