@@ -26,6 +26,7 @@
 
 namespace farandole::backend {
 
+class SparseSum;
 using WorkPtr = c10::intrusive_ptr<::c10d::Work>;
 using Tensors = std::vector<at::Tensor>;
 
@@ -133,7 +134,8 @@ class ProcessGroupFarandole final : public ::c10d::Backend, public RepeatedMessa
   WorkPtr broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& opts) override;
   WorkPtr allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& opts) override;
   WorkPtr allreduce_coalesced(Tensors& tensors, const ::c10d::AllreduceCoalescedOptions& opts) override;
-  // Of a sparse tensor (COO): the sum, in place. The other kinds call it for sparse tensors.
+  // Of a sparse tensor (COO): the sum, in place. The other kinds call it for sparse tensors. On CUDA the host waits for
+  // the other ranks' shapes.
   WorkPtr allreduce_sparse(Tensors& tensors, const ::c10d::AllreduceOptions& opts) override;
   WorkPtr reduce(Tensors& tensors, const ::c10d::ReduceOptions& opts) override;
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const ::c10d::AllgatherOptions& opts) override;
@@ -208,6 +210,7 @@ class ProcessGroupFarandole final : public ::c10d::Backend, public RepeatedMessa
   // On the device of the tensors. What is read or written beyond `results` is in `kept`.
   WorkPtr runCollective(::c10d::OpType type, const char* title, const Call& call, Tensors results, Tensors kept,
                         const BuildCollective& build);
+  WorkPtr sumOnCuda(SparseSum sum, const ::c10d::AllreduceOptions& opts);
   WorkPtr runProgram(::c10d::OpType type, const char* title, std::chrono::milliseconds timeout, Tensors results,
                      Tensors kept, const BuildProgram& build);
   // Throws where the device of the tensor cannot reduce so.
