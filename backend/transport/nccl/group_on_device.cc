@@ -91,10 +91,13 @@ Result<std::shared_ptr<NcclCommunicator>> GroupOnDevice::shrinkParent(const std:
   // Kept while the ranks agree: nobody begins anything there meanwhile, nor closes it.
   std::optional<NcclCommunicator::Turn> turn;
   if (from != nullptr && setup_.runtime->nccl.commShrink != nullptr) turn.emplace(*from, std::try_to_lock);
-  const bool mine = turn && turn->handle() != nullptr && parent->areCollectivesIdle();
+  // Once: NCCL (2.28 to 2.30) gives all that are made out of one communicator in this way the same hash, by which it
+  // tells communicators apart.
+  const bool mine = turn && turn->handle() != nullptr && !parent->wasShrunk_ && parent->areCollectivesIdle();
   const auto agreed = setup_.meeting->agree(name, setup_.size, mine, DeviceClock::now() + setup_.timeout);
   if (!agreed) return agreed.status().wrap(name);
   if (!*agreed) return none;
+  parent->wasShrunk_ = true;
   if (from->isAborted()) return from->ended();
   return NcclCommunicator::shrink(*setup_.runtime, name, *from, *turn, excluded_);
 }

@@ -98,6 +98,7 @@ class GroupOnDevice : public std::enable_shared_from_this<GroupOnDevice> {
   std::vector<int> excluded_;
   std::shared_ptr<NcclCommunicator> communicator_;
   RegisteredMemory memory_;  // in the turn of communicator_
+  bool wasShrunk_ = false;   // likewise
   Status over_;
 };
 

@@ -9,14 +9,13 @@
 
 #include "backend/common/status.h"
 
-// USE(member, function): what farandole calls of NCCL, or is to (docs/design.md says what is planned).
+// USE(member, function): what farandole calls of NCCL.
 #define FARANDOLE_NCCL_FUNCTIONS(USE)                 \
   USE(getVersion, ncclGetVersion)                     \
   USE(getErrorString, ncclGetErrorString)             \
   USE(getLastError, ncclGetLastError)                 \
   USE(getUniqueId, ncclGetUniqueId)                   \
   USE(commInitRankConfig, ncclCommInitRankConfig)     \
-  USE(commSplit, ncclCommSplit)                       \
   USE(commGetAsyncError, ncclCommGetAsyncError)       \
   USE(commFinalize, ncclCommFinalize)                 \
   USE(commDestroy, ncclCommDestroy)                   \
@@ -43,8 +42,7 @@
   USE(commRevoke, ncclCommRevoke, ncclResult_t(ncclComm_t, int))                                                    \
   USE(commWindowRegister, ncclCommWindowRegister, ncclResult_t(ncclComm_t, void*, std::size_t, ncclWindow_t*, int)) \
   USE(commWindowDeregister, ncclCommWindowDeregister, ncclResult_t(ncclComm_t, ncclWindow_t))                       \
-  USE(commMemStats, ncclCommMemStats, ncclResult_t(ncclComm_t, int, std::uint64_t*))                                \
-  USE(alltoAll, ncclAlltoAll, ncclResult_t(const void*, void*, std::size_t, ncclDataType_t, ncclComm_t, cudaStream_t))
+  USE(commMemStats, ncclCommMemStats, ncclResult_t(ncclComm_t, int, std::uint64_t*))
 
 namespace farandole::transport {
 

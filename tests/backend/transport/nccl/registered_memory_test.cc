@@ -15,6 +15,8 @@ using namespace std::chrono_literals;
 
 constexpr std::size_t kBytes = 8192;
 constexpr MemoryPoolId kPool{0, 7};
+constexpr ncclResult_t kErrors[] = {ncclUnhandledCudaError, ncclSystemError,  ncclInternalError,
+                                    ncclInvalidArgument,    ncclInvalidUsage, ncclRemoteError};
 
 // Connected groups, and segments of NCCL's memory for each rank, which go before the cluster.
 struct Ranks {
@@ -114,8 +116,7 @@ TEST(RegisteredMemory, AnErrorOfAnyCallLeavesNothingRegistered) {
   for (const bool isSymmetric : {false, true}) {
     const std::string made = isSymmetric ? "ncclCommWindowRegister" : "ncclCommRegister";
     for (int nth = 1; nth <= 2; ++nth) {
-      for (const ncclResult_t code : {ncclUnhandledCudaError, ncclSystemError, ncclInternalError, ncclInvalidArgument,
-                                      ncclInvalidUsage, ncclRemoteError}) {
+      for (const ncclResult_t code : kErrors) {
         SCOPED_TRACE(made + " call " + std::to_string(nth) + " code " + std::to_string(code));
         Ranks ranks(2);
         // The same call of both, since the other rank would wait in a symmetric one.
@@ -133,15 +134,18 @@ TEST(RegisteredMemory, AnErrorOfAnyCallLeavesNothingRegistered) {
 TEST(RegisteredMemory, AnErrorOfTakingBackIsToldAndTheGroupStillCloses) {
   for (const bool isSymmetric : {false, true}) {
     const std::string back = isSymmetric ? "ncclCommWindowDeregister" : "ncclCommDeregister";
-    Ranks ranks(2);
-    (void)ranks.registerOnAll(isSymmetric);
-    ranks.groups.cluster.failNccl(back, 1, ncclInternalError, 0);
-    (void)ranks.groups.runtime.cuda.setDevice(0);
-    const Status status = ranks.on(0).deregisterMemory(kPool);
-    EXPECT_NE(status.toString().find(back), std::string::npos) << status.toString();
-    ranks.groups.close();
-    EXPECT_EQ(ranks.groups.cluster.live().communicators, 0);
-    EXPECT_EQ(ranks.registrations(), 0);
+    for (const ncclResult_t code : kErrors) {
+      SCOPED_TRACE(back + " code " + std::to_string(code));
+      Ranks ranks(2);
+      (void)ranks.registerOnAll(isSymmetric);
+      ranks.groups.cluster.failNccl(back, 1, code, 0);
+      (void)ranks.groups.runtime.cuda.setDevice(0);
+      const Status status = ranks.on(0).deregisterMemory(kPool);
+      EXPECT_NE(status.toString().find(back), std::string::npos) << status.toString();
+      ranks.groups.close();
+      EXPECT_EQ(ranks.groups.cluster.live().communicators, 0);
+      EXPECT_EQ(ranks.registrations(), 0);
+    }
   }
 }
 
@@ -193,8 +197,7 @@ TEST(MemoryUse, OfAllCommunicatorsIsAddedUpAndErrorsAreTold) {
   EXPECT_TRUE(on.addMemoryUse(after));
   EXPECT_GT(after.total, before.total);
   EXPECT_FALSE(after.isSuspended);
-  for (const ncclResult_t code : {ncclUnhandledCudaError, ncclSystemError, ncclInternalError, ncclInvalidArgument,
-                                  ncclInvalidUsage, ncclRemoteError}) {
+  for (const ncclResult_t code : kErrors) {
     ranks.cluster.failNccl("ncclCommMemStats", 3, code);
     EXPECT_NE(on.addMemoryUse(after).toString().find("ncclCommMemStats of world device 0"), std::string::npos);
   }

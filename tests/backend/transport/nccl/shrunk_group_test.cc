@@ -25,17 +25,20 @@ class ShrunkGroup : public ::testing::Test {
   static constexpr int kLeft[] = {0, 2};
 
   void begin(bool hasNewerFunctions = true) {
-    child_.clear();
     parent_ = std::make_unique<DeviceGroups>(3, 1, 20s, hasNewerFunctions);
+    makeChild("child");
+    parent_->each([&](int rank) { EXPECT_EQ(sum(*parent_, rank), 6); });
+  }
+  void makeChild(const std::string& name) {
+    child_.clear();
     meeting_ = std::make_shared<TestMeeting>(parent_->runtime.nccl);
     for (int rank = 0; rank < 2; ++rank) {
       watches_.push_back(std::make_shared<DeviceWatch>(parent_->runtime.cuda));
       child_.push_back(std::make_shared<DeviceGroup>(
-          DeviceGroupSetup{&parent_->runtime, watches_.back(), meeting_, "child", rank, 2, 2, 20s},
+          DeviceGroupSetup{&parent_->runtime, watches_.back(), meeting_, name, rank, 2, 2, 20s},
           [meeting = meeting_] { return meeting->health(); },
           [meeting = meeting_](const Status& why) { meeting->end(why); }));
     }
-    parent_->each([&](int rank) { EXPECT_EQ(sum(*parent_, rank), 6); });
   }
   void SetUp() override { begin(); }
   void TearDown() override {
@@ -111,6 +114,17 @@ TEST_F(ShrunkGroup, TakesOverTheCommunicatorAndBothGoOn) {
   EXPECT_EQ(parent_->cluster.live().communicators, 0);
 }
 
+TEST_F(ShrunkGroup, OfOneParentOnlyTheFirstTakesItsCommunicatorOver) {
+  connectAndCheck();
+  const auto first = child_;
+  const auto firstMeeting = meeting_;
+  makeChild("second child");
+  connectAndCheck();
+  EXPECT_EQ(count("ncclCommShrink"), 2);
+  EXPECT_EQ(count("ncclCommInitRankConfig"), 5);
+  for (const auto& group : first) group->abort(Status::aborted("the test is over"));
+}
+
 TEST_F(ShrunkGroup, IsMadeFromNothingWhereTheParentIsBusyOnOneRank) {
   parent_->cluster.hold(parent_->streams[2]);
   std::vector<OperationPtr> pending(3);
@@ -172,6 +186,13 @@ TEST_F(ShrunkGroup, IsMadeFromNothingByAnOlderNccl) {
 TEST_F(ShrunkGroup, AnExcludedRankMayBeDead) {
   parent_->kill(1);
   connectAndCheck();
+}
+
+TEST_F(ShrunkGroup, AfterADeathAndTheEndOfTheParentItIsMadeFromNothingWithoutTheDead) {
+  parent_->kill(1);
+  for (const int rank : kLeft) parent_->groups[rank]->abort(Status::aborted("shrink with the flag that aborts"));
+  connectAndCheck();
+  EXPECT_EQ(count("ncclCommShrink"), 0);
 }
 
 TEST_F(ShrunkGroup, ARankThatDoesNotComeIsATimeoutOrTheEndOfTheGroupNotAHang) {
