@@ -71,8 +71,8 @@ class CudaGroup {
   // One Work for each peer.
   virtual std::map<int, c10::intrusive_ptr<::c10d::Work>> post(const WorkOptions& options, at::Device device,
                                                                std::vector<CudaMessage> messages) = 0;
-  // Throws for a reduction that NCCL lacks.
-  virtual void checkReduction(const char* operation, const Reducing& reducing) = 0;
+  // For run(). Throws for a reduction that NCCL lacks; reads a factor that is a tensor, for which the host may wait.
+  static Reducing reducing(const char* operation, const ::c10d::ReduceOp& op, at::ScalarType dtype);
   // Makes the communicator; blocks until all ranks have come.
   virtual void connect(at::Device device) = 0;
   // From now on the pool consists of these segments, which NCCL then uses without a copy. `isSymmetric`: all ranks do

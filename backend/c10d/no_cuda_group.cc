@@ -13,6 +13,8 @@ Result<std::shared_ptr<CudaGroup>> CudaGroup::make(const Setup&) { return builtW
 
 Result<std::shared_ptr<c10::Allocator>> CudaGroup::allocator() { return builtWithout(); }
 
+Reducing CudaGroup::reducing(const char*, const ::c10d::ReduceOp& op, at::ScalarType dtype) { return {op, dtype, {}}; }
+
 std::map<int, std::vector<CudaSegment>> CudaGroup::segmentsOf(CudaPoolId) { return {}; }
 
 void CudaGroup::leaveAtExit() {}

@@ -3,6 +3,7 @@
 #include "backend/c10d/cuda/cuda_operation.h"
 #include "backend/c10d/cuda/cuda_work.h"
 #include "backend/c10d/cuda/nccl_calls.h"
+#include "backend/c10d/cuda/nccl_reductions.h"
 #include "backend/c10d/cuda/store_meeting.h"
 #include "backend/c10d/cuda_group.h"
 #include "backend/c10d/errors.h"
@@ -72,8 +73,9 @@ class NcclProcessGroup final : public CudaGroup {
     }
     at::Tensor token = at::zeros({1}, at::TensorOptions().dtype(at::kInt).device(device));
     const ::c10d::ReduceOp sum = ::c10d::ReduceOp::SUM;
+    const Reducing reducing = CudaGroup::reducing("barrier", sum, at::kInt);
     const auto build = [&](CollectiveCalls& calls) {
-      calls.allReduce({sum, at::kInt}, {static_cast<std::byte*>(token.data_ptr()), token.nbytes()});
+      calls.allReduce(reducing, {static_cast<std::byte*>(token.data_ptr()), token.nbytes()});
     };
     return launch(options, device, true, {}, {token}, build, true);
   }
@@ -110,10 +112,6 @@ class NcclProcessGroup final : public CudaGroup {
                                                   std::move(content.received), std::move(content.operations), false));
     }
     return works;
-  }
-
-  void checkReduction(const char* operation, const Reducing& reducing) override {
-    (void)ncclReductionFor(operation, reducing);
   }
 
   void connect(at::Device device) override {
@@ -215,6 +213,10 @@ Result<std::shared_ptr<CudaGroup>> CudaGroup::make(const Setup& setup) {
   const auto ctas = byteSetting("FARANDOLE_NCCL_EDGE_CTAS", kEdgeCtas, 0, kMostEdgeCtas);
   if (!ctas) return ctas.status();
   return std::shared_ptr<CudaGroup>(std::make_shared<NcclProcessGroup>(setup, *environment, static_cast<int>(*ctas)));
+}
+
+Reducing CudaGroup::reducing(const char* operation, const ::c10d::ReduceOp& op, at::ScalarType dtype) {
+  return {op, dtype, ncclReductionFor(operation, op, dtype)};
 }
 
 void CudaGroup::leaveAtExit() {

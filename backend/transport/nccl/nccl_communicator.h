@@ -106,6 +106,8 @@ class NcclGroup {
   // Ends the group and begins another one, where all ranks that have a part in it do so, for NCCL takes 2048 calls in a
   // group at most.
   void cut();
+  // Whether calls still go into a group: not after one that failed to be launched.
+  bool isOpen() const { return isOpen_; }
   // What failed, of the calls or of their launch.
   Status end();
 

@@ -53,10 +53,8 @@ TEST_F(NcclGroupTest, AllReduceOfAllKindsIsWhatTorchComputes) {
     for (int rank = 0; rank < kSize; ++rank) data.push_back(randomTensor({5, 7}, one.dtype, rng));
     at::Tensor expected = combined(op, data);
     each([&](int rank) {
-      groups_[rank]->checkReduction("all_reduce", {op, one.dtype});
-      collective(rank, {data[rank]}, [&](CollectiveCalls& calls) {
-        calls.allReduce({op, one.dtype}, sliceOf(data[rank]));
-      });
+      const Reducing reducing = CudaGroup::reducing("all_reduce", op, one.dtype);
+      collective(rank, {data[rank]}, [&](CollectiveCalls& calls) { calls.allReduce(reducing, sliceOf(data[rank])); });
     });
     for (const at::Tensor& result : data) {
       EXPECT_TRUE(at::allclose(result.to(at::kComplexDouble), expected.to(at::kComplexDouble), 1e-2))
@@ -70,7 +68,7 @@ TEST_F(NcclGroupTest, AllReduceOfAllKindsIsWhatTorchComputes) {
 TEST_F(NcclGroupTest, WhatNcclCannotReduceIsRefusedByName) {
   const auto refusal = [&](const ReduceOp& op, at::ScalarType dtype) -> std::string {
     try {
-      groups_[0]->checkReduction("all_reduce", {op, dtype});
+      (void)CudaGroup::reducing("all_reduce", op, dtype);
     } catch (const c10::Error& error) {
       return error.what_without_backtrace();
     }
@@ -98,13 +96,27 @@ TEST_F(NcclGroupTest, AFactorMultipliesEachRanksData) {
       ReduceOp op;
       op.op_ = ReduceOp::PREMUL_SUM;
       op.supplement_ = c10::make_intrusive<::c10d::NCCLPreMulSumSupplement>(0.5 * (rank + 1));
-      collective(rank, {data[rank]}, [&](CollectiveCalls& calls) {
-        calls.allReduce({op, dtype}, sliceOf(data[rank]));
-      });
+      const Reducing reducing = CudaGroup::reducing("all_reduce", op, dtype);
+      collective(rank, {data[rank]}, [&](CollectiveCalls& calls) { calls.allReduce(reducing, sliceOf(data[rank])); });
     });
     for (const at::Tensor& result : data) EXPECT_TRUE(at::equal(result.to(at::kDouble), expected)) << dtype << result;
   }
   EXPECT_EQ(cluster_->live().redOps, 0);
+  close();
+}
+
+TEST_F(NcclGroupTest, AFactorThatIsATensorIsReadBeforeTheCollectiveIsIssued) {
+  std::vector<at::Tensor> data{at::ones({4}), at::ones({4}), at::ones({4})};
+  each([&](int rank) {
+    const at::Tensor factor = at::full({}, 0.5);
+    ReduceOp op;
+    op.op_ = ReduceOp::PREMUL_SUM;
+    op.supplement_ = c10::make_intrusive<::c10d::NCCLPreMulSumSupplement>(factor);
+    const Reducing reducing = CudaGroup::reducing("all_reduce", op, at::kFloat);
+    factor.fill_(7);
+    collective(rank, {data[rank]}, [&](CollectiveCalls& calls) { calls.allReduce(reducing, sliceOf(data[rank])); });
+  });
+  for (const at::Tensor& result : data) EXPECT_TRUE(at::equal(result, at::full({4}, 1.5f))) << result;
   close();
 }
 
@@ -167,7 +179,8 @@ TEST_F(NcclGroupTest, DataGoesWhereEachCollectiveSaysItDoes) {
         calls.scatter(root, sliceOf(scattered[rank]), rank == root ? slicesOf(toScatter) : std::vector<Slice>{});
       });
       collective(rank, {reduced[rank]}, [&](CollectiveCalls& calls) {
-        calls.reduceScatter({sum, at::kInt}, sliceOf(reduced[rank]), slicesOf(parts[rank]), layout);
+        calls.reduceScatter(CudaGroup::reducing("reduce_scatter", sum, at::kInt), sliceOf(reduced[rank]),
+                            slicesOf(parts[rank]), layout);
       });
     });
     for (int i = 0; i < kSize; ++i) {
@@ -224,7 +237,7 @@ TEST_F(NcclGroupTest, TensorsLiveAsLongAsTheDeviceNeedsThemAndNoLonger) {
     at::Tensor tensor = onCuda(data[rank], rank);
     return groups_[rank]->run(options(rank, OpType::ALLREDUCE), device(rank), true, {}, {std::move(tensor)},
                               [&, slice = sliceOf(data[rank])](CollectiveCalls& calls) {
-                                calls.allReduce({sum, at::kFloat}, slice);
+                                calls.allReduce(CudaGroup::reducing("all_reduce", sum, at::kFloat), slice);
                               });
   };
   std::vector<WorkPtr> works(kSize);
@@ -254,10 +267,11 @@ TEST_F(NcclGroupTest, AWaitWithATimeoutBlocksTheHostAndNamesTheOperation) {
   cluster_->hold(streams_[1]);
   std::vector<WorkPtr> works(kSize);
   each([&](int rank) {
-    works[rank] = groups_[rank]->run(options(rank, OpType::ALLREDUCE, 7), device(rank), true,
-                                     {onCuda(data[rank], rank)}, {}, [&](CollectiveCalls& calls) {
-                                       calls.allReduce({sum, at::kFloat}, sliceOf(data[rank]));
-                                     });
+    works[rank] =
+        groups_[rank]->run(options(rank, OpType::ALLREDUCE, 7), device(rank), true, {onCuda(data[rank], rank)}, {},
+                           [&](CollectiveCalls& calls) {
+                             calls.allReduce(CudaGroup::reducing("all_reduce", sum, at::kFloat), sliceOf(data[rank]));
+                           });
   });
   try {
     works[0]->wait(30ms);
@@ -272,13 +286,37 @@ TEST_F(NcclGroupTest, AWaitWithATimeoutBlocksTheHostAndNamesTheOperation) {
   close();
 }
 
+TEST_F(NcclGroupTest, ASmallerGroupTakesOverWhatIsConnected) {
+  const auto store = c10::make_intrusive<::c10d::HashStore>();
+  each([&](int rank) {
+    EXPECT_TRUE(groups_[rank]->connectedDevices().empty());
+    groups_[rank]->connect(device(rank));
+    if (rank == 1) return;
+    const auto child = make(store, "child", rank / 2, 2);
+    EXPECT_EQ(groups_[rank]->connectedDevices(), std::vector<int>{0});
+    child->connectFrom(*groups_[rank], {0}, {1});
+    groups_[rank]->close();
+    at::Tensor data = at::full({4}, rank + 1.0f);
+    const ReduceOp sum = ReduceOp::SUM;
+    const Reducing reducing = CudaGroup::reducing("all_reduce", sum, at::kFloat);
+    const WorkPtr work = child->run(options(rank / 2, OpType::ALLREDUCE), device(rank), true, {onCuda(data, rank)}, {},
+                                    [&](CollectiveCalls& calls) { calls.allReduce(reducing, sliceOf(data)); });
+    EXPECT_TRUE(work->wait(20s));
+    EXPECT_TRUE(at::equal(data, at::full({4}, 4.0f)));
+    child->close();
+  });
+  EXPECT_EQ(cluster_->callCounts()["ncclCommShrink"], 2);
+  groups_[1]->close();
+}
+
 TEST_F(NcclGroupTest, AnAbortEndsWhatIsPendingAndWhatComesLater) {
   std::vector<at::Tensor> data{at::ones({4}), at::ones({4}), at::ones({4})};
   const ReduceOp sum = ReduceOp::SUM;
   const auto issue = [&](int rank) {
     return groups_[rank]->run(options(rank, OpType::ALLREDUCE), device(rank), true, {onCuda(data[rank], rank)}, {},
                               [&](CollectiveCalls& calls) {
-                                calls.allReduce({sum, at::kFloat}, sliceOf(data[rank]));
+                                calls.allReduce(CudaGroup::reducing("all_reduce", sum, at::kFloat),
+                                                sliceOf(data[rank]));
                               });
   };
   each([&](int rank) { issue(rank)->wait(20s); });

@@ -59,19 +59,21 @@ class NcclGroupTest : public ::testing::Test {
     environment_ = {&runtime_, [](int device) { return currentStreams->at(device); }};
     CudaEnvironment::replace(&environment_);
     const auto store = c10::make_intrusive<::c10d::HashStore>();
-    for (int rank = 0; rank < kSize; ++rank) {
-      CudaGroup::Setup setup;
-      setup.store = store;
-      setup.name = "group";
-      setup.rank = rank;
-      setup.size = kSize;
-      setup.timeout = 20s;
-      setup.ranksHealth = [] { return Status::ok(); };
-      setup.onFailure = [](const Status&) {};
-      auto made = CudaGroup::make(setup);
-      ASSERT_TRUE(made) << made.status().toString();
-      groups_.push_back(*made);
-    }
+    for (int rank = 0; rank < kSize; ++rank) groups_.push_back(make(store, "group", rank, kSize));
+  }
+  static std::shared_ptr<CudaGroup> make(const c10::intrusive_ptr<::c10d::Store>& store, const std::string& name,
+                                         int rank, int size) {
+    CudaGroup::Setup setup;
+    setup.store = store;
+    setup.name = name;
+    setup.rank = rank;
+    setup.size = size;
+    setup.timeout = 20s;
+    setup.ranksHealth = [] { return Status::ok(); };
+    setup.onFailure = [](const Status&) {};
+    auto made = CudaGroup::make(setup);
+    EXPECT_TRUE(made) << made.status().toString();
+    return *made;
   }
 
   template <typename Body>

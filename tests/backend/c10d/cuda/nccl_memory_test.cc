@@ -42,6 +42,11 @@ TEST_F(NcclMemoryTest, PoolsGetTheirMemoryFromNccl) {
               std::string::npos);
   }
   EXPECT_EQ(cluster_->live().allocations, 0);
+  // What cannot be freed is told, and no exception.
+  void* const kept = source->malloc(kBytes, 1, nullptr);
+  cluster_->failNccl("ncclMemFree", 1, ncclUnhandledCudaError);
+  source->raw_delete(kept);
+  EXPECT_EQ(runtime_.nccl.memFree(kept), ncclSuccess);
   close();
 }
 
