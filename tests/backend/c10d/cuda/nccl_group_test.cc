@@ -120,6 +120,21 @@ TEST_F(NcclGroupTest, AFactorThatIsATensorIsReadBeforeTheCollectiveIsIssued) {
   close();
 }
 
+TEST_F(NcclGroupTest, MoreCollectivesThanNcclTakesInAGroupAreSeveral) {
+  constexpr std::int64_t kCount = 5000;
+  const ReduceOp sum = ReduceOp::SUM;
+  std::vector<at::Tensor> data;
+  for (int rank = 0; rank < kSize; ++rank) data.push_back(at::arange(kCount, at::kInt) + rank);
+  each([&](int rank) {
+    const Reducing reducing = CudaGroup::reducing("all_reduce_coalesced", sum, at::kInt);
+    collective(rank, {data[rank]}, [&](CollectiveCalls& calls) {
+      for (std::int64_t i = 0; i < kCount; ++i) calls.allReduce(reducing, sliceOf(data[rank][i]));
+    });
+  });
+  for (const at::Tensor& result : data) EXPECT_TRUE(at::equal(result, at::arange(kCount, at::kInt) * 3 + 3));
+  close();
+}
+
 TEST_F(NcclGroupTest, DataGoesWhereEachCollectiveSaysItDoes) {
   std::mt19937_64 rng(seed_);
   const ReduceOp sum = ReduceOp::SUM;
