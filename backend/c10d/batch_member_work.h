@@ -2,8 +2,9 @@
 
 #include <functional>
 #include <mutex>
-#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
+
+#include "backend/c10d/work.h"
 
 namespace farandole::backend {
 
@@ -32,16 +33,22 @@ class BatchMemberWork final : public ::c10d::Work {
     const auto batch = current();
     return batch != nullptr ? batch->exception() : nullptr;
   }
-  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override {
-    if (const auto batch = current(); batch != nullptr) return batch->wait(timeout);
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override { return ended()->wait(timeout); }
+  void synchronize() override { ended()->synchronize(); }
+  // Overrides where torch has it (2.15).
+  // NOLINTNEXTLINE(modernize-use-override)
+  virtual void blockCurrentStream() { blockStreamFor(*ended()); }
+
+ private:
+  // The batch, which somebody is about to wait for.
+  c10::intrusive_ptr<::c10d::Work> ended() const {
+    if (auto batch = current(); batch != nullptr) return batch;
     // As after an exception inside the batch: the next operation is on its own again.
     dropBatch_();
     TORCH_CHECK(false,
                 "farandole: waited for an operation of a batch before the batch was ended; the batch is dropped, "
                 "nothing of it was posted");
   }
-
- private:
   c10::intrusive_ptr<::c10d::Work> current() const {
     std::lock_guard lock(mutex_);
     return batch_;

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <optional>
 #include <span>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
@@ -11,10 +12,19 @@ namespace farandole::backend {
 
 using collective::Slice;
 
+// What NCCL calls a reduction: its numbers for dtype and operation.
+struct NcclReduction {
+  int dtype;
+  std::size_t elementBytes;      // of what is counted: a complex number counts as two
+  int op;                        // unless there is a factor
+  std::optional<double> factor;  // PREMUL_SUM: what this rank's data is multiplied by
+};
+
 // How elements are combined.
 struct Reducing {
   const ::c10d::ReduceOp& op;
   at::ScalarType dtype;
+  std::optional<NcclReduction> nccl;  // of tensors on CUDA: looked up once, by CudaGroup::reducing()
 };
 
 // Whether the slices of all ranks are one tensor, cut in equal parts: of the call, and so the same on all ranks, as

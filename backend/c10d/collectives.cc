@@ -62,13 +62,9 @@ c10::intrusive_ptr<CollectiveWork> ProcessGroupFarandole::makeCollective(OpType 
 
 Reducing ProcessGroupFarandole::reducingFor(const char* operation, const ::c10d::ReduceOp& op,
                                             const at::Tensor& tensor) {
-  const Reducing reducing{op, tensor.scalar_type()};
-  if (tensor.is_cuda()) {
-    cuda().checkReduction(operation, reducing);
-  } else {
-    (void)reductionFor(op, reducing.dtype);
-  }
-  return reducing;
+  if (tensor.is_cuda()) return CudaGroup::reducing(operation, op, tensor.scalar_type());
+  (void)reductionFor(op, tensor.scalar_type());
+  return {op, tensor.scalar_type(), std::nullopt};
 }
 
 WorkPtr ProcessGroupFarandole::runCollective(OpType type, const char* title, const Call& call, Tensors results,
@@ -126,15 +122,17 @@ WorkPtr ProcessGroupFarandole::allreduce(Tensors& tensors, const ::c10d::Allredu
 
 WorkPtr ProcessGroupFarandole::allreduce_coalesced(Tensors& tensors, const ::c10d::AllreduceCoalescedOptions& opts) {
   TORCH_CHECK_VALUE(!tensors.empty(), "all_reduce_coalesced: tensors is empty; expected one or more");
+  std::vector<Reducing> reducings;
+  reducings.reserve(tensors.size());
   for (const at::Tensor& tensor : tensors) {
     checkDense("all_reduce_coalesced", "tensors", tensor);
-    (void)reducingFor("all_reduce_coalesced", opts.reduceOp, tensor);
+    reducings.push_back(reducingFor("all_reduce_coalesced", opts.reduceOp, tensor));
   }
   for (const at::Tensor& tensor : tensors) premultiply(opts.reduceOp, tensor);
   return runCollective(OpType::ALLREDUCE_COALESCED, "farandole:all_reduce_coalesced", opts, tensors, {},
                        [&](CollectiveCalls& calls) {
-                         for (const at::Tensor& tensor : tensors) {
-                           calls.allReduce({opts.reduceOp, tensor.scalar_type()}, sliceOf(tensor));
+                         for (std::size_t i = 0; i < tensors.size(); ++i) {
+                           calls.allReduce(reducings[i], sliceOf(tensors[i]));
                          }
                        });
 }
@@ -289,15 +287,17 @@ WorkPtr ProcessGroupFarandole::_reduce_scatter_base(at::Tensor& output, at::Tens
 WorkPtr ProcessGroupFarandole::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                const ::c10d::ReduceScatterOptions& opts) {
   checkFlats("reduce_scatter_tensor_coalesced", "inputs", inputs, "outputs", outputs, size_);
+  std::vector<Reducing> reducings;
+  reducings.reserve(outputs.size());
   for (const at::Tensor& output : outputs) {
-    (void)reducingFor("reduce_scatter_tensor_coalesced", opts.reduceOp, output);
+    reducings.push_back(reducingFor("reduce_scatter_tensor_coalesced", opts.reduceOp, output));
   }
   const Tensors data = premultiplied(opts.reduceOp, inputs);
   return runCollective(OpType::_REDUCE_SCATTER_BASE, "farandole:reduce_scatter_tensor_coalesced", opts, outputs, data,
                        [&](CollectiveCalls& calls) {
                          for (std::size_t i = 0; i < data.size(); ++i) {
-                           calls.reduceScatter({opts.reduceOp, outputs[i].scalar_type()}, sliceOf(outputs[i]),
-                                               equalSlices(data[i], size_), Layout::kFlat);
+                           calls.reduceScatter(reducings[i], sliceOf(outputs[i]), equalSlices(data[i], size_),
+                                               Layout::kFlat);
                          }
                        });
 }

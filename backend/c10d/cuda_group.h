@@ -6,6 +6,8 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "backend/c10d/collective_calls.h"
@@ -21,6 +23,13 @@ struct CudaMessage {
   at::Tensor tensor;
   int peer;
   std::uint32_t tag;
+};
+
+// A pool of torch's caching allocator, as torch numbers it; and a piece of its memory.
+using CudaPoolId = std::pair<std::uint64_t, std::uint64_t>;
+struct CudaSegment {
+  void* data;
+  std::size_t bytes;
 };
 
 // The CUDA half of a process group, over NCCL: collectives on one communicator for each device that a rank uses, and
@@ -47,6 +56,12 @@ class CudaGroup {
   // For the end of the process: nothing of CUDA is called any more that nobody asks for.
   static void leaveAtExit();
 
+  // What torch's pools take to get memory by ncclMemAlloc. The process's; kUnavailable as above.
+  static Result<std::shared_ptr<c10::Allocator>> allocator();
+  // What the pool consists of now, by device; in the order in which it came, which is the same on all ranks whose pools
+  // grow alike.
+  static std::map<int, std::vector<CudaSegment>> segmentsOf(CudaPoolId pool);
+
   virtual ~CudaGroup() = default;
 
   using Build = std::function<void(CollectiveCalls&)>;
@@ -61,10 +76,23 @@ class CudaGroup {
                                                                std::vector<CudaMessage> messages) = 0;
   // Begins to connect what messages to these ranks, and from those, go along. Does not wait.
   virtual void connectEdges(at::Device device, const std::vector<int>& sendTo, const std::vector<int>& recvFrom) = 0;
-  // Throws for a reduction that NCCL lacks.
-  virtual void checkReduction(const char* operation, const Reducing& reducing) = 0;
+  // For run(). Throws for a reduction that NCCL lacks; reads a factor that is a tensor, for which the host may wait.
+  static Reducing reducing(const char* operation, const ::c10d::ReduceOp& op, at::ScalarType dtype);
   // Makes the communicator; blocks until all ranks have come.
   virtual void connect(at::Device device) = 0;
+  // From now on the pool consists of these segments, which NCCL then uses without a copy. `isSymmetric`: all ranks do
+  // this together, and NCCL makes one window of all ranks' memory, where it has such.
+  virtual void registerMemory(at::Device device, CudaPoolId pool, const std::vector<CudaSegment>& segments,
+                              bool isSymmetric) = 0;
+  virtual void deregisterMemory(at::Device device, CudaPoolId pool) = 0;
+  // What NCCL has allocated for this group on its devices, by torch's names.
+  virtual std::unordered_map<std::string, std::uint64_t> memoryStats() = 0;
+  // The devices whose communicators a smaller group could take over, by the order of their first use: the same numbers
+  // on all ranks, unless some are ahead.
+  virtual std::vector<int> connectedDevices() = 0;
+  // On all ranks of this group, before they use it: connects those devices out of the parent's, which has the same
+  // ranks and the excluded ones. Blocks until all ranks have come.
+  virtual void connectFrom(CudaGroup& parent, const std::vector<int>& devices, const std::vector<int>& excluded) = 0;
   // Ok, or what ended it.
   virtual Status status() = 0;
   virtual void abort(const Status& why) = 0;

@@ -4,6 +4,7 @@
 #include "backend/c10d/edge_messages.h"
 #include "backend/c10d/errors.h"
 #include "backend/c10d/process_group.h"
+#include "backend/c10d/store_gathering.h"
 #include "backend/c10d/tensor_checks.h"
 
 namespace farandole::backend {
@@ -13,6 +14,13 @@ using ::c10d::OpType;
 std::shared_ptr<CudaGroup> ProcessGroupFarandole::cudaIfAny() {
   std::lock_guard lock(cudaMutex_);
   return cuda_;
+}
+
+std::function<Status()> ProcessGroupFarandole::ranksHealth() const {
+  return [communicator = communicator_] {
+    transport::ProgressEngine::Access access(communicator->engine());
+    return communicator->usable();
+  };
 }
 
 CudaGroup& ProcessGroupFarandole::cuda() {
@@ -26,10 +34,7 @@ CudaGroup& ProcessGroupFarandole::cuda() {
   setup.rank = rank_;
   setup.size = size_;
   setup.timeout = timeout_;
-  setup.ranksHealth = [communicator = communicator_] {
-    transport::ProgressEngine::Access access(communicator->engine());
-    return communicator->usable();
-  };
+  setup.ranksHealth = ranksHealth();
   setup.onFailure = [communicator = communicator_, watch = watch_, hooks = hooks_,
                      flight = flight_](const Status& why) {
     communicator->abortAll(why);
@@ -41,6 +46,18 @@ CudaGroup& ProcessGroupFarandole::cuda() {
   throwIfError(made.status().wrapUnlessOk("tensors on CUDA"));
   cuda_ = std::move(*made);
   return *cuda_;
+}
+
+void ProcessGroupFarandole::connectFrom(ProcessGroupFarandole& parent, const std::vector<int>& excluded) {
+  const auto theirs = parent.cudaIfAny();
+  const std::vector<int> devices = theirs != nullptr ? theirs->connectedDevices() : std::vector<int>();
+  std::string text;
+  for (const int device : devices) text += std::to_string(device) + " ";
+  // They have just met: nobody is waited for that does something else.
+  const auto agreed = StoreGathering(*store_, "farandole/devices", size_)
+                          .agree(text, std::chrono::steady_clock::now() + timeout_.load(), ranksHealth());
+  throwIfError(agreed.status().wrapUnlessOk("shrink"));
+  if (*agreed && !devices.empty()) cuda().connectFrom(*theirs, devices, excluded);
 }
 
 void ProcessGroupFarandole::eagerConnectSingleDevice(at::Device device) {

@@ -19,8 +19,8 @@ StorePtr ProcessGroupFarandole::storeForChild(const StorePtr& store) {
   return c10::make_intrusive<::c10d::PrefixStore>("farandole/child/" + std::to_string(lastChildStoreUses_), store);
 }
 
-BackendPtr ProcessGroupFarandole::makeChild(const StorePtr& store, int rank, int size,
-                                            const OptionsPtr& options) const {
+c10::intrusive_ptr<ProcessGroupFarandole> ProcessGroupFarandole::makeChild(const StorePtr& store, int rank, int size,
+                                                                           const OptionsPtr& options) const {
   auto own = c10::make_intrusive<Options>(options != nullptr ? options->timeout : timeout_.load());
   if (options != nullptr) {
     own->group_name = options->group_name;
@@ -61,9 +61,16 @@ BackendPtr ProcessGroupFarandole::shrink(const std::vector<std::int64_t>& exclud
   const auto left = std::count(stays.begin(), stays.end(), true);
   // As with NCCL: what still runs is ended when the caller says that the group is broken.
   constexpr int kShrinkAbort = 1;
-  if ((flags & kShrinkAbort) != 0) abort();
-  return makeChild(c10::make_intrusive<::c10d::PrefixStore>(name, store_), static_cast<int>(before),
-                   static_cast<int>(left), options);
+  const bool isBroken = (flags & kShrinkAbort) != 0;
+  if (isBroken) abort();
+  auto child = makeChild(c10::make_intrusive<::c10d::PrefixStore>(name, store_), static_cast<int>(before),
+                         static_cast<int>(left), options);
+  std::vector<int> without;
+  for (int rank = 0; rank < size_; ++rank) {
+    if (!stays[rank]) without.push_back(rank);
+  }
+  if (!isBroken && !without.empty()) child->connectFrom(*this, without);
+  return child;
 }
 
 }  // namespace farandole::backend

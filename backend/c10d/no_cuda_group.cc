@@ -3,9 +3,19 @@
 
 namespace farandole::backend {
 
-Result<std::shared_ptr<CudaGroup>> CudaGroup::make(const Setup&) {
-  return Status::unavailable("this farandole was built without CUDA (FARANDOLE_CUDA)");
-}
+namespace {
+
+Status builtWithout() { return Status::unavailable("this farandole was built without CUDA (FARANDOLE_CUDA)"); }
+
+}  // namespace
+
+Result<std::shared_ptr<CudaGroup>> CudaGroup::make(const Setup&) { return builtWithout(); }
+
+Result<std::shared_ptr<c10::Allocator>> CudaGroup::allocator() { return builtWithout(); }
+
+Reducing CudaGroup::reducing(const char*, const ::c10d::ReduceOp& op, at::ScalarType dtype) { return {op, dtype, {}}; }
+
+std::map<int, std::vector<CudaSegment>> CudaGroup::segmentsOf(CudaPoolId) { return {}; }
 
 void CudaGroup::leaveAtExit() {}
 

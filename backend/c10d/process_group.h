@@ -5,10 +5,12 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <thread>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <unordered_map>
 #include <vector>
 
 #include "backend/c10d/batch_member_work.h"
@@ -24,6 +26,7 @@
 
 namespace farandole::backend {
 
+class SparseSum;
 using WorkPtr = c10::intrusive_ptr<::c10d::Work>;
 using Tensors = std::vector<at::Tensor>;
 
@@ -115,11 +118,24 @@ class ProcessGroupFarandole final : public ::c10d::Backend, public RepeatedMessa
   // Makes the CUDA half's communicator ahead of its first use, as torch does with init_process_group(device_id=).
   void eagerConnectSingleDevice(at::Device device) override;
 
+  // NCCL's memory (cuda_memory.cc), by torch's names. An error says what is missing.
+  // NOLINTBEGIN(modernize-use-override)
+  virtual std::shared_ptr<c10::Allocator> getMemAllocator();
+  // Of all communicators of this group: "total", "persist" and "suspend" bytes, and whether they are "suspended".
+  virtual std::unordered_map<std::string, std::uint64_t> getMemoryStats();
+  // NOLINTEND(modernize-use-override)
+  // The pool's segments of now: again, when it has got more. `keeper` keeps the pool until it is deregistered or this
+  // group is gone, since memory that NCCL knows must not be given back.
+  void registerMemPool(CudaPoolId pool, bool isSymmetric, std::shared_ptr<void> keeper);
+  // Once nothing that uses its memory is under way.
+  void deregisterMemPool(CudaPoolId pool);
+
   // Collectives (collectives.cc).
   WorkPtr broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& opts) override;
   WorkPtr allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& opts) override;
   WorkPtr allreduce_coalesced(Tensors& tensors, const ::c10d::AllreduceCoalescedOptions& opts) override;
-  // Of a sparse tensor (COO): the sum, in place. The other kinds call it for sparse tensors.
+  // Of a sparse tensor (COO): the sum, in place. The other kinds call it for sparse tensors. On CUDA the host waits for
+  // the other ranks' shapes.
   WorkPtr allreduce_sparse(Tensors& tensors, const ::c10d::AllreduceOptions& opts) override;
   WorkPtr reduce(Tensors& tensors, const ::c10d::ReduceOptions& opts) override;
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const ::c10d::AllgatherOptions& opts) override;
@@ -178,6 +194,11 @@ class ProcessGroupFarandole final : public ::c10d::Backend, public RepeatedMessa
     bool isAsync;
   };
 
+  // Ok, or how the ranks have ended the group.
+  std::function<Status()> ranksHealth() const;
+  // Of a group that was just made out of `parent`, but for some ranks: takes over what of CUDA all its ranks have
+  // there.
+  void connectFrom(ProcessGroupFarandole& parent, const std::vector<int>& excluded);
   // The CUDA half, made on first use; throws where there can be none (cuda_half.cc).
   CudaGroup& cuda();
   std::shared_ptr<CudaGroup> cudaIfAny();
@@ -192,6 +213,7 @@ class ProcessGroupFarandole final : public ::c10d::Backend, public RepeatedMessa
   // On the device of the tensors. What is read or written beyond `results` is in `kept`.
   WorkPtr runCollective(::c10d::OpType type, const char* title, const Call& call, Tensors results, Tensors kept,
                         const BuildCollective& build);
+  WorkPtr sumOnCuda(SparseSum sum, const ::c10d::AllreduceOptions& opts);
   WorkPtr runProgram(::c10d::OpType type, const char* title, std::chrono::milliseconds timeout, Tensors results,
                      Tensors kept, const BuildProgram& build);
   // Throws where the device of the tensor cannot reduce so.
@@ -210,8 +232,9 @@ class ProcessGroupFarandole final : public ::c10d::Backend, public RepeatedMessa
 
   // torch splits and merges once for each device that this one backend serves, over one store.
   c10::intrusive_ptr<::c10d::Store> storeForChild(const c10::intrusive_ptr<::c10d::Store>& store);
-  c10::intrusive_ptr<::c10d::Backend> makeChild(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int size,
-                                                const c10::intrusive_ptr<::c10d::Backend::Options>& options) const;
+  c10::intrusive_ptr<ProcessGroupFarandole> makeChild(
+      const c10::intrusive_ptr<::c10d::Store>& store, int rank, int size,
+      const c10::intrusive_ptr<::c10d::Backend::Options>& options) const;
 
   const c10::intrusive_ptr<Options> options_;  // but for the timeout: read only
   std::atomic<std::chrono::milliseconds> timeout_;
@@ -225,6 +248,13 @@ class ProcessGroupFarandole final : public ::c10d::Backend, public RepeatedMessa
   std::shared_ptr<ControlWatch> watch_;  // null where all ranks are on this host
   std::mutex cudaMutex_;
   std::shared_ptr<CudaGroup> cuda_;  // guarded by cudaMutex_; null before its first use
+  // A registered pool, and the devices whose communicators know it.
+  struct RegisteredPool {
+    std::set<int> devices;
+    std::shared_ptr<void> keeper;
+  };
+  std::mutex poolsMutex_;
+  std::map<CudaPoolId, RegisteredPool> pools_;
   std::mutex childMutex_;
   c10::weak_intrusive_ptr<::c10d::Store> lastChildStore_;
   int lastChildStoreUses_ = 0;

@@ -3,7 +3,7 @@
 #
 # Torch::Torch    headers and libtorch, libtorch_cpu, libc10
 # Torch::Python   what a Python extension needs on top: libtorch_python, pybind11 (torch's copy), Python's headers
-# Torch::CUDA     c10_cuda, where torch was built for CUDA; the headers of CUDA are NCCL::Headers'
+# Torch::CUDA     libtorch_cuda and libc10_cuda, where torch was built for CUDA; the headers of CUDA are NCCL::Headers'
 # Torch_VERSION   e.g. 2.15.0
 # Torch_CUDA      ON when torch was built for CUDA
 execute_process(
@@ -37,7 +37,7 @@ if(Torch_FOUND AND NOT TARGET Torch::Torch)
   target_link_libraries(Torch::Torch INTERFACE torch torch_cpu c10)
   if(Torch_CUDA)
     add_library(Torch::CUDA INTERFACE IMPORTED)
-    target_link_libraries(Torch::CUDA INTERFACE Torch::Torch c10_cuda)
+    target_link_libraries(Torch::CUDA INTERFACE Torch::Torch torch_cuda c10_cuda)
   endif()
   add_library(Torch::Python INTERFACE IMPORTED)
   target_link_libraries(Torch::Python INTERFACE Torch::Torch torch_python Python3::Module)

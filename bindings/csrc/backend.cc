@@ -28,6 +28,29 @@ Handle create(const ::c10d::DistributedBackendOptions& options) {
                                                     std::move(own));
 }
 
+// torch.cuda.MemPool: its classes in C++ differ between versions, its id does not.
+backend::CudaPoolId poolId(const py::object& pool) {
+  const auto id = pool.attr("id").cast<std::pair<std::uint64_t, std::uint64_t>>();
+  return {id.first, id.second};
+}
+
+void registerMemPool(ProcessGroupFarandole& group, const py::object& pool, bool symm) {
+  const backend::CudaPoolId id = poolId(pool);
+  std::shared_ptr<void> keeper(new py::object(pool), [](py::object* kept) {
+    if (!Py_IsInitialized()) return;  // it went with the interpreter
+    py::gil_scoped_acquire gil;
+    delete kept;
+  });
+  py::gil_scoped_release noGil;
+  group.registerMemPool(id, symm, std::move(keeper));
+}
+
+void deregisterMemPool(ProcessGroupFarandole& group, const py::object& pool) {
+  const backend::CudaPoolId id = poolId(pool);
+  py::gil_scoped_release noGil;
+  group.deregisterMemPool(id);
+}
+
 std::map<int, backend::WorkPtr> batchP2p(ProcessGroupFarandole& group, const std::vector<py::tuple>& ops,
                                          const std::string& label) {
   std::vector<BatchEntry> entries;
@@ -101,6 +124,15 @@ void bindBackend(py::module_& module) {
       // torch has those do it that are not in a new group, where NCCL's communicator is split: here members only meet.
       .def(
           "perform_nocolor_split", [](const ProcessGroupFarandole&, const py::object&) {}, py::arg("device"))
+      .def("register_mem_pool", &registerMemPool, py::arg("pool"), py::arg("symm") = false,
+           "Lets NCCL use the memory that this torch.cuda.MemPool has now without a copy, in collectives on CUDA. "
+           "symm: as symmetric memory, which all ranks register together.")
+      .def("deregister_mem_pool", &deregisterMemPool, py::arg("pool"),
+           "Undoes register_mem_pool, once nothing that uses the pool's memory is under way.")
+      // torch 2.15 binds it for every backend, 2.11 for none.
+      .def("memory_stats", &ProcessGroupFarandole::getMemoryStats, py::call_guard<py::gil_scoped_release>(),
+           "What NCCL has allocated for this group, by ncclCommMemStats: bytes in \"total\", \"persist\" and "
+           "\"suspend\", and whether it is \"suspended\".")
       .def("transport_of", &ProcessGroupFarandole::transportOf, py::arg("rank"),
            py::call_guard<py::gil_scoped_release>())
       .def("algorithms", &ProcessGroupFarandole::algorithms);

@@ -7,7 +7,8 @@ namespace {
 
 std::size_t bytesOf(const std::vector<at::Tensor>& tensors) {
   std::size_t bytes = 0;
-  for (const at::Tensor& tensor : tensors) bytes += tensor.nbytes();
+  // What is sparse has no bytes of its own.
+  for (const at::Tensor& tensor : tensors) bytes += tensor.is_sparse() ? 0 : tensor.nbytes();
   return bytes;
 }
 

@@ -3,16 +3,33 @@
 namespace farandole::backend {
 namespace {
 
-// NCCL takes 2048 calls in a group; an exchange between two ranks is two.
-constexpr int kExchangesOfGroup = 512;
+// NCCL takes 2048 calls in a group. An exchange between two ranks is two; a reduction with a factor is one.
+constexpr int kCallsOfGroup = 1024;
+constexpr int kExchangesOfGroup = kCallsOfGroup / 2;
 
 }  // namespace
 
+template <typename Call>
+void NcclCalls::issue(const char* name, const Call& call) {
+  if (group_.isOpen()) group_.add(call(), name);
+}
+
+template <typename Call>
+void NcclCalls::collective(const char* name, const Call& call) {
+  if (calls_ == kCallsOfGroup) {
+    group_.cut();
+    calls_ = 0;
+  }
+  ++calls_;
+  issue(name, call);
+}
+
 template <typename Reduce>
 void NcclCalls::withReduction(const Reducing& reducing, const Reduce& reduce) {
-  NcclReduction reduction = ncclReductionFor("reduction", reducing);
-  if (!reduction.factor) return reduce(reduction);
-  const double factor = *reduction.factor;
+  const NcclReduction& found = *reducing.nccl;
+  Native reduction{static_cast<ncclDataType_t>(found.dtype), found.elementBytes, static_cast<ncclRedOp_t>(found.op)};
+  if (!found.factor) return reduce(reduction);
+  const double factor = *found.factor;
   const auto single = static_cast<float>(factor);
   const at::Half half(single);
   const at::BFloat16 brain(single);
@@ -35,75 +52,84 @@ void NcclCalls::withReduction(const Reducing& reducing, const Reduce& reduce) {
 
 void NcclCalls::send(int peer, Slice data) {
   if (data.bytes == 0) return;
-  group_.add(nccl_.send(data.data, data.bytes, ncclUint8, peer, communicator_, stream_), "ncclSend");
+  issue("ncclSend", [&] { return nccl_.send(data.data, data.bytes, ncclUint8, peer, communicator_, stream_); });
 }
 
 void NcclCalls::recv(int peer, Slice data) {
   if (data.bytes == 0) return;
-  group_.add(nccl_.recv(data.data, data.bytes, ncclUint8, peer, communicator_, stream_), "ncclRecv");
+  issue("ncclRecv", [&] { return nccl_.recv(data.data, data.bytes, ncclUint8, peer, communicator_, stream_); });
 }
 
-void NcclCalls::broadcast(int root, Slice data) {
-  group_.add(nccl_.broadcast(data.data, data.data, data.bytes, ncclUint8, root, communicator_, stream_),
-             "ncclBroadcast");
+void NcclCalls::broadcastFrom(int root, const std::byte* from, Slice data) {
+  collective("ncclBroadcast",
+             [&] { return nccl_.broadcast(from, data.data, data.bytes, ncclUint8, root, communicator_, stream_); });
 }
+
+void NcclCalls::reduceTo(int root, const Native& reduction, Slice data, std::byte* into) {
+  collective("ncclReduce", [&] {
+    return nccl_.reduce(data.data, into, data.bytes / reduction.elementBytes, reduction.dtype, reduction.op, root,
+                        communicator_, stream_);
+  });
+}
+
+void NcclCalls::broadcast(int root, Slice data) { broadcastFrom(root, data.data, data); }
 
 void NcclCalls::allReduce(const Reducing& reducing, Slice data) {
-  withReduction(reducing, [&](const NcclReduction& reduction) {
-    group_.add(nccl_.allReduce(data.data, data.data, data.bytes / reduction.elementBytes, reduction.dtype, reduction.op,
-                               communicator_, stream_),
-               "ncclAllReduce");
+  withReduction(reducing, [&](const Native& reduction) {
+    collective("ncclAllReduce", [&] {
+      return nccl_.allReduce(data.data, data.data, data.bytes / reduction.elementBytes, reduction.dtype, reduction.op,
+                             communicator_, stream_);
+    });
   });
 }
 
 void NcclCalls::reduce(const Reducing& reducing, int root, Slice data) {
-  withReduction(reducing, [&](const NcclReduction& reduction) {
-    group_.add(nccl_.reduce(data.data, data.data, data.bytes / reduction.elementBytes, reduction.dtype, reduction.op,
-                            root, communicator_, stream_),
-               "ncclReduce");
-  });
+  withReduction(reducing, [&](const Native& reduction) { reduceTo(root, reduction, data, data.data); });
 }
 
 void NcclCalls::allGather(Slice input, std::span<const Slice> outputs, Layout layout) {
   if (layout == Layout::kFlat) {
-    group_.add(nccl_.allGather(input.data, outputs[0].data, input.bytes, ncclUint8, communicator_, stream_),
-               "ncclAllGather");
+    collective("ncclAllGather", [&] {
+      return nccl_.allGather(input.data, outputs[0].data, input.bytes, ncclUint8, communicator_, stream_);
+    });
     return;
   }
   for (int root = 0; root < size_; ++root) {
-    const Slice& output = outputs[root];
-    const std::byte* const from = root == rank_ ? input.data : output.data;
-    group_.add(nccl_.broadcast(from, output.data, output.bytes, ncclUint8, root, communicator_, stream_),
-               "ncclBroadcast");
+    broadcastFrom(root, root == rank_ ? input.data : outputs[root].data, outputs[root]);
   }
 }
 
+// A rank that is not the root has one message. The root's own is sent in the group in which it is received: NCCL waits
+// for such with nothing of a later group.
 void NcclCalls::gather(int root, Slice input, std::span<const Slice> outputs) {
-  send(root, input);
-  if (rank_ != root) return;
-  for (int peer = 0; peer < size_; ++peer) recv(peer, outputs[peer]);
+  if (rank_ != root) return send(root, input);
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer > 0 && peer % kExchangesOfGroup == 0) group_.cut();
+    if (peer == root) send(root, input);
+    recv(peer, outputs[peer]);
+  }
 }
 
 void NcclCalls::scatter(int root, Slice output, std::span<const Slice> inputs) {
-  recv(root, output);
-  if (rank_ != root) return;
-  for (int peer = 0; peer < size_; ++peer) send(peer, inputs[peer]);
+  if (rank_ != root) return recv(root, output);
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer > 0 && peer % kExchangesOfGroup == 0) group_.cut();
+    if (peer == root) recv(root, output);
+    send(peer, inputs[peer]);
+  }
 }
 
 void NcclCalls::reduceScatter(const Reducing& reducing, Slice output, std::span<const Slice> inputs, Layout layout) {
-  withReduction(reducing, [&](const NcclReduction& reduction) {
+  withReduction(reducing, [&](const Native& reduction) {
     if (layout == Layout::kFlat) {
-      group_.add(nccl_.reduceScatter(inputs[0].data, output.data, output.bytes / reduction.elementBytes,
-                                     reduction.dtype, reduction.op, communicator_, stream_),
-                 "ncclReduceScatter");
+      collective("ncclReduceScatter", [&] {
+        return nccl_.reduceScatter(inputs[0].data, output.data, output.bytes / reduction.elementBytes, reduction.dtype,
+                                   reduction.op, communicator_, stream_);
+      });
       return;
     }
     for (int root = 0; root < size_; ++root) {
-      const Slice& input = inputs[root];
-      std::byte* const into = root == rank_ ? output.data : input.data;
-      group_.add(nccl_.reduce(input.data, into, input.bytes / reduction.elementBytes, reduction.dtype, reduction.op,
-                              root, communicator_, stream_),
-                 "ncclReduce");
+      reduceTo(root, reduction, inputs[root], root == rank_ ? output.data : inputs[root].data);
     }
   });
 }

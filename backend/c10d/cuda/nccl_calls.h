@@ -1,12 +1,12 @@
 #pragma once
 
 #include "backend/c10d/collective_calls.h"
-#include "backend/c10d/cuda/nccl_reductions.h"
+#include "backend/transport/nccl/nccl_communicator.h"
 
 namespace farandole::backend {
 
-// Collectives as calls of NCCL's, inside a group of them. What only moves is told as bytes. Between start and end of
-// the group; nothing throws that checkReduction() has let through.
+// Collectives as calls of NCCL's, inside a group of them, which it cuts where there are more than NCCL takes; after one
+// that fails it makes no more. What only moves is told as bytes. Between start and end of the group; nothing throws.
 class NcclCalls final : public CollectiveCalls {
  public:
   NcclCalls(const transport::NcclApi& nccl, transport::NcclGroup& group, ncclComm_t communicator, cudaStream_t stream,
@@ -23,9 +23,22 @@ class NcclCalls final : public CollectiveCalls {
   void allToAll(std::span<const Slice> outputs, std::span<const Slice> inputs) override;
 
  private:
-  // Calls reduce(dtype, op, bytes of an element) with an operation that exists for as long.
+  // A reduction in NCCL's types.
+  struct Native {
+    ncclDataType_t dtype;
+    std::size_t elementBytes;
+    ncclRedOp_t op;
+  };
+  // Calls reduce(native) with an operation that exists for as long.
   template <typename Reduce>
   void withReduction(const Reducing& reducing, const Reduce& reduce);
+  template <typename Call>
+  void issue(const char* name, const Call& call);
+  // The same of one that all ranks make alike.
+  template <typename Call>
+  void collective(const char* name, const Call& call);
+  void broadcastFrom(int root, const std::byte* from, Slice data);
+  void reduceTo(int root, const Native& reduction, Slice data, std::byte* into);
   void send(int peer, Slice data);
   void recv(int peer, Slice data);
 
@@ -35,6 +48,7 @@ class NcclCalls final : public CollectiveCalls {
   cudaStream_t const stream_;
   const int rank_;
   const int size_;
+  int calls_ = 0;  // of those that all ranks make alike, in this group of NCCL's
 };
 
 }  // namespace farandole::backend

@@ -4,6 +4,7 @@
 #include "backend/c10d/cuda/cuda_operation.h"
 #include "backend/c10d/cuda/cuda_work.h"
 #include "backend/c10d/cuda/nccl_calls.h"
+#include "backend/c10d/cuda/nccl_reductions.h"
 #include "backend/c10d/cuda/store_meeting.h"
 #include "backend/c10d/cuda_group.h"
 #include "backend/c10d/errors.h"
@@ -73,8 +74,9 @@ class NcclProcessGroup final : public CudaGroup {
     }
     at::Tensor token = at::zeros({1}, at::TensorOptions().dtype(at::kInt).device(device));
     const ::c10d::ReduceOp sum = ::c10d::ReduceOp::SUM;
+    const Reducing reducing = CudaGroup::reducing("barrier", sum, at::kInt);
     const auto build = [&](CollectiveCalls& calls) {
-      calls.allReduce({sum, at::kInt}, {static_cast<std::byte*>(token.data_ptr()), token.nbytes()});
+      calls.allReduce(reducing, {static_cast<std::byte*>(token.data_ptr()), token.nbytes()});
     };
     return launch(options, device, true, {}, {token}, build, true);
   }
@@ -121,13 +123,42 @@ class NcclProcessGroup final : public CudaGroup {
     throwIfError(withDevice(device, [&](GroupOnDevice& on) { return on.connectEdges(std::move(edges)); }));
   }
 
-  void checkReduction(const char* operation, const Reducing& reducing) override {
-    (void)ncclReductionFor(operation, reducing);
-  }
-
   void connect(at::Device device) override {
     TORCH_CHECK_VALUE(device.has_index(), "farandole: device is ", device, "; expected one with an index");
     throwIfError(withDevice(device, [](GroupOnDevice& on) { return on.connect(); }));
+  }
+
+  void registerMemory(at::Device device, CudaPoolId pool, const std::vector<CudaSegment>& segments,
+                      bool isSymmetric) override {
+    std::vector<transport::MemorySegment> memory;
+    memory.reserve(segments.size());
+    for (const CudaSegment& segment : segments) memory.push_back({segment.data, segment.bytes});
+    const Status status =
+        withDevice(device, [&](GroupOnDevice& on) { return on.registerMemory(pool, memory, isSymmetric); });
+    // The other ranks wait for this one.
+    const bool endsGroup = isSymmetric && !status && status.code() != StatusCode::kInvalidArgument &&
+                           status.code() != StatusCode::kUnavailable;
+    if (endsGroup) group_->fail(status);
+    throwIfError(status.wrapUnlessOk("register_mem_pool"));
+  }
+  void deregisterMemory(at::Device device, CudaPoolId pool) override {
+    throwIfError(withDevice(device, [&](GroupOnDevice& on) {
+                   return on.deregisterMemory(pool);
+                 }).wrapUnlessOk("deregister_mem_pool"));
+  }
+  std::unordered_map<std::string, std::uint64_t> memoryStats() override {
+    transport::NcclMemoryUse use;
+    throwIfError(group_->addMemoryUse(use).wrapUnlessOk("memory_stats"));
+    return {{"suspend", use.suspendable},
+            {"suspended", use.isSuspended ? 1 : 0},
+            {"persist", use.persistent},
+            {"total", use.total}};
+  }
+
+  std::vector<int> connectedDevices() override { return group_->connectedDevices(); }
+  void connectFrom(CudaGroup& parent, const std::vector<int>& devices, const std::vector<int>& excluded) override {
+    // There is no other kind.
+    throwIfError(group_->connectFrom(*static_cast<NcclProcessGroup&>(parent).group_, devices, excluded));
   }
 
   Status status() override { return group_->status(); }
@@ -191,6 +222,10 @@ Result<std::shared_ptr<CudaGroup>> CudaGroup::make(const Setup& setup) {
   const auto ctas = byteSetting("FARANDOLE_NCCL_EDGE_CTAS", kEdgeCtas, 0, kMostEdgeCtas);
   if (!ctas) return ctas.status();
   return std::shared_ptr<CudaGroup>(std::make_shared<NcclProcessGroup>(setup, *environment, static_cast<int>(*ctas)));
+}
+
+Reducing CudaGroup::reducing(const char* operation, const ::c10d::ReduceOp& op, at::ScalarType dtype) {
+  return {op, dtype, ncclReductionFor(operation, op, dtype)};
 }
 
 void CudaGroup::leaveAtExit() {

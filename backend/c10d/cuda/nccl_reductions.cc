@@ -1,5 +1,7 @@
 #include "backend/c10d/cuda/nccl_reductions.h"
 
+#include <nccl.h>
+
 #include "backend/c10d/reduce_kernels.h"
 
 namespace farandole::backend {
@@ -58,32 +60,32 @@ std::optional<ncclRedOp_t> operationOfNccl(const ReduceOp& op) {
 
 }  // namespace
 
-NcclReduction ncclReductionFor(const char* operation, const Reducing& reducing) {
-  const char* const name = nameOf(reducing.op);
-  auto op = operationOfNccl(reducing.op);
+NcclReduction ncclReductionFor(const char* operation, const ReduceOp& reduction, at::ScalarType type) {
+  const char* const name = nameOf(reduction);
+  auto op = operationOfNccl(reduction);
   TORCH_CHECK_VALUE(op, operation, ": ", name,
                     " is not among the reductions of NCCL, which tensors on CUDA go by; expected SUM, AVG, PRODUCT, "
                     "MIN, MAX or PREMUL_SUM, or tensors on CPU");
-  const auto dtype = elementOfNccl(reducing.dtype);
-  TORCH_CHECK_VALUE(dtype, operation, ": tensors on CUDA have dtype ", reducing.dtype,
+  const auto dtype = elementOfNccl(type);
+  TORCH_CHECK_VALUE(dtype, operation, ": tensors on CUDA have dtype ", type,
                     ", which NCCL does not reduce; expected another dtype, or tensors on CPU");
-  const bool isComplex = at::isComplexType(reducing.dtype);
-  const bool isBool = reducing.dtype == at::kBool;
+  const bool isComplex = at::isComplexType(type);
+  const bool isBool = type == at::kBool;
   const bool isSum = *op == ncclSum || *op == ncclAvg;
-  TORCH_CHECK_VALUE(!isComplex || isSum, operation, ": ", name, " of ", reducing.dtype,
+  TORCH_CHECK_VALUE(!isComplex || isSum, operation, ": ", name, " of ", type,
                     " on CUDA; expected SUM or AVG, complex numbers are reduced as pairs of real ones");
-  const auto factor = premulFactor(reducing.op);
+  const auto factor = premulFactor(reduction);
   TORCH_CHECK_VALUE(!isBool || (*op != ncclAvg && !factor), operation, ": ", name,
                     " of bool; expected SUM, PRODUCT, MIN or MAX");
   const bool takesFactor =
       *dtype == ncclFloat16 || *dtype == ncclBfloat16 || *dtype == ncclFloat32 || *dtype == ncclFloat64;
-  TORCH_CHECK_VALUE(!factor || (takesFactor && !isComplex), operation, ": PREMUL_SUM of ", reducing.dtype,
+  TORCH_CHECK_VALUE(!factor || (takesFactor && !isComplex), operation, ": PREMUL_SUM of ", type,
                     " on CUDA; expected half, bfloat16, float or double");
   if (isBool && *op == ncclSum) op = ncclMax;
   if (isBool && *op == ncclProd) op = ncclMin;
-  NcclReduction reduction{*dtype, at::elementSize(reducing.dtype) / (isComplex ? 2 : 1), *op, std::nullopt};
-  if (factor) reduction.factor = factor->toDouble();
-  return reduction;
+  NcclReduction found{*dtype, at::elementSize(type) / (isComplex ? 2 : 1), *op, std::nullopt};
+  if (factor) found.factor = factor->toDouble();
+  return found;
 }
 
 }  // namespace farandole::backend

@@ -17,6 +17,8 @@ class StoreMeeting final : public transport::CommunicatorMeeting {
 
   Result<ncclUniqueId> meet(const std::string& name, int rank, int size,
                             transport::DeviceClock::time_point deadline) override;
+  Result<bool> agree(const std::string& name, int size, bool mine,
+                     transport::DeviceClock::time_point deadline) override;
 
  private:
   Result<ncclUniqueId> meetInStore(const std::string& key, int rank, int size,

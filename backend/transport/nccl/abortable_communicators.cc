@@ -36,6 +36,11 @@ Status AbortableCommunicators::closeAll() {
   return first;
 }
 
+Status AbortableCommunicators::addMemoryUse(NcclMemoryUse& use) {
+  for (const auto& communicator : all()) FARANDOLE_RETURN_IF_ERROR(communicator->addMemoryUse(use));
+  return Status::ok();
+}
+
 Status AbortableCommunicators::asyncError() {
   for (const auto& communicator : all()) FARANDOLE_RETURN_IF_ERROR(communicator->asyncError());
   return Status::ok();

@@ -17,6 +17,8 @@ class AbortableCommunicators {
   void abortAll();
   // Waits on the host; the first error.
   Status closeAll();
+  // See NcclCommunicator.
+  Status addMemoryUse(NcclMemoryUse& use);
   // What NCCL has found in any of them.
   Status asyncError();
 

@@ -33,9 +33,37 @@ std::vector<std::shared_ptr<GroupOnDevice>> DeviceGroup::devices() {
   return all;
 }
 
+std::vector<int> DeviceGroup::connectedDevices() {
+  std::vector<int> ordinals;
+  if (setup_.runtime->nccl.commShrink == nullptr || !status()) return ordinals;
+  for (const auto& device : devices()) {
+    if (device->isConnected()) ordinals.push_back(device->ordinal());
+  }
+  std::ranges::sort(ordinals);
+  return ordinals;
+}
+
+Status DeviceGroup::connectFrom(DeviceGroup& parent, const std::vector<int>& ordinals,
+                                const std::vector<int>& excluded) {
+  const auto theirs = parent.devices();
+  for (const int ordinal : ordinals) {
+    const auto from = std::ranges::find(theirs, ordinal, [](const auto& device) { return device->ordinal(); });
+    const auto ours = on((*from)->device());
+    if (!ours) return ours.status();
+    FARANDOLE_RETURN_IF_ERROR((*ours)->connectFrom(*from, excluded));
+  }
+  return Status::ok();
+}
+
 Status DeviceGroup::status() {
   std::lock_guard lock(mutex_);
   return over_;
+}
+
+Status DeviceGroup::addMemoryUse(NcclMemoryUse& use) {
+  if (setup_.runtime->nccl.commMemStats == nullptr) return setup_.runtime->nccl.lacks("ncclCommMemStats");
+  for (const auto& device : devices()) FARANDOLE_RETURN_IF_ERROR(device->addMemoryUse(use));
+  return Status::ok();
 }
 
 Status DeviceGroup::health() {

@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <vector>
 
 #include "backend/transport/nccl/group_on_device.h"
 
@@ -22,11 +23,20 @@ class DeviceGroup final : public WatchedGroup, public std::enable_shared_from_th
   // The part on this device, made on first use.
   Result<std::shared_ptr<GroupOnDevice>> on(int device);
 
+  // The ordinals of the devices whose collectives are connected; none where a smaller group can take nothing over from
+  // this one.
+  std::vector<int> connectedDevices();
+  // All ranks of this group together, before they use it: connects those devices of `parent`, which has the same ranks
+  // and the excluded ones.
+  Status connectFrom(DeviceGroup& parent, const std::vector<int>& ordinals, const std::vector<int>& excluded);
+
   Status health() override;
   void fail(const Status& why) override;
   void attend() override;
   // Ends everything; nobody is told.
   void abort(const Status& why);
+  // On all devices.
+  Status addMemoryUse(NcclMemoryUse& use);
   // Ok, or what ended the group.
   Status status();
   // Waits until what is under way has ended and the peers have it, for as long as `limit`, then aborts what is left and

@@ -1,5 +1,6 @@
 #include "backend/transport/nccl/group_on_device.h"
 
+#include <optional>
 #include <thread>
 
 namespace farandole::transport {
@@ -18,7 +19,8 @@ GroupOnDevice::GroupOnDevice(DeviceGroupSetup setup, std::weak_ptr<WatchedGroup>
       pointToPoint_(std::make_shared<PointToPoint>(
           PointToPoint::Setup{setup_.runtime, setup_.meeting, setup_.talk, events_, setup_.watch, group_,
                               setup_.name + " device " + std::to_string(ordinal), setup_.rank, device, ordinal,
-                              setup_.edgeCtas, setup_.timeout})) {}
+                              setup_.edgeCtas, setup_.timeout})),
+      memory_(setup_.runtime->nccl) {}
 
 Status GroupOnDevice::begin() {
   auto stream = DeviceStream::make(setup_.runtime->cuda, device_);
@@ -49,6 +51,15 @@ Status GroupOnDevice::connect() {
   return over_;
 }
 
+Status GroupOnDevice::connectFrom(std::shared_ptr<GroupOnDevice> parent, std::vector<int> excluded) {
+  {
+    std::lock_guard lock(mutex_);
+    parent_ = std::move(parent);
+    excluded_ = std::move(excluded);
+  }
+  return connect();
+}
+
 void GroupOnDevice::adopt(std::shared_ptr<NcclCommunicator> communicator) {
   if (!communicators_.add(communicator)) return;
   std::lock_guard lock(mutex_);
@@ -63,9 +74,34 @@ std::shared_ptr<NcclCommunicator> GroupOnDevice::communicator() {
 
 Result<std::shared_ptr<NcclCommunicator>> GroupOnDevice::makeCommunicator() {
   const std::string name = setup_.name + " device " + std::to_string(ordinal_);
+  auto shrunk = shrinkParent(name);
+  if (!shrunk || *shrunk != nullptr) return shrunk;
   const auto id = setup_.meeting->meet(name, setup_.rank, setup_.size, DeviceClock::now() + setup_.timeout);
   if (!id) return id.status().wrap(name);
   return NcclCommunicator::connect(*setup_.runtime, {name, *id, setup_.rank, setup_.size, device_});
+}
+
+Result<std::shared_ptr<NcclCommunicator>> GroupOnDevice::shrinkParent(const std::string& name) {
+  std::shared_ptr<GroupOnDevice> parent;
+  {
+    std::lock_guard lock(mutex_);
+    parent = std::move(parent_);
+  }
+  const std::shared_ptr<NcclCommunicator> none;
+  if (parent == nullptr) return none;
+  const auto from = parent->communicator();
+  // Kept while the ranks agree: nobody begins anything there meanwhile, nor closes it.
+  std::optional<NcclCommunicator::Turn> turn;
+  if (from != nullptr && setup_.runtime->nccl.commShrink != nullptr) turn.emplace(*from, std::try_to_lock);
+  // Once: NCCL (2.28 to 2.30) gives all that are made out of one communicator in this way the same hash, by which it
+  // tells communicators apart.
+  const bool mine = turn && turn->handle() != nullptr && !parent->wasShrunk_ && parent->areCollectivesIdle();
+  const auto agreed = setup_.meeting->agree(name, setup_.size, mine, DeviceClock::now() + setup_.timeout);
+  if (!agreed) return agreed.status().wrap(name);
+  if (!*agreed) return none;
+  parent->wasShrunk_ = true;
+  if (from->isAborted()) return from->ended();
+  return NcclCommunicator::shrink(*setup_.runtime, name, *from, *turn, excluded_);
 }
 
 void GroupOnDevice::connectNow() {
@@ -133,18 +169,52 @@ Status GroupOnDevice::post(cudaStream_t current, std::vector<EdgeMessage> messag
   return pointToPoint_->post(std::move(messages));
 }
 
+template <typename Use>
+Status GroupOnDevice::withTurn(const Use& use) {
+  const DeviceScope scope(setup_.runtime->cuda, device_);
+  FARANDOLE_RETURN_IF_ERROR(scope.status());
+  const auto communicator = this->communicator();
+  if (communicator == nullptr) {
+    return Status::invalidArgument(setup_.name +
+                                   " is not connected, and memory is registered with its communicator; expected a "
+                                   "collective before, or device_id in init_process_group");
+  }
+  const NcclCommunicator::Turn turn(*communicator);
+  return turn.handle() == nullptr ? communicator->ended() : use(turn.handle());
+}
+
+Status GroupOnDevice::registerMemory(MemoryPoolId pool, const std::vector<MemorySegment>& segments, bool isSymmetric) {
+  return withTurn([&](ncclComm_t handle) { return memory_.set(handle, pool, segments, isSymmetric); });
+}
+
+Status GroupOnDevice::deregisterMemory(MemoryPoolId pool) {
+  return withTurn([&](ncclComm_t handle) { return memory_.remove(handle, pool); });
+}
+
+Status GroupOnDevice::addMemoryUse(NcclMemoryUse& use) {
+  const DeviceScope scope(setup_.runtime->cuda, device_);
+  FARANDOLE_RETURN_IF_ERROR(scope.status());
+  FARANDOLE_RETURN_IF_ERROR(communicators_.addMemoryUse(use));
+  return pointToPoint_->addMemoryUse(use);
+}
+
 Status GroupOnDevice::asyncError() {
   FARANDOLE_RETURN_IF_ERROR(communicators_.asyncError());
   return pointToPoint_->asyncError();
 }
 
-bool GroupOnDevice::isIdle() {
-  bool isIdle = pointToPoint_->isIdle();
+bool GroupOnDevice::areCollectivesIdle() {
+  bool isIdle = true;
   for (const auto& lane : {lane_, inOrderLane_}) {
     (void)lane->sweep();
     isIdle = isIdle && lane->isEmpty();
   }
   return isIdle;
+}
+
+bool GroupOnDevice::isIdle() {
+  const bool areEdgesIdle = pointToPoint_->isIdle();
+  return areCollectivesIdle() && areEdgesIdle;
 }
 
 void GroupOnDevice::endAll(const Status& why) {
@@ -163,6 +233,9 @@ void GroupOnDevice::endAll(const Status& why) {
 
 Status GroupOnDevice::close() {
   FARANDOLE_RETURN_IF_ERROR(settleOnDevice(setup_.runtime->cuda, device_));
+  if (communicator() != nullptr) {
+    (void)withTurn([&](ncclComm_t handle) { return memory_.removeAll(handle); });
+  }
   const Status edges = pointToPoint_->close();
   const Status collectives = communicators_.closeAll();
   return edges ? collectives : edges;

@@ -12,6 +12,7 @@
 #include "backend/transport/nccl/device_stream.h"
 #include "backend/transport/nccl/device_watch.h"
 #include "backend/transport/nccl/point_to_point.h"
+#include "backend/transport/nccl/registered_memory.h"
 
 namespace farandole::transport {
 
@@ -39,6 +40,12 @@ class GroupOnDevice : public std::enable_shared_from_this<GroupOnDevice> {
   Status begin();
   // Waits until the communicator of all ranks is there; the first call makes it, on a thread of its own.
   Status connect();
+  // The same, of all ranks together, in place of the first connect(): the ranks of `parent` but for the excluded ones.
+  // NCCL makes the communicator out of the parent's where all of them can do without that just now; they agree on it.
+  Status connectFrom(std::shared_ptr<GroupOnDevice> parent, std::vector<int> excluded);
+  bool isConnected() { return communicator() != nullptr; }
+  int device() const { return device_; }
+  int ordinal() const { return ordinal_; }
   // What a collective calls of NCCL.
   using Calls = std::function<void(NcclGroup&, ncclComm_t, cudaStream_t)>;
   // Puts `calls`, as one launch, after what is on `current` by now: on the group's own stream, or with `inOrder` on
@@ -49,6 +56,13 @@ class GroupOnDevice : public std::enable_shared_from_this<GroupOnDevice> {
   // See PointToPoint::connect().
   Status connectEdges(std::vector<EdgeKey> edges) { return pointToPoint_->connect(std::move(edges)); }
   void tellPeers() { pointToPoint_->tellPeers(); }
+
+  // A pool of the user's memory, for the collectives (see RegisteredMemory::set). All ranks have a part in what is
+  // symmetric; an error of that ends the group. Not before connect().
+  Status registerMemory(MemoryPoolId pool, const std::vector<MemorySegment>& segments, bool isSymmetric);
+  // Once nothing that uses it is under way.
+  Status deregisterMemory(MemoryPoolId pool);
+  Status addMemoryUse(NcclMemoryUse& use);
 
   Status asyncError();
   // Ends what the device is done with; whether nothing is left.
@@ -61,6 +75,11 @@ class GroupOnDevice : public std::enable_shared_from_this<GroupOnDevice> {
   void adopt(std::shared_ptr<NcclCommunicator> communicator);
   std::shared_ptr<NcclCommunicator> communicator();  // null before connect()
   Result<std::shared_ptr<NcclCommunicator>> makeCommunicator();
+  // Null: they did not agree.
+  Result<std::shared_ptr<NcclCommunicator>> shrinkParent(const std::string& name);
+  bool areCollectivesIdle();
+  template <typename Use>
+  Status withTurn(const Use& use);
   Result<bool> isCapturing(cudaStream_t stream) const;
 
   const DeviceGroupSetup setup_;
@@ -78,7 +97,12 @@ class GroupOnDevice : public std::enable_shared_from_this<GroupOnDevice> {
   std::mutex mutex_;
   std::condition_variable changed_;
   bool isConnecting_ = false;
+  // Until it is connected; null where it is made from nothing.
+  std::shared_ptr<GroupOnDevice> parent_;
+  std::vector<int> excluded_;
   std::shared_ptr<NcclCommunicator> communicator_;
+  RegisteredMemory memory_;  // in the turn of communicator_
+  bool wasShrunk_ = false;   // likewise
   Status over_;
 };
 

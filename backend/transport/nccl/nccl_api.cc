@@ -46,6 +46,12 @@ Result<std::string> NcclApi::version() const {
   return versionText(version);
 }
 
+Status NcclApi::lacks(const char* function) const {
+  const auto loaded = version();
+  return Status::unavailable("the loaded NCCL" + (loaded ? " " + *loaded : std::string()) + " has no function " +
+                             function + ", which newer ones have");
+}
+
 Status NcclApi::check(ncclResult_t result, const std::string& what) const {
   if (result == ncclSuccess) return Status::ok();
   std::string text = what + ": " + getErrorString(result);

@@ -9,14 +9,13 @@
 
 #include "backend/common/status.h"
 
-// USE(member, function): what farandole calls of NCCL, or is to (docs/design.md says what is planned).
+// USE(member, function): what farandole calls of NCCL.
 #define FARANDOLE_NCCL_FUNCTIONS(USE)                 \
   USE(getVersion, ncclGetVersion)                     \
   USE(getErrorString, ncclGetErrorString)             \
   USE(getLastError, ncclGetLastError)                 \
   USE(getUniqueId, ncclGetUniqueId)                   \
   USE(commInitRankConfig, ncclCommInitRankConfig)     \
-  USE(commSplit, ncclCommSplit)                       \
   USE(commGetAsyncError, ncclCommGetAsyncError)       \
   USE(commFinalize, ncclCommFinalize)                 \
   USE(commDestroy, ncclCommDestroy)                   \
@@ -43,8 +42,7 @@
   USE(commRevoke, ncclCommRevoke, ncclResult_t(ncclComm_t, int))                                                    \
   USE(commWindowRegister, ncclCommWindowRegister, ncclResult_t(ncclComm_t, void*, std::size_t, ncclWindow_t*, int)) \
   USE(commWindowDeregister, ncclCommWindowDeregister, ncclResult_t(ncclComm_t, ncclWindow_t))                       \
-  USE(commMemStats, ncclCommMemStats, ncclResult_t(ncclComm_t, int, std::uint64_t*))                                \
-  USE(alltoAll, ncclAlltoAll, ncclResult_t(const void*, void*, std::size_t, ncclDataType_t, ncclComm_t, cudaStream_t))
+  USE(commMemStats, ncclCommMemStats, ncclResult_t(ncclComm_t, int, std::uint64_t*))
 
 namespace farandole::transport {
 
@@ -66,6 +64,8 @@ struct NcclApi {
 
   // "2.30.7".
   Result<std::string> version() const;
+  // kUnavailable: what was asked for needs a function that this version lacks.
+  Status lacks(const char* function) const;
   // Ok, or NCCL's text for the code and its last error after `what`.
   Status check(ncclResult_t result, const std::string& what) const;
 };

@@ -33,10 +33,31 @@ Result<std::shared_ptr<NcclCommunicator>> NcclCommunicator::connect(const Device
   return std::shared_ptr<NcclCommunicator>(new NcclCommunicator(runtime, std::move(name), spec.device, handle));
 }
 
+Result<std::shared_ptr<NcclCommunicator>> NcclCommunicator::shrink(const DeviceRuntime& runtime,
+                                                                   const std::string& text,
+                                                                   const NcclCommunicator& from, const Turn& turn,
+                                                                   std::vector<int> excluded) {
+  const DeviceScope scope(runtime.cuda, from.device_);
+  FARANDOLE_RETURN_IF_ERROR(scope.status());
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  config.blocking = 1;
+  auto name = std::make_unique<const std::string>(text);
+  config.commName = name->c_str();
+  ncclComm_t handle = nullptr;
+  FARANDOLE_RETURN_IF_ERROR(runtime.nccl.check(
+      runtime.nccl.commShrink(turn.handle(), excluded.data(), static_cast<int>(excluded.size()), &handle, &config, 0),
+      "ncclCommShrink of " + from.name() + " to " + text));
+  return std::shared_ptr<NcclCommunicator>(new NcclCommunicator(runtime, std::move(name), from.device_, handle));
+}
+
 NcclCommunicator::~NcclCommunicator() { abort(); }
 
 NcclCommunicator::Turn::Turn(NcclCommunicator& communicator)
     : lock_(communicator.turn_), handle_(communicator.isAborted_ ? nullptr : communicator.handle_.load()) {}
+
+NcclCommunicator::Turn::Turn(NcclCommunicator& communicator, std::try_to_lock_t tryOnly)
+    : lock_(communicator.turn_, tryOnly),
+      handle_(!lock_ || communicator.isAborted_ ? nullptr : communicator.handle_.load()) {}
 
 Status NcclCommunicator::ended() const { return Status::aborted(*name_ + " was closed or aborted"); }
 
@@ -48,6 +69,25 @@ Status NcclCommunicator::asyncError() {
       runtime_.nccl.check(runtime_.nccl.commGetAsyncError(handle_, &found), "ncclCommGetAsyncError of " + *name_));
   if (found == ncclInProgress) return Status::ok();
   return runtime_.nccl.check(found, *name_);
+}
+
+Status NcclCommunicator::addMemoryUse(NcclMemoryUse& use) {
+  const NcclApi& nccl = runtime_.nccl;
+  if (nccl.commMemStats == nullptr) return nccl.lacks("ncclCommMemStats");
+  const Turn turn(*this);
+  if (turn.handle() == nullptr) return Status::ok();
+  // ncclCommMemStat_t, which older headers lack.
+  enum Statistic : int { kSuspendable, kIsSuspended, kPersistent, kTotal };
+  std::uint64_t values[4] = {};
+  for (const int statistic : {kSuspendable, kIsSuspended, kPersistent, kTotal}) {
+    FARANDOLE_RETURN_IF_ERROR(
+        nccl.check(nccl.commMemStats(turn.handle(), statistic, &values[statistic]), "ncclCommMemStats of " + *name_));
+  }
+  use.suspendable += values[kSuspendable];
+  use.persistent += values[kPersistent];
+  use.total += values[kTotal];
+  use.isSuspended = use.isSuspended || values[kIsSuspended] != 0;
+  return Status::ok();
 }
 
 void NcclCommunicator::interrupt() {

@@ -1,9 +1,11 @@
 #pragma once
 
 #include <atomic>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "backend/transport/nccl/device_runtime.h"
 
@@ -18,6 +20,14 @@ struct CommunicatorSpec {
   int maxCtas = 0;  // how many of the device's processors it may take; 0: as NCCL thinks
 };
 
+// Memory of a device that NCCL has allocated, in bytes.
+struct NcclMemoryUse {
+  std::uint64_t suspendable = 0;  // what ncclCommSuspend would free
+  std::uint64_t persistent = 0;
+  std::uint64_t total = 0;
+  bool isSuspended = false;
+};
+
 // One of NCCL's communicators. It is blocking: of a non-blocking one every group of calls starts a thread (NCCL 2.30,
 // group.cc), which costs more than the call. What may block the host for long is therefore done where that harms
 // nobody: connecting on a thread of its own, closing too.
@@ -27,6 +37,12 @@ class NcclCommunicator {
  public:
   // Waits on the host until all ranks have come.
   static Result<std::shared_ptr<NcclCommunicator>> connect(const DeviceRuntime& runtime, const CommunicatorSpec& spec);
+  class Turn;
+  // Of a communicator's ranks all but the excluded ones, in their order: only those call, each with its turn. Waits on
+  // the host for them; the end of the communicator that they come from ends that.
+  static Result<std::shared_ptr<NcclCommunicator>> shrink(const DeviceRuntime& runtime, const std::string& name,
+                                                          const NcclCommunicator& from, const Turn& turn,
+                                                          std::vector<int> excluded);
   // Aborts what was not closed.
   ~NcclCommunicator();
   NcclCommunicator(const NcclCommunicator&) = delete;
@@ -36,6 +52,8 @@ class NcclCommunicator {
   class Turn {
    public:
     explicit Turn(NcclCommunicator& communicator);
+    // Empty, too, while somebody else has it.
+    Turn(NcclCommunicator& communicator, std::try_to_lock_t tryOnly);
     ncclComm_t handle() const { return handle_; }
 
    private:
@@ -45,6 +63,8 @@ class NcclCommunicator {
 
   // What NCCL's own threads have found since: ok, or why this communicator is broken.
   Status asyncError();
+  // Adds what it has allocated; nothing once it has ended. kUnavailable where NCCL does not tell.
+  Status addMemoryUse(NcclMemoryUse& use);
   // Ends what runs on the device, without its result, and every call; peers stay where they are. interrupt() is what
   // of it can be done without waiting: for all communicators of a group first, since a call may be stuck in several.
   void interrupt();
@@ -59,6 +79,7 @@ class NcclCommunicator {
   const std::string& name() const { return *name_; }
   int device() const { return device_; }
   Status ended() const;
+  bool isAborted() const { return isAborted_; }
 
  private:
   // NCCL keeps the pointer to its name (2.28 to 2.30): the text stays where it is.
@@ -93,6 +114,8 @@ class NcclGroup {
   // Ends the group and begins another one, where all ranks that have a part in it do so, for NCCL takes 2048 calls in a
   // group at most.
   void cut();
+  // Whether calls still go into a group: not after one that failed to be launched.
+  bool isOpen() const { return isOpen_; }
   // What failed, of the calls or of their launch.
   Status end();
 

@@ -58,6 +58,7 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   void endAll(const Status& why);
   // Waits on the host until what was sent has arrived; nothing may be posted any more.
   Status close() { return communicators_.closeAll(); }
+  Status addMemoryUse(NcclMemoryUse& use) { return communicators_.addMemoryUse(use); }
   // What NCCL has found.
   Status asyncError() { return communicators_.asyncError(); }
 

@@ -76,6 +76,28 @@ def test_a_group_that_is_bound_to_a_device_is_made_at_once_and_can_be_split(worl
         assert part == part_size == min(2, world.size - rank // 2 * 2)
 
 
+def _shrink(rank, world_size, connects):
+    if connects:
+        _sum("cuda")
+        torch.cuda.synchronize()
+    if rank == 0:
+        dist.barrier()  # of the CPU: this rank stays until the others have their group
+        return None
+    smaller = dist.group.WORLD._get_backend(torch.device("cuda")).shrink([0])
+    x = torch.ones(1000, device="cuda")
+    smaller.allreduce([x], dist.AllreduceOptions()).wait()
+    result = x.mean().item()
+    smaller.shutdown()
+    dist.barrier()
+    return result
+
+
+@pytest.mark.parametrize("connects", [False, True])
+def test_a_group_that_is_shrunk_goes_on_without_the_excluded_rank(world, connects):
+    results = run_on_gpus(_shrink, world, connects=connects)
+    assert results == [None] + [world.size - 1.0] * (world.size - 1)
+
+
 def _new_groups(rank, world_size):
     results = []
     for round_ in range(5):

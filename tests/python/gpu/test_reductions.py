@@ -129,3 +129,22 @@ def _premul_sum(rank, world_size):
 
 def test_a_sum_with_a_factor_takes_a_number_and_a_tensor(world):
     run_on_gpus(_premul_sum, world)
+
+
+def _sparse(rank, world_size):
+    for seed in range(8):
+        generator = torch.Generator().manual_seed(seed * 10 + rank)
+        nnz, dense = [0, 1, 40, 3000][(seed + rank) % 4], [(), (3,)][seed % 2]
+        indices = torch.randint(0, 50, (2, nnz), generator=generator)
+        values = torch.randint(-9, 9, (nnz, *dense), generator=generator).float()
+        on_cpu = torch.sparse_coo_tensor(indices, values, (50, 50, *dense), check_invariants=True)
+        on_cuda = on_cpu.cuda()
+        dist.all_reduce(on_cpu)
+        work = dist.all_reduce(on_cuda, async_op=True)
+        work.wait()
+        assert torch.equal(on_cuda.to_dense().cpu(), on_cpu.to_dense()), seed
+    return True
+
+
+def test_sparse_tensors_are_summed_as_on_the_cpu(world):
+    assert all(run_on_gpus(_sparse, world, timeout=150))

@@ -1,124 +1,16 @@
 // The CUDA half of a process group, on simulated devices: its tensors are host memory that says it is on CUDA.
-#include <gtest/gtest.h>
-
-#include <random>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
-
-#include "backend/c10d/cuda/cuda_environment.h"
-#include "backend/c10d/cuda_group.h"
 #include "backend/c10d/tensor_checks.h"
-#include "tests/backend/transport/nccl/simulator/simulated_cluster.h"
-#include "tests/backend/transport/nccl/test_talk.h"
+#include "tests/backend/c10d/cuda/nccl_groups.h"
 
 namespace farandole::backend {
 namespace {
 
-using ::c10d::OpType;
 using ::c10d::ReduceOp;
-using farandole::testing::SimulatedCluster;
+using testing::NcclGroupTest;
+using testing::onCuda;
+using testing::OpType;
+using testing::WorkPtr;
 using namespace std::chrono_literals;
-using WorkPtr = c10::intrusive_ptr<::c10d::Work>;
-
-std::vector<cudaStream_t>* currentStreams = nullptr;
-
-// The same memory, said to be on CUDA.
-at::Tensor onCuda(const at::Tensor& host, int device) {
-  const at::Device where(at::kCUDA, static_cast<c10::DeviceIndex>(device));
-  c10::Storage storage(
-      c10::Storage::use_byte_size_t(), host.nbytes(),
-      c10::DataPtr(
-          host.data_ptr(), new at::Tensor(host), [](void* held) { delete static_cast<at::Tensor*>(held); }, where),
-      nullptr, false);
-  at::Tensor tensor = at::detail::make_tensor<at::TensorImpl>(
-      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CUDA), host.dtype());
-  tensor.unsafeGetTensorImpl()->set_sizes_contiguous(host.sizes());
-  return tensor;
-}
-
-class NcclGroupTest : public ::testing::Test {
- protected:
-  static constexpr int kSize = 3;
-
-  void SetUp() override {
-    seed_ = std::random_device{}() % 1'000'000;
-    std::cerr << "seed " << seed_ << '\n';
-    begin(seed_);
-  }
-  void TearDown() override {
-    groups_.clear();
-    EXPECT_EQ(cluster_->live().communicators, 0);
-    const auto violations = cluster_->violations();
-    EXPECT_EQ(violations, std::vector<std::string>{});
-    CudaEnvironment::replace(nullptr);
-    currentStreams = nullptr;
-  }
-
-  void begin(std::uint64_t seed) {
-    cluster_ = std::make_unique<SimulatedCluster>(kSize, seed);
-    runtime_ = {cluster_->cuda(), cluster_->nccl()};
-    for (int rank = 0; rank < kSize; ++rank) streams_.push_back(cluster_->userStream(rank));
-    currentStreams = &streams_;
-    environment_ = {&runtime_, [](int device) { return currentStreams->at(device); }};
-    CudaEnvironment::replace(&environment_);
-    const auto store = c10::make_intrusive<::c10d::HashStore>();
-    const auto talks = transport::testing::TestTalk::all(kSize, seed);
-    for (int rank = 0; rank < kSize; ++rank) {
-      CudaGroup::Setup setup;
-      setup.store = store;
-      setup.talk = talks[rank];
-      setup.name = "group";
-      setup.rank = rank;
-      setup.size = kSize;
-      setup.timeout = 20s;
-      setup.ranksHealth = [] { return Status::ok(); };
-      setup.onFailure = [](const Status&) {};
-      auto made = CudaGroup::make(setup);
-      ASSERT_TRUE(made) << made.status().toString();
-      groups_.push_back(*made);
-    }
-  }
-
-  template <typename Body>
-  void each(const Body& body) {
-    std::vector<std::thread> threads;
-    for (int rank = 0; rank < kSize; ++rank) {
-      threads.emplace_back([&, rank] {
-        (void)runtime_.cuda.setDevice(rank);
-        body(rank);
-      });
-    }
-    for (std::thread& thread : threads) thread.join();
-  }
-  void close() {
-    each([&](int rank) { groups_[rank]->close(); });
-  }
-
-  static WorkOptions options(int rank, OpType type, std::uint64_t sequence = 0) {
-    return {rank, type, "test", sequence, 20s, nullptr};
-  }
-  static at::Device device(int rank) { return {at::kCUDA, static_cast<c10::DeviceIndex>(rank)}; }
-
-  // One collective: each rank's tensors on the host, what they are called with, and its results afterwards.
-  void collective(int rank, std::vector<at::Tensor> tensors, const CudaGroup::Build& build) {
-    std::vector<at::Tensor> results;
-    for (const at::Tensor& tensor : tensors) results.push_back(onCuda(tensor, rank));
-    const bool isAsync = ++calls_ % 2 == 0;
-    const WorkPtr work =
-        groups_[rank]->run(options(rank, OpType::ALLREDUCE), device(rank), isAsync, std::move(results), {}, build);
-    EXPECT_TRUE(work->wait());
-    EXPECT_TRUE(cluster_->synchronize(streams_[rank], 20s));
-    EXPECT_TRUE(work->isCompleted());
-    EXPECT_TRUE(work->isSuccess());
-  }
-
-  std::uint64_t seed_ = 0;
-  std::atomic<int> calls_{0};
-  std::unique_ptr<SimulatedCluster> cluster_;
-  transport::DeviceRuntime runtime_;
-  CudaEnvironment environment_;
-  std::vector<cudaStream_t> streams_;
-  std::vector<std::shared_ptr<CudaGroup>> groups_;
-};
 
 // A tensor of small integers, so that every order of reduction gives the same.
 at::Tensor randomTensor(at::IntArrayRef sizes, at::ScalarType dtype, std::mt19937_64& rng) {
@@ -161,10 +53,8 @@ TEST_F(NcclGroupTest, AllReduceOfAllKindsIsWhatTorchComputes) {
     for (int rank = 0; rank < kSize; ++rank) data.push_back(randomTensor({5, 7}, one.dtype, rng));
     at::Tensor expected = combined(op, data);
     each([&](int rank) {
-      groups_[rank]->checkReduction("all_reduce", {op, one.dtype});
-      collective(rank, {data[rank]}, [&](CollectiveCalls& calls) {
-        calls.allReduce({op, one.dtype}, sliceOf(data[rank]));
-      });
+      const Reducing reducing = CudaGroup::reducing("all_reduce", op, one.dtype);
+      collective(rank, {data[rank]}, [&](CollectiveCalls& calls) { calls.allReduce(reducing, sliceOf(data[rank])); });
     });
     for (const at::Tensor& result : data) {
       EXPECT_TRUE(at::allclose(result.to(at::kComplexDouble), expected.to(at::kComplexDouble), 1e-2))
@@ -178,7 +68,7 @@ TEST_F(NcclGroupTest, AllReduceOfAllKindsIsWhatTorchComputes) {
 TEST_F(NcclGroupTest, WhatNcclCannotReduceIsRefusedByName) {
   const auto refusal = [&](const ReduceOp& op, at::ScalarType dtype) -> std::string {
     try {
-      groups_[0]->checkReduction("all_reduce", {op, dtype});
+      (void)CudaGroup::reducing("all_reduce", op, dtype);
     } catch (const c10::Error& error) {
       return error.what_without_backtrace();
     }
@@ -206,13 +96,42 @@ TEST_F(NcclGroupTest, AFactorMultipliesEachRanksData) {
       ReduceOp op;
       op.op_ = ReduceOp::PREMUL_SUM;
       op.supplement_ = c10::make_intrusive<::c10d::NCCLPreMulSumSupplement>(0.5 * (rank + 1));
-      collective(rank, {data[rank]}, [&](CollectiveCalls& calls) {
-        calls.allReduce({op, dtype}, sliceOf(data[rank]));
-      });
+      const Reducing reducing = CudaGroup::reducing("all_reduce", op, dtype);
+      collective(rank, {data[rank]}, [&](CollectiveCalls& calls) { calls.allReduce(reducing, sliceOf(data[rank])); });
     });
     for (const at::Tensor& result : data) EXPECT_TRUE(at::equal(result.to(at::kDouble), expected)) << dtype << result;
   }
   EXPECT_EQ(cluster_->live().redOps, 0);
+  close();
+}
+
+TEST_F(NcclGroupTest, AFactorThatIsATensorIsReadBeforeTheCollectiveIsIssued) {
+  std::vector<at::Tensor> data{at::ones({4}), at::ones({4}), at::ones({4})};
+  each([&](int rank) {
+    const at::Tensor factor = at::full({}, 0.5);
+    ReduceOp op;
+    op.op_ = ReduceOp::PREMUL_SUM;
+    op.supplement_ = c10::make_intrusive<::c10d::NCCLPreMulSumSupplement>(factor);
+    const Reducing reducing = CudaGroup::reducing("all_reduce", op, at::kFloat);
+    factor.fill_(7);
+    collective(rank, {data[rank]}, [&](CollectiveCalls& calls) { calls.allReduce(reducing, sliceOf(data[rank])); });
+  });
+  for (const at::Tensor& result : data) EXPECT_TRUE(at::equal(result, at::full({4}, 1.5f))) << result;
+  close();
+}
+
+TEST_F(NcclGroupTest, MoreCollectivesThanNcclTakesInAGroupAreSeveral) {
+  constexpr std::int64_t kCount = 5000;
+  const ReduceOp sum = ReduceOp::SUM;
+  std::vector<at::Tensor> data;
+  for (int rank = 0; rank < kSize; ++rank) data.push_back(at::arange(kCount, at::kInt) + rank);
+  each([&](int rank) {
+    const Reducing reducing = CudaGroup::reducing("all_reduce_coalesced", sum, at::kInt);
+    collective(rank, {data[rank]}, [&](CollectiveCalls& calls) {
+      for (std::int64_t i = 0; i < kCount; ++i) calls.allReduce(reducing, sliceOf(data[rank][i]));
+    });
+  });
+  for (const at::Tensor& result : data) EXPECT_TRUE(at::equal(result, at::arange(kCount, at::kInt) * 3 + 3));
   close();
 }
 
@@ -275,7 +194,8 @@ TEST_F(NcclGroupTest, DataGoesWhereEachCollectiveSaysItDoes) {
         calls.scatter(root, sliceOf(scattered[rank]), rank == root ? slicesOf(toScatter) : std::vector<Slice>{});
       });
       collective(rank, {reduced[rank]}, [&](CollectiveCalls& calls) {
-        calls.reduceScatter({sum, at::kInt}, sliceOf(reduced[rank]), slicesOf(parts[rank]), layout);
+        calls.reduceScatter(CudaGroup::reducing("reduce_scatter", sum, at::kInt), sliceOf(reduced[rank]),
+                            slicesOf(parts[rank]), layout);
       });
     });
     for (int i = 0; i < kSize; ++i) {
@@ -332,7 +252,7 @@ TEST_F(NcclGroupTest, TensorsLiveAsLongAsTheDeviceNeedsThemAndNoLonger) {
     at::Tensor tensor = onCuda(data[rank], rank);
     return groups_[rank]->run(options(rank, OpType::ALLREDUCE), device(rank), true, {}, {std::move(tensor)},
                               [&, slice = sliceOf(data[rank])](CollectiveCalls& calls) {
-                                calls.allReduce({sum, at::kFloat}, slice);
+                                calls.allReduce(CudaGroup::reducing("all_reduce", sum, at::kFloat), slice);
                               });
   };
   std::vector<WorkPtr> works(kSize);
@@ -362,10 +282,11 @@ TEST_F(NcclGroupTest, AWaitWithATimeoutBlocksTheHostAndNamesTheOperation) {
   cluster_->hold(streams_[1]);
   std::vector<WorkPtr> works(kSize);
   each([&](int rank) {
-    works[rank] = groups_[rank]->run(options(rank, OpType::ALLREDUCE, 7), device(rank), true,
-                                     {onCuda(data[rank], rank)}, {}, [&](CollectiveCalls& calls) {
-                                       calls.allReduce({sum, at::kFloat}, sliceOf(data[rank]));
-                                     });
+    works[rank] =
+        groups_[rank]->run(options(rank, OpType::ALLREDUCE, 7), device(rank), true, {onCuda(data[rank], rank)}, {},
+                           [&](CollectiveCalls& calls) {
+                             calls.allReduce(CudaGroup::reducing("all_reduce", sum, at::kFloat), sliceOf(data[rank]));
+                           });
   });
   try {
     works[0]->wait(30ms);
@@ -380,13 +301,38 @@ TEST_F(NcclGroupTest, AWaitWithATimeoutBlocksTheHostAndNamesTheOperation) {
   close();
 }
 
+TEST_F(NcclGroupTest, ASmallerGroupTakesOverWhatIsConnected) {
+  const auto store = c10::make_intrusive<::c10d::HashStore>();
+  const auto talks = testing::TestTalk::all(2, seed_);
+  each([&](int rank) {
+    EXPECT_TRUE(groups_[rank]->connectedDevices().empty());
+    groups_[rank]->connect(device(rank));
+    if (rank == 1) return;
+    const auto child = make(store, "child", rank / 2, 2, talks[rank / 2]);
+    EXPECT_EQ(groups_[rank]->connectedDevices(), std::vector<int>{0});
+    child->connectFrom(*groups_[rank], {0}, {1});
+    groups_[rank]->close();
+    at::Tensor data = at::full({4}, rank + 1.0f);
+    const ReduceOp sum = ReduceOp::SUM;
+    const Reducing reducing = CudaGroup::reducing("all_reduce", sum, at::kFloat);
+    const WorkPtr work = child->run(options(rank / 2, OpType::ALLREDUCE), device(rank), true, {onCuda(data, rank)}, {},
+                                    [&](CollectiveCalls& calls) { calls.allReduce(reducing, sliceOf(data)); });
+    EXPECT_TRUE(work->wait(20s));
+    EXPECT_TRUE(at::equal(data, at::full({4}, 4.0f)));
+    child->close();
+  });
+  EXPECT_EQ(cluster_->callCounts()["ncclCommShrink"], 2);
+  groups_[1]->close();
+}
+
 TEST_F(NcclGroupTest, AnAbortEndsWhatIsPendingAndWhatComesLater) {
   std::vector<at::Tensor> data{at::ones({4}), at::ones({4}), at::ones({4})};
   const ReduceOp sum = ReduceOp::SUM;
   const auto issue = [&](int rank) {
     return groups_[rank]->run(options(rank, OpType::ALLREDUCE), device(rank), true, {onCuda(data[rank], rank)}, {},
                               [&](CollectiveCalls& calls) {
-                                calls.allReduce({sum, at::kFloat}, sliceOf(data[rank]));
+                                calls.allReduce(CudaGroup::reducing("all_reduce", sum, at::kFloat),
+                                                sliceOf(data[rank]));
                               });
   };
   each([&](int rank) { issue(rank)->wait(20s); });

@@ -143,8 +143,7 @@ TEST(DeviceGroup, ClosingDoesNotWaitForEverForAPeer) {
 
 TEST(DeviceGroup, AbortComesThroughWhileACallIsStuck) {
   for (const bool newer : {true, false}) {
-    DeviceGroups ranks(2, 1);
-    ranks.cluster.setNewerFunctions(newer);
+    DeviceGroups ranks(2, 1, 20s, newer);
     ranks.cluster.setConnectsBlock(true);
     std::vector<int> data(kCount, 1);
     // Rank 1 makes the communicator, and never calls the collective.

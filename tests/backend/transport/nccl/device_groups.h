@@ -62,6 +62,18 @@ class TestMeeting final : public CommunicatorMeeting {
     return Status::timeout(std::to_string(place.here) + " of " + std::to_string(size) + " ranks have come");
   }
 
+  Result<bool> agree(const std::string& name, int size, bool mine, DeviceClock::time_point deadline) override {
+    std::unique_lock lock(mutex_);
+    Place& place = places_[name + "/vote"];
+    ++place.here;
+    place.saidYes += mine ? 1 : 0;
+    changed_.notify_all();
+    (void)changed_.wait_until(lock, deadline, [&] { return place.here >= size || !over_; });
+    if (place.here >= size) return place.saidYes == size;
+    if (!over_) return over_;
+    return Status::timeout(std::to_string(place.here) + " of " + std::to_string(size) + " ranks have come");
+  }
+
   void end(const Status& why) {
     std::lock_guard lock(mutex_);
     if (over_) over_ = why;
@@ -76,6 +88,7 @@ class TestMeeting final : public CommunicatorMeeting {
   struct Place {
     ncclUniqueId id;
     int here = 0;
+    int saidYes = 0;
   };
   const NcclApi& nccl_;
   std::mutex mutex_;
@@ -87,9 +100,9 @@ class TestMeeting final : public CommunicatorMeeting {
 // A group whose ranks are threads of the test, each with a device of the same number and a stream of the user's.
 class DeviceGroups {
  public:
-  DeviceGroups(int size, std::uint64_t seed, std::chrono::milliseconds timeout = 20s)
+  DeviceGroups(int size, std::uint64_t seed, std::chrono::milliseconds timeout = 20s, bool hasNewerFunctions = true)
       : cluster(size, seed),
-        runtime{cluster.cuda(), cluster.nccl()},
+        runtime{cluster.cuda(), ncclOf(cluster, hasNewerFunctions)},
         meeting(std::make_shared<TestMeeting>(runtime.nccl)),
         talks_(TestTalk::all(size, seed)) {
     for (int rank = 0; rank < size; ++rank) {
@@ -197,6 +210,11 @@ class DeviceGroups {
   std::vector<std::shared_ptr<DeviceGroup>> groups;
 
  private:
+  static NcclApi ncclOf(SimulatedCluster& cluster, bool hasNewerFunctions) {
+    cluster.setNewerFunctions(hasNewerFunctions);
+    return cluster.nccl();
+  }
+
   std::vector<std::shared_ptr<DeviceWatch>> watches_;
   const std::vector<std::shared_ptr<TestTalk>> talks_;
   bool hasDead_ = false;

@@ -22,7 +22,7 @@ void runCollective(const std::vector<const CollectiveCall*>& calls) {
   const std::size_t ranks = calls.size();
   const std::size_t size = call.count * elementSize(call.dtype);
   const auto root = static_cast<std::size_t>(call.root);
-  const bool manyIn = call.kind == Kind::kReduceScatter || call.kind == Kind::kAllToAll;
+  const bool manyIn = call.kind == Kind::kReduceScatter;
 
   std::vector<Bytes> inputs(ranks);
   std::vector<Operator> operators;
@@ -45,10 +45,8 @@ void runCollective(const std::vector<const CollectiveCall*>& calls) {
       case Kind::kBroadcast: write(to, inputs[root], 0, size); break;
       case Kind::kReduceScatter: write(to, reduced, rank * size, size); break;
       case Kind::kAllGather:
-      case Kind::kAllToAll:
         for (std::size_t from = 0; from < ranks; ++from) {
-          write(static_cast<std::byte*>(to) + from * size, inputs[from], call.kind == Kind::kAllToAll ? rank * size : 0,
-                size);
+          write(static_cast<std::byte*>(to) + from * size, inputs[from], 0, size);
         }
         break;
     }

@@ -222,10 +222,4 @@ ncclResult_t DataCalls::reduceScatter(const void* send, void* receive, std::size
                     stream, "ncclReduceScatter");
 }
 
-ncclResult_t DataCalls::alltoAll(const void* send, void* receive, std::size_t count, ncclDataType_t dtype,
-                                 ncclComm_t communicator, cudaStream_t stream) {
-  return collective({CollectiveCall::Kind::kAllToAll, send, receive, count, dtype, {}, -1}, nullptr, communicator,
-                    stream, "ncclAlltoAll");
-}
-
 }  // namespace farandole::testing

@@ -31,8 +31,6 @@ class DataCalls {
                          ncclComm_t communicator, cudaStream_t stream);
   ncclResult_t reduceScatter(const void* send, void* receive, std::size_t count, ncclDataType_t dtype, ncclRedOp_t op,
                              ncclComm_t communicator, cudaStream_t stream);
-  ncclResult_t alltoAll(const void* send, void* receive, std::size_t count, ncclDataType_t dtype,
-                        ncclComm_t communicator, cudaStream_t stream);
 
   // A call of this thread failed before it came here; when that ended the outermost group, the group is dropped.
   void failed(ncclResult_t result, bool atGroupEnd);

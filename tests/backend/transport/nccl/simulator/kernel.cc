@@ -14,8 +14,7 @@ bool CollectiveCall::matches(const CollectiveCall& other) const {
 }
 
 std::string CollectiveCall::text() const {
-  static constexpr const char* kKinds[] = {"allReduce", "broadcast",     "reduce",
-                                           "allGather", "reduceScatter", "alltoAll"};
+  static constexpr const char* kKinds[] = {"allReduce", "broadcast", "reduce", "allGather", "reduceScatter"};
   return std::string(kKinds[static_cast<int>(kind)]) + " count " + std::to_string(count) + " dtype " +
          std::to_string(dtype) + " op " + std::to_string(op.kind) + (op.preMultiplies() ? " premul" : "") + " root " +
          std::to_string(root);

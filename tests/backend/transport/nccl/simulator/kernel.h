@@ -16,7 +16,7 @@ namespace farandole::testing {
 struct Communicator;
 
 struct CollectiveCall {
-  enum class Kind : unsigned char { kAllReduce, kBroadcast, kReduce, kAllGather, kReduceScatter, kAllToAll };
+  enum class Kind : unsigned char { kAllReduce, kBroadcast, kReduce, kAllGather, kReduceScatter };
 
   bool matches(const CollectiveCall& other) const;
   std::string text() const;

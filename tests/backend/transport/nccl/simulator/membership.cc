@@ -69,24 +69,6 @@ ncclResult_t Membership::commInitRankConfig(ncclComm_t* created, int size, ncclU
   return finish(result, communicator, created);
 }
 
-ncclResult_t Membership::commSplit(ncclComm_t handle, int color, int key, ncclComm_t* created, ncclConfig_t* config) {
-  Lock lock(core_.mutex);
-  if (const ncclResult_t result = refuse(config, "ncclCommSplit"); result != ncclSuccess) return result;
-  Communicator* parent = nullptr;
-  if (const auto result = communicators_.find(handle, "ncclCommSplit", parent); result != ncclSuccess) return result;
-  const Use use(communicators_, lock, *parent, "ncclCommSplit");
-  communicators_.checkDevice(*parent, "ncclCommSplit");
-  if (created == nullptr || (color < 0 && color != NCCL_SPLIT_NOCOLOR)) return ncclInvalidArgument;
-  *created = nullptr;
-  const auto meeting = meetingOf(*parent, "ncclCommSplit", static_cast<std::size_t>(parent->clique->size()));
-  if (color == NCCL_SPLIT_NOCOLOR) return meet(lock, *meeting, parent->rank, {parent, nullptr}, "", *parent);
-  Communicator& communicator = communicators_.create(-1, parent->device, config);
-  if (communicator.name.empty()) communicator.name = parent->name;
-  *created = communicator.handle();
-  return finish(meet(lock, *meeting, parent->rank, {parent, &communicator, color, key}, "", communicator), communicator,
-                created);
-}
-
 ncclResult_t Membership::commShrink(ncclComm_t handle, int* excluded, int numExcluded, ncclComm_t* created,
                                     ncclConfig_t* config, int flags) {
   constexpr int kAbortsFirst = 1;  // NCCL_SHRINK_ABORT, which older headers lack
@@ -112,10 +94,11 @@ ncclResult_t Membership::commShrink(ncclComm_t handle, int* excluded, int numExc
   for (const int rank : without) wanted += std::to_string(rank) + " ";
   const auto expected = static_cast<std::size_t>(parent->clique->size()) - without.size();
   const auto meeting = meetingOf(*parent, "ncclCommShrink", expected);
+  meeting->without = without;
   Communicator& communicator = communicators_.create(-1, parent->device, config);
   if (communicator.name.empty()) communicator.name = parent->name;
   *created = communicator.handle();
-  const Meeting::Arrival arrival{parent, &communicator, 0, parent->rank};
+  const Meeting::Arrival arrival{parent, &communicator};
   return finish(meet(lock, *meeting, parent->rank, arrival, wanted, communicator), communicator, created);
 }
 
@@ -159,10 +142,10 @@ Communicators::Loss Membership::lossIn(const Meeting& meeting, const Communicato
       fromNothing = arrival.caller == nullptr;
       if (arrival.caller == nullptr) continue;
       const auto& ranks = member.clique->members();
-      const auto gone = std::count_if(ranks.begin(), ranks.end(), [this](const Communicator* other) {
-        return !core_.alive(other->device) || other->freed();
+      const auto left = std::count_if(ranks.begin(), ranks.end(), [&](const Communicator* other) {
+        return core_.alive(other->device) && !other->freed() && meeting.without.count(other->rank) == 0;
       });
-      if (ranks.size() - static_cast<std::size_t>(gone) < meeting.expected) return kLossNotice;
+      if (static_cast<std::size_t>(left) < meeting.expected) return kLossNotice;
     }
     if (!fromNothing) return std::nullopt;
     std::size_t couldCome = 0;
@@ -177,19 +160,15 @@ Communicators::Loss Membership::lossIn(const Meeting& meeting, const Communicato
 }
 
 void Membership::close(Meeting& meeting) {
-  std::map<int, std::vector<std::pair<std::pair<int, int>, Communicator*>>> colors;
+  std::vector<Communicator*> members;
   for (const auto& [rank, arrival] : meeting.arrivals) {
-    if (arrival.created != nullptr) colors[arrival.color].push_back({{arrival.key, rank}, arrival.created});
+    if (arrival.created == nullptr) continue;
+    arrival.created->rank = static_cast<int>(members.size());
+    members.push_back(arrival.created);
   }
-  for (auto& [color, members] : colors) {
-    std::sort(members.begin(), members.end());
-    std::vector<Communicator*> ordered;
-    for (const auto& [place, communicator] : members) {
-      communicator->rank = static_cast<int>(ordered.size());
-      ordered.push_back(communicator);
-    }
-    const auto clique = std::make_shared<Clique>(core_, ordered[0]->name, ordered);
-    for (Communicator* communicator : ordered) {
+  if (!members.empty()) {
+    const auto clique = std::make_shared<Clique>(core_, members[0]->name, members);
+    for (Communicator* communicator : members) {
       communicator->clique = clique;
       if (communicator->state == Communicator::State::kJoining) communicator->state = Communicator::State::kLive;
     }

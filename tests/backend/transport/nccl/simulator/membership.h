@@ -19,10 +19,10 @@ struct Meeting {
   struct Arrival {
     Communicator* caller = nullptr;  // null while the communicator is made from nothing
     Communicator* created = nullptr;
-    int color = 0, key = 0;
   };
   std::size_t expected = 0;
-  std::string wanted;  // what all must ask for alike
+  std::string wanted;     // what all must ask for alike
+  std::set<int> without;  // ranks that do not come
   std::map<int, Arrival> arrivals;
   bool done = false;
   ncclResult_t result = ncclSuccess;
@@ -36,7 +36,6 @@ class Membership {
 
   ncclResult_t getUniqueId(ncclUniqueId* id);
   ncclResult_t commInitRankConfig(ncclComm_t* created, int size, ncclUniqueId id, int rank, ncclConfig_t* config);
-  ncclResult_t commSplit(ncclComm_t parent, int color, int key, ncclComm_t* created, ncclConfig_t* config);
   ncclResult_t commShrink(ncclComm_t parent, int* excluded, int numExcluded, ncclComm_t* created, ncclConfig_t* config,
                           int flags);
   ncclResult_t commGetAsyncError(ncclComm_t communicator, ncclResult_t* error);
@@ -60,7 +59,7 @@ class Membership {
   ncclResult_t meet(Lock& lock, Meeting& meeting, int rank, const Meeting::Arrival& arrival, const std::string& wanted,
                     const Communicator& waiter);
   Communicators::Loss lossIn(const Meeting& meeting, const Communicator& waiter);
-  // Makes cliques of those who came, one for each color, in the order of their keys.
+  // Makes a clique of those who came, in the order of their ranks.
   void close(Meeting& meeting);
   ncclResult_t finish(ncclResult_t result, Communicator& communicator, ncclComm_t* created);
   ncclResult_t drain(Lock& lock, Communicator& communicator);

@@ -15,44 +15,45 @@ int sumOver(SimulatedRanks& ranks, int rank, ncclComm_t communicator) {
   return value;
 }
 
-TEST(SimulatorMembers, ASplitMakesACommunicatorForEachColorInTheOrderOfKeys) {
+TEST(SimulatorMembers, AShrunkCommunicatorHasTheRanksThatAreLeftInTheirOrder) {
   SimulatedRanks ranks(4);
   ranks.join();
   ranks.each([&](int rank) {
-    const int color = rank == 3 ? NCCL_SPLIT_NOCOLOR : 0;
+    if (rank == 1) return;
+    int excluded = 1;
     ncclComm_t part = nullptr;
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     config.commName = "part";
     config.maxCTAs = 4;
-    EXPECT_EQ(ranks.nccl.commSplit(ranks.comm(rank), color, -rank, &part, &config), ncclSuccess);
-    EXPECT_EQ(part == nullptr, rank == 3);
-    if (part == nullptr) return;
+    EXPECT_EQ(ranks.nccl.commShrink(ranks.comm(rank), &excluded, 1, &part, &config, 0), ncclSuccess);
+    ASSERT_NE(part, nullptr);
     const auto info = ranks.cluster.info(part);
     EXPECT_EQ(info.name, "part");
-    EXPECT_EQ(info.rank, 2 - rank);
+    EXPECT_EQ(info.rank, rank == 0 ? 0 : rank - 1);
     EXPECT_EQ(info.size, 3);
     EXPECT_EQ(info.maxCtas, 4);
-    EXPECT_EQ(sumOver(ranks, rank, part), 6);
+    EXPECT_EQ(sumOver(ranks, rank, part), 8);
     int value = rank;
-    EXPECT_EQ(ranks.nccl.broadcast(&value, &value, 1, ncclInt32, 0, part, ranks.stream(rank)), ncclSuccess);
+    EXPECT_EQ(ranks.nccl.broadcast(&value, &value, 1, ncclInt32, 1, part, ranks.stream(rank)), ncclSuccess);
     EXPECT_TRUE(ranks.synchronize(rank));
-    EXPECT_EQ(value, 2);  // the lowest key
+    EXPECT_EQ(value, 2);
     EXPECT_EQ(ranks.nccl.commDestroy(part), ncclSuccess);
   });
   EXPECT_TRUE(ranks.cluster.violations().empty());
   const std::vector<Call> calls = ranks.cluster.calls();
   EXPECT_TRUE(std::any_of(calls.begin(), calls.end(), [&](const Call& call) {
-    return call.function == "ncclBroadcast" && call.communicator == "part" && call.peer == 0 && call.bytes == 4 &&
-           call.device == 1 && call.stream == ranks.stream(1);
+    return call.function == "ncclBroadcast" && call.communicator == "part" && call.peer == 1 && call.bytes == 4 &&
+           call.device == 0 && call.stream == ranks.stream(0);
   }));
 }
 
-TEST(SimulatorMembers, ASplitWithADeadRankFails) {
-  SimulatedRanks ranks(2);
+TEST(SimulatorMembers, AShrinkThatARankThatStaysDoesNotJoinFails) {
+  SimulatedRanks ranks(3);
   ranks.join();
   ranks.cluster.killRank(1);
+  int excluded = 2;
   ncclComm_t part = nullptr;
-  EXPECT_EQ(ranks.nccl.commSplit(ranks.comm(0), 0, 0, &part, nullptr), ncclRemoteError);
+  EXPECT_EQ(ranks.nccl.commShrink(ranks.comm(0), &excluded, 1, &part, nullptr, 0), ncclRemoteError);
   EXPECT_EQ(part, nullptr);
 }
 
