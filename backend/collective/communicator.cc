@@ -167,11 +167,11 @@ void Communicator::nudgeHost() {
 }
 
 Status Communicator::canCome(int index) const {
-  if (const int by = host_->abortedBy(); by != HostSegment::kNobody) {
-    return abortOf(by);
-  }
+  // Before whether it aborted: who does so gives up afterwards.
+  const bool isAbandoned = host_->isAbandoned(index);
+  if (const int by = host_->abortedBy(); by != HostSegment::kNobody) return abortOf(by);
   const int rank = rankOnHost(index);
-  if (!host_->isAbandoned(index)) return peers_[rank].failure.wrapUnlessOk(describe(rank) + " is gone");
+  if (!isAbandoned) return peers_[rank].failure.wrapUnlessOk(describe(rank) + " is gone");
   // Why it gave up, also when it has left since. It may have seen a death before this rank did: the dead one is to be
   // named.
   const int culprit = host_->culpritOf(index);

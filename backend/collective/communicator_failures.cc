@@ -23,9 +23,9 @@ void Communicator::abort(const Status& status) {
 
 void Communicator::abortAll(const Status& status) {
   ProgressEngine::Access access(engine());
-  const bool isFirst = aborted_.isOk();
-  failAll(status);  // the others find the reason before the mark
-  if (host_ != nullptr && isFirst) host_->abort(rank_);
+  // Before this rank gives up, and wakes the others: an abort is told as one.
+  if (host_ != nullptr && aborted_) host_->abort(rank_, status.toString());
+  failAll(status);
   isReasonKnown_ = true;
 }
 

@@ -1,5 +1,7 @@
 #include "backend/collective/host_segment.h"
 
+#include <utility>
+
 namespace farandole::collective {
 namespace {
 
@@ -26,12 +28,17 @@ HostTurn HostSegment::nextTurn(std::uint64_t steps) {
 }
 
 void HostSegment::abandon(int culprit, std::string_view reason) {
-  Line& own = line(index_);
-  if (!isAbandoned(index_)) reason.copy(own.reason, kReasonBytes - 1);
-  own.abandonedFor.store(culprit + 2);
+  noteReason(reason);
+  line(index_).abandonedFor.store(culprit + 2);
 }
 
-void HostSegment::abort(int rank) {
+void HostSegment::noteReason(std::string_view reason) {
+  // Others may read the first one.
+  if (!std::exchange(hasReason_, true)) reason.copy(line(index_).reason, kReasonBytes - 1);
+}
+
+void HostSegment::abort(int rank, std::string_view reason) {
+  noteReason(reason);
   int nobody = 0;
   line(0).abortedBy.compare_exchange_strong(nobody, rank + 1);
 }

@@ -93,10 +93,10 @@ class HostSegment {
   void abandon(int culprit, std::string_view reason);
   bool isAbandoned(int index) const { return line(index).abandonedFor.load(std::memory_order_acquire) != 0; }
   int culpritOf(int index) const { return line(index).abandonedFor.load() - 2; }
-  std::string reasonOf(int index) const { return line(index).reason; }  // of one that is abandoned
+  std::string reasonOf(int index) const { return line(index).reason; }  // of one that has given up or aborted
 
-  // `rank` has aborted the group: nobody's operations shall go on. The first one counts.
-  void abort(int rank);
+  // This rank, which has this number in the group, aborts it: nobody's operations shall go on. The first one counts.
+  void abort(int rank, std::string_view reason);
   int abortedBy() const { return line(0).abortedBy.load() - 1; }  // or kNobody
 
   // Written before the first signal of a turn, read after it.
@@ -129,6 +129,7 @@ class HostSegment {
     std::atomic<bool> reads;    // it can read the memory of all the others
   };
 
+  void noteReason(std::string_view reason);
   Line& line(int index) const { return reinterpret_cast<Line*>(memory_.data())[index]; }
   static std::size_t areaBytes(int size);
   std::byte* area(int index) const;
@@ -139,6 +140,7 @@ class HostSegment {
   std::uint64_t nextBase_ = 0;
   std::uint64_t turns_ = 0;
   bool everybodyReads_ = false;
+  bool hasReason_ = false;
 };
 
 }  // namespace farandole::collective
