@@ -1,12 +1,20 @@
 // In place of c10d/cuda, where the headers of NCCL and CUDA were not found, or torch was built without CUDA.
 #include "backend/c10d/cuda_group.h"
+#include "backend/c10d/cuda_transport.h"
 
 namespace farandole::backend {
+namespace {
 
-Result<std::shared_ptr<CudaGroup>> CudaGroup::make(const Setup&) {
-  return Status::unavailable("this farandole was built without CUDA (FARANDOLE_CUDA)");
-}
+Status noCuda() { return Status::unavailable("this farandole was built without CUDA (FARANDOLE_CUDA)"); }
+
+}  // namespace
+
+Result<std::shared_ptr<CudaGroup>> CudaGroup::make(const Setup&) { return noCuda(); }
 
 void CudaGroup::leaveAtExit() {}
+
+Result<std::shared_ptr<CudaTransport>> CudaTransport::acquire(transport::UcxReach) { return noCuda(); }
+
+void CudaTransport::leaveAtExit() {}
 
 }  // namespace farandole::backend
