@@ -1,6 +1,7 @@
 // The process group's CUDA half: when it is made, and what it is told and tells.
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "backend/c10d/batches.h"
 #include "backend/c10d/edge_messages.h"
 #include "backend/c10d/errors.h"
 #include "backend/c10d/process_group.h"
@@ -70,16 +71,57 @@ void ProcessGroupFarandole::connectEdges(at::Device device, const std::vector<in
                     "; expected a CUDA device with an index, tensors on the CPU need no connecting");
   for (const int peer : sendTo) checkRank("connect_edges", "send_to", peer, size_);
   for (const int peer : recvFrom) checkRank("connect_edges", "recv_from", peer, size_);
-  cuda().connectEdges(device, sendTo, recvFrom);
+  // UCX connects by itself.
+  if (cudaMessages_ == nullptr) cuda().connectEdges(device, sendTo, recvFrom);
 }
 
-std::map<int, WorkPtr> ProcessGroupFarandole::postOnCuda(std::vector<BatchEntry> entries) {
+void ProcessGroupFarandole::meetForCudaMessages(const std::vector<collective::Member>& members,
+                                                std::shared_ptr<void> keepAlive) {
+  // As for tensors on the CPU: what a control plane was needed for spans hosts, unless UCX was chosen for all.
+  const bool spansHosts = watch_ != nullptr && !context_->hostIdentity().empty();
+  const auto reach = spansHosts ? transport::UcxReach::kOtherHosts : transport::UcxReach::kEverybody;
+  auto met = CudaMessages::meet(*store_, {communicator_, members, watch_, std::move(keepAlive), rank_}, reach,
+                                options_->timeout);
+  throwIfError(met.status());
+  cudaMessages_ = std::move(met).value();
+}
+
+std::map<int, WorkPtr> ProcessGroupFarandole::postOnCuda(std::vector<BatchEntry> entries, const std::string& label) {
+  const at::Device device = entries[0].tensor.device();
+  for (const BatchEntry& entry : entries) {
+    TORCH_CHECK_VALUE(entry.tensor.device() == device, "a batch has tensors on ", device, " and on ",
+                      entry.tensor.device(), "; expected one CUDA device");
+  }
+  return cudaMessages_ != nullptr ? postOnUcx(std::move(entries), label) : postOnNccl(std::move(entries));
+}
+
+std::map<int, WorkPtr> ProcessGroupFarandole::postOnUcx(std::vector<BatchEntry> entries, const std::string& label) {
+  for (const BatchEntry& entry : entries) throwIfError(cudaMessages_->canReach(entry.peer));
+  auto mark = cudaMessages_->mark(entries[0].tensor.device());
+  throwIfError(mark.status());
+  const bool isBatch = entries.size() > 1;
+  std::map<int, WorkPtr> works;
+  forEachPeer(rank_, size_, std::move(entries), [&](int peer, std::vector<MessagesOperation::Item> items) {
+    const bool isSend = items[0].isSend;
+    const OpType type = isBatch                          ? OpType::COALESCED
+                        : peer == collective::kAnySource ? OpType::RECVANYSOURCE
+                        : isSend                         ? OpType::SEND
+                                                         : OpType::RECV;
+    const char* const title = isBatch ? "farandole:batch_p2p" : isSend ? "farandole:send" : "farandole:recv";
+    auto work = c10::make_intrusive<GatedMessagesWork>(cudaMessages_->communicator(),
+                                                       workOptions(type, title, ::c10d::kUnsetTimeout, items.size()));
+    work->setItems(std::move(items), label);
+    cudaMessages_->launch(work, *mark);
+    works.emplace(peer, std::move(work));
+  });
+  return works;
+}
+
+std::map<int, WorkPtr> ProcessGroupFarandole::postOnNccl(std::vector<BatchEntry> entries) {
   const at::Device device = entries[0].tensor.device();
   std::vector<CudaMessage> messages;
   messages.reserve(entries.size());
   for (BatchEntry& entry : entries) {
-    TORCH_CHECK_VALUE(entry.tensor.device() == device, "a batch has tensors on ", device, " and on ",
-                      entry.tensor.device(), "; expected one CUDA device");
     messages.push_back({entry.direction == p2p::Direction::kSend, std::move(entry.tensor), entry.peer,
                         static_cast<std::uint32_t>(entry.tag)});
   }

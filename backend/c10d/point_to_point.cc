@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "backend/c10d/batches.h"
 #include "backend/c10d/errors.h"
 #include "backend/c10d/process_group.h"
 #include "backend/c10d/repeated_messages.h"
@@ -46,7 +47,7 @@ WorkPtr ProcessGroupFarandole::pointToPoint(Direction direction, Tensors& tensor
     return batch->member;
   }
   if (tensors[0].is_cuda()) {
-    auto works = postOnCuda({{direction, tensors[0], peer, tag}});
+    auto works = postOnCuda({{direction, tensors[0], peer, tag}}, "");
     return std::move(works.begin()->second);
   }
   auto work = c10::make_intrusive<MessagesWork>(
@@ -60,9 +61,14 @@ WorkPtr ProcessGroupFarandole::pointToPoint(Direction direction, Tensors& tensor
 WorkPtr ProcessGroupFarandole::recvAnysource(Tensors& tensors, int tag) {
   checkSingle("recv", "tensors", tensors);
   checkTag("recv", tag);
-  TORCH_CHECK_VALUE(!tensors[0].is_cuda(), "recv: src is any rank; expected a rank for a tensor on CUDA");
+  TORCH_CHECK_VALUE(!tensors[0].is_cuda() || cudaMessages_ != nullptr,
+                    "recv: src is any rank; expected a rank for a tensor on CUDA, or FARANDOLE_CUDA_MESSAGES=ucx");
   TORCH_CHECK_VALUE(openBatchOfThisThread() == nullptr,
                     "recv: src is any rank inside a batch; expected a rank, a batch is ordered by peer");
+  if (tensors[0].is_cuda()) {
+    auto works = postOnUcx({{Direction::kRecv, tensors[0], collective::kAnySource, tag}}, "");
+    return std::move(works.begin()->second);
+  }
   auto work = c10::make_intrusive<MessagesWork>(
       communicator_, workOptions(OpType::RECVANYSOURCE, "farandole:recvAnySource", ::c10d::kUnsetTimeout));
   work->setItem({tensors[0], collective::kAnySource, static_cast<std::uint32_t>(tag), false});
@@ -136,7 +142,7 @@ std::map<int, WorkPtr> ProcessGroupFarandole::postBatch(std::vector<BatchEntry> 
   std::vector<BatchEntry> rest(std::make_move_iterator(onCuda), std::make_move_iterator(entries.end()));
   entries.erase(onCuda, entries.end());
   std::map<int, WorkPtr> works = postOnCpu(std::move(entries), label);
-  for (auto& [peer, work] : postOnCuda(std::move(rest))) {
+  for (auto& [peer, work] : postOnCuda(std::move(rest), label)) {
     WorkPtr& one = works[peer];
     if (one != nullptr) {
       work = c10::make_intrusive<JointWork>(rank_, OpType::COALESCED, std::vector{std::move(one), std::move(work)});
@@ -147,25 +153,14 @@ std::map<int, WorkPtr> ProcessGroupFarandole::postBatch(std::vector<BatchEntry> 
 }
 
 std::map<int, WorkPtr> ProcessGroupFarandole::postOnCpu(std::vector<BatchEntry> entries, const std::string& label) {
-  std::vector<p2p::BatchOp> ops;
-  ops.reserve(entries.size());
-  for (const BatchEntry& entry : entries) {
-    ops.push_back({entry.direction, entry.peer, static_cast<std::uint32_t>(entry.tag)});
-  }
   std::map<int, WorkPtr> works;
-  for (const p2p::PeerBatch& batch : p2p::planBatch(rank_, size_, ops)) {
-    std::vector<MessagesOperation::Item> items;
-    for (const std::uint32_t index : batch.ops) {
-      BatchEntry& entry = entries[index];
-      const bool isSend = entry.direction == Direction::kSend;
-      items.push_back({std::move(entry.tensor), batch.peer, static_cast<std::uint32_t>(entry.tag), isSend});
-    }
+  forEachPeer(rank_, size_, std::move(entries), [&](int peer, std::vector<MessagesOperation::Item> items) {
     auto work = c10::make_intrusive<MessagesWork>(
         communicator_, workOptions(OpType::COALESCED, "farandole:batch_p2p", ::c10d::kUnsetTimeout, items.size()));
     work->setItems(std::move(items), label);
     work->launch();
-    works.emplace(batch.peer, std::move(work));
-  }
+    works.emplace(peer, std::move(work));
+  });
   return works;
 }
 

@@ -8,6 +8,7 @@
 
 #include "backend/c10d/callback_threads.h"
 #include "backend/c10d/cuda_group.h"
+#include "backend/c10d/cuda_transport.h"
 #include "backend/common/settings.h"
 #include "backend/transport/shm/shm_transport.h"
 #include "backend/transport/ucx/ucx_transport.h"
@@ -83,6 +84,7 @@ void ProcessContext::leaveAtExit() {
   }
   if (context == nullptr || !context->isOurs()) return;
   CudaGroup::leaveAtExit();
+  CudaTransport::leaveAtExit();
   {
     transport::ProgressEngine::Access access(context->connections().engine());
     access.transport().leave();

@@ -2,6 +2,7 @@
 
 #include "backend/c10d/errors.h"
 #include "backend/c10d/rendezvous.h"
+#include "backend/common/settings.h"
 
 namespace farandole::backend {
 namespace {
@@ -27,20 +28,22 @@ ProcessGroupFarandole::ProcessGroupFarandole(const c10::intrusive_ptr<::c10d::St
   TORCH_CHECK_VALUE(store != nullptr, "farandole: store is None; expected a store that all ranks share");
   const std::shared_ptr<const GroupFlight> flight = startFlight();
   auto table = valueOrThrow(collective::AlgorithmTable::fromEnvironment());
+  const std::string cudaMessages = valueOrThrow(choiceSetting("FARANDOLE_CUDA_MESSAGES", "nccl", {"nccl", "ucx"}));
   context_ = valueOrThrow(ProcessContext::acquire());
   const std::uint32_t group = valueOrThrow(context_->takeGroupNumber());
   // The number is free again once nothing that carries it is in flight.
   std::shared_ptr<void> lease(nullptr,
                               [context = context_, group, flight](void*) { context->returnGroupNumber(group); });
 
-  Meeting met = valueOrThrow(meetMembers(*store, *context_, rank, size, group, table.overrides(), options_->timeout));
-  communicator_ = std::make_shared<Communicator>(context_->connections(), std::move(lease), rank,
-                                                 std::move(met.members), std::move(table));
+  Meeting met = valueOrThrow(
+      meetMembers(*store, *context_, rank, size, group, {table.overrides(), cudaMessages}, options_->timeout));
+  communicator_ = std::make_shared<Communicator>(context_->connections(), lease, rank, met.members, std::move(table));
   if (!met.controls.empty()) {
     watch_ = valueOrThrow(ControlWatch::join(context_, communicator_, met, counts_));
     communicator_->setWatch(watch_);
   }
   throwIfError(communicator_->connectHost(transport::Clock::now() + options_->timeout));
+  if (cudaMessages == "ucx") meetForCudaMessages(met.members, std::move(lease));
 }
 
 ProcessGroupFarandole::~ProcessGroupFarandole() {
@@ -49,6 +52,7 @@ ProcessGroupFarandole::~ProcessGroupFarandole() {
     // In a forked child: locks may be held by threads that do not exist here.
     new std::shared_ptr<Communicator>(std::move(communicator_));
     new std::shared_ptr<ProcessContext>(std::move(context_));
+    new std::shared_ptr<CudaMessages>(std::move(cudaMessages_));
     return;
   }
   shutdown();

@@ -16,6 +16,7 @@
 #include "backend/c10d/batch_member_work.h"
 #include "backend/c10d/control_watch.h"
 #include "backend/c10d/cuda_group.h"
+#include "backend/c10d/cuda_messages.h"
 #include "backend/c10d/flight_log.h"
 #include "backend/c10d/process_context.h"
 #include "backend/c10d/work.h"
@@ -38,7 +39,8 @@ struct BatchEntry {
   int tag;
 };
 
-// The c10d backend "farandole". Tensors on the CPU travel over UCX and shared memory, those on CUDA over NCCL.
+// The c10d backend "farandole". Tensors on the CPU travel over UCX and shared memory, those on CUDA over NCCL; messages
+// of them over UCX where that is set.
 //
 // Thread: any, as c10d asks; the collectives of one group must be called in the
 // same order on all its ranks. Matching of messages is by (group, source, tag),
@@ -202,11 +204,14 @@ class ProcessGroupFarandole final : public ::c10d::Backend, public RepeatedMessa
   // The CUDA half, made on first use; throws where there can be none (cuda_half.cc).
   CudaGroup& cuda();
   std::shared_ptr<CudaGroup> cudaIfAny();
+  void meetForCudaMessages(const std::vector<collective::Member>& members, std::shared_ptr<void> keepAlive);
 
   // What batchP2p does once the entries are checked.
   std::map<int, WorkPtr> postBatch(std::vector<BatchEntry> entries, const std::string& label);
   std::map<int, WorkPtr> postOnCpu(std::vector<BatchEntry> entries, const std::string& label);
-  std::map<int, WorkPtr> postOnCuda(std::vector<BatchEntry> entries);
+  std::map<int, WorkPtr> postOnCuda(std::vector<BatchEntry> entries, const std::string& label);
+  std::map<int, WorkPtr> postOnNccl(std::vector<BatchEntry> entries);
+  std::map<int, WorkPtr> postOnUcx(std::vector<BatchEntry> entries, const std::string& label);
   WorkPtr pointToPoint(p2p::Direction direction, Tensors& tensors, int peer, int tag);
   Batch* openBatchOfThisThread();
   void dropBatch();
@@ -247,7 +252,8 @@ class ProcessGroupFarandole final : public ::c10d::Backend, public RepeatedMessa
   const std::shared_ptr<CallCounts> counts_ = std::make_shared<CallCounts>();
   std::shared_ptr<ControlWatch> watch_;  // null where all ranks are on this host
   std::mutex cudaMutex_;
-  std::shared_ptr<CudaGroup> cuda_;  // guarded by cudaMutex_; null before its first use
+  std::shared_ptr<CudaGroup> cuda_;             // guarded by cudaMutex_; null before its first use
+  std::shared_ptr<CudaMessages> cudaMessages_;  // null where NCCL carries them
   // A registered pool, and the devices whose communicators know it.
   struct RegisteredPool {
     std::set<int> devices;

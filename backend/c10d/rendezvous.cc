@@ -13,7 +13,7 @@ namespace {
 using collective::Member;
 
 // Changes whenever ranks of different versions could not talk to each other.
-constexpr std::uint32_t kWireVersion = 5;
+constexpr std::uint32_t kWireVersion = 6;
 
 template <typename T>
 void putNumber(std::string& blob, T number) {
@@ -25,7 +25,7 @@ void putText(std::string& blob, const std::string& text) {
   blob += text;
 }
 
-std::vector<std::uint8_t> encode(const Member& member) {
+std::vector<std::uint8_t> encode(const Member& member, const std::string& cudaMessages) {
   std::string blob;
   putNumber(blob, kWireVersion);
   putNumber(blob, member.group);
@@ -34,6 +34,7 @@ std::vector<std::uint8_t> encode(const Member& member) {
   putText(blob, member.hostIdentity);
   putText(blob, member.address);
   putText(blob, member.algorithms);
+  putText(blob, cudaMessages);
   return {blob.begin(), blob.end()};
 }
 
@@ -102,7 +103,12 @@ std::string makeToken() {
   return token;
 }
 
-Result<Member> decode(int rank, const std::vector<std::uint8_t>& blob) {
+struct MemberEntry {
+  Member member;
+  std::string cudaMessages;
+};
+
+Result<MemberEntry> decode(int rank, const std::vector<std::uint8_t>& blob) {
   Reader reader(blob);
   const auto version = reader.number<std::uint32_t>();
   if (version != kWireVersion) {
@@ -110,15 +116,24 @@ Result<Member> decode(int rank, const std::vector<std::uint8_t>& blob) {
                                std::to_string(version) + ", this rank one of " + std::to_string(kWireVersion) +
                                ": install the same version everywhere");
   }
-  Member member;
+  MemberEntry entry;
+  Member& member = entry.member;
   member.group = reader.number<std::uint32_t>();
   member.pid = reader.number<int>();
   member.host = reader.text();
   member.hostIdentity = reader.text();
   member.address = reader.text();
   member.algorithms = reader.text();
+  entry.cudaMessages = reader.text();
   if (!reader.ok()) return malformed(rank);
-  return member;
+  return entry;
+}
+
+Status checkSameCudaMessages(int rank, const std::string& mine, int otherRank, const std::string& theirs) {
+  if (mine == theirs) return Status::ok();
+  return Status::invalidArgument("FARANDOLE_CUDA_MESSAGES is '" + mine + "' on rank " + std::to_string(rank) + ", '" +
+                                 theirs + "' on rank " + std::to_string(otherRank) +
+                                 "; expected the same on all ranks");
 }
 
 std::string hostName() {
@@ -156,22 +171,23 @@ class Board {
 }  // namespace
 
 Result<Meeting> meetMembers(::c10d::Store& store, ProcessContext& context, int rank, int size, std::uint32_t group,
-                            const std::string& algorithms, std::chrono::milliseconds timeout) {
-  Member self{"", group, hostName(), getpid(), context.hostIdentity(), algorithms};
+                            const CommonSettings& settings, std::chrono::milliseconds timeout) {
+  Member self{"", group, hostName(), getpid(), context.hostIdentity(), settings.algorithms};
   {
     transport::ProgressEngine::Access access(context.connections().engine());
     self.address = access.transport().address();
   }
   Board board(store, "member", size, timeout);
-  board.post(rank, encode(self));
+  board.post(rank, encode(self, settings.cudaMessages));
   Meeting met;
   for (int other = 0; other < size; ++other) {
     const auto blob = board.read(other);
     if (!blob) return blob.status();
-    Result<Member> member = decode(other, *blob);
-    if (!member) return member.status();
-    FARANDOLE_RETURN_IF_ERROR(collective::checkSameAlgorithms(rank, self, other, *member));
-    met.members.push_back(std::move(member).value());
+    Result<MemberEntry> entry = decode(other, *blob);
+    if (!entry) return entry.status();
+    FARANDOLE_RETURN_IF_ERROR(collective::checkSameAlgorithms(rank, self, other, entry->member));
+    FARANDOLE_RETURN_IF_ERROR(checkSameCudaMessages(rank, settings.cudaMessages, other, entry->cudaMessages));
+    met.members.push_back(std::move(entry->member));
   }
 
   // All ranks see in the same way whether any two of them are on different hosts.
@@ -196,6 +212,19 @@ Result<Meeting> meetMembers(::c10d::Store& store, ProcessContext& context, int r
     met.controls.push_back({entry->control, member.host, member.pid});
   }
   return met;
+}
+
+Result<std::vector<std::string>> exchange(::c10d::Store& store, const std::string& name, int rank, int size,
+                                          const std::string& mine, std::chrono::milliseconds timeout) {
+  Board board(store, name, size, timeout);
+  board.post(rank, {mine.begin(), mine.end()});
+  std::vector<std::string> all;
+  for (int other = 0; other < size; ++other) {
+    const auto blob = board.read(other);
+    if (!blob) return blob.status();
+    all.emplace_back(blob->begin(), blob->end());
+  }
+  return all;
 }
 
 }  // namespace farandole::backend

@@ -19,10 +19,20 @@ struct Meeting {
   std::string token;
 };
 
+// What must be the same on all ranks of a group.
+struct CommonSettings {
+  std::string algorithms;    // AlgorithmTable::overrides()
+  std::string cudaMessages;  // FARANDOLE_CUDA_MESSAGES
+};
+
 // Meets the other ranks of a group through the store: tells how this process is
 // reached and reads how they are. `group` is this process's number for it. Waits
-// for ranks that are late, up to `timeout`. `algorithms` must be the same on all.
+// for ranks that are late, up to `timeout`.
 Result<Meeting> meetMembers(::c10d::Store& store, ProcessContext& context, int rank, int size, std::uint32_t group,
-                            const std::string& algorithms, std::chrono::milliseconds timeout);
+                            const CommonSettings& settings, std::chrono::milliseconds timeout);
+
+// What all ranks tell, by rank; `mine` is this one's. `name`: of what is told, once in a group.
+Result<std::vector<std::string>> exchange(::c10d::Store& store, const std::string& name, int rank, int size,
+                                          const std::string& mine, std::chrono::milliseconds timeout);
 
 }  // namespace farandole::backend

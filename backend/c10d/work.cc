@@ -10,6 +10,7 @@
 #include "backend/c10d/contract.h"
 #include "backend/c10d/errors.h"
 #include "backend/c10d/flight_tensors.h"
+#include "backend/c10d/gated_messages.h"
 #include "backend/c10d/reduce_kernels.h"
 
 namespace farandole::backend {
@@ -143,7 +144,13 @@ template <typename Base>
 c10::intrusive_ptr<c10::ivalue::Future> WorkOf<Base>::getFuture() {
   std::lock_guard lock(futureMutex_);
   if (future_ == nullptr) {
-    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    // It wants to know where its value lies, unless that is the CPU.
+    std::vector<c10::Device> devices;
+    for (const at::Tensor& tensor : Base::results()) {
+      if (devices.empty() && !tensor.device().is_cpu()) devices.push_back(tensor.device());
+    }
+    future_ =
+        c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), std::move(devices));
     hasFuture_ = true;
     if (Base::isDone()) {
       completeFuture();  // nothing is chained to it yet
@@ -184,6 +191,7 @@ c10::intrusive_ptr<c10::ivalue::Future> WorkOf<Base>::getFutureResult() {
 }
 
 template class WorkOf<MessagesOperation>;
+template class WorkOf<GatedMessages>;
 template class WorkOf<CollectiveOperation>;
 
 std::string MessagesOperation::describe() const {

@@ -57,8 +57,31 @@ void Communicator::setWatch(std::shared_ptr<GroupWatch> watch) {
   watch_ = std::move(watch);
 }
 
-std::string Communicator::describePending() {
+void Communicator::setFollower(const std::shared_ptr<Communicator>& other) {
   ProgressEngine::Access access(engine());
+  follower_ = other;
+  if (!aborted_) tellFollower([status = aborted_](Communicator& follower) { follower.abort(status); });
+}
+
+void Communicator::tellFollower(const std::function<void(Communicator&)>& tell) {
+  if (follower_.expired()) return;
+  engine().defer([follower = follower_, tell] {
+    if (const auto there = follower.lock()) tell(*there);
+  });
+}
+
+std::string Communicator::describePending() {
+  std::shared_ptr<Communicator> follower;
+  std::string text;
+  {
+    ProgressEngine::Access access(engine());
+    follower = follower_.lock();
+    text = describePendingHere();
+  }
+  return follower == nullptr ? text : text + "; on CUDA " + follower->describePending();
+}
+
+std::string Communicator::describePendingHere() const {
   const Operation* oldest = nullptr;
   int count = 0;
   for (const Operation* operation = pending_; operation != nullptr; operation = operation->next_) {
@@ -224,7 +247,7 @@ Result<transport::PeerId> Communicator::peerOf(int rank) {
     if (!id) return id;
     peer.id = *id;
     peer.connected = true;
-    peer.failure = engine().transport().failure(*id);  // it may have come and gone before
+    if (peer.failure) peer.failure = engine().transport().failure(*id);  // it may have come and gone before
   }
   return peer.id;
 }
@@ -241,6 +264,9 @@ void Communicator::send(int peer, p2p::MessageKind kind, std::uint32_t tag, std:
   if (!peers_[peer].connected && !connectFor(peer, message)) return;
   engine().transport().send(peers_[peer].id, p2p::makeTag(members_[peer].group, kind, rank_, tag, element), data, bytes,
                             message);
+  if (message.isPending && !peers_[peer].failure) {
+    failForLoss(*message.operation, peers_[peer].failure.wrap(describe(peer) + " is gone"));
+  }
 }
 
 void Communicator::recv(int peer, p2p::MessageKind kind, std::uint32_t tag, std::uint32_t element, void* data,

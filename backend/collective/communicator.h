@@ -59,6 +59,9 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   void setWatch(std::shared_ptr<GroupWatch> watch);
   // Its word: `rank` has died, or has aborted the group, which is over with that. Any thread, nothing held.
   void rankFailed(int rank, const Status& status);
+  // `other` has the same ranks over other connections, which see less: it ends with this one, and is told who is gone.
+  // Nothing held.
+  void setFollower(const std::shared_ptr<Communicator>& other);
   // What is in flight, for people: "ALLREDUCE number 3 on rank 0 and 2 more are pending". Any thread, nothing held.
   std::string describePending();
   // Connects to the ranks of this host, so that the death of any of them is seen,
@@ -87,6 +90,7 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   void recv(int peer, p2p::MessageKind kind, std::uint32_t tag, std::uint32_t element, void* data, std::size_t bytes,
             Message& message);
   Result<transport::PeerId> peerOf(int rank);
+  std::string describePendingHere() const;
   // False when there is no connection: the message is done, with the reason.
   bool connectFor(int peer, Message& message);
   // `text`, whom the operation waits for, and what the others say.
@@ -97,6 +101,16 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   void failAll(const Status& status, int culprit = HostSegment::kNobody);
   // Ends every pending operation for which `select` gives an error.
   void failPending(const std::function<Status(Operation&)>& select);
+  // The operations with messages that this rank has yet to send or receive.
+  std::vector<Operation*> waitingFor(int rank);
+  // Whom this one follows has lost a rank: what that had sent here may still be on its way, for a while.
+  void noteDeparture(int rank, const Status& status);
+  // Ends what waits for those who have departed long enough ago.
+  void settleDepartures();
+  // Has the follower told, with nothing held.
+  void tellFollower(const std::function<void(Communicator&)>& tell);
+  // What the others say, for the error of a timeout; or nothing.
+  std::string answers() const;
   // Ends an operation that has lost a rank. Where there is a watch its word comes first, for it
   // knows why, unless it takes too long.
   void failForLoss(Operation& operation, const Status& status);
@@ -141,6 +155,12 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
     int looks = 0;  // at the deadlines, since then
   };
 
+  struct Departure {
+    int rank;
+    Status status;
+    int looks = 0;  // at the deadlines, since then
+  };
+
   transport::Connections& connections_;
   const std::shared_ptr<void> keepAlive_;
   const int rank_;
@@ -153,6 +173,8 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   int lost_ = HostSegment::kNobody;  // whose connection broke last
   std::vector<Loss> losses_;         // each holds its operation as an outstanding message does
   std::shared_ptr<GroupWatch> watch_;
+  std::weak_ptr<Communicator> follower_;
+  std::vector<Departure> departures_;
   bool asked_ = false;                             // the watch, about operations whose time is over
   std::unique_ptr<HostSegment> host_;              // of the ranks of this host, when there are two or more
   std::vector<transport::PeerId> hostNeighbours_;  // the others of them

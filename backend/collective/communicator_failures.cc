@@ -80,6 +80,7 @@ void Communicator::failAll(const Status& status, int culprit) {
   }
   failPending([&](Operation&) { return status; });
   settleLosses(true);
+  tellFollower([status](Communicator& follower) { follower.abort(status); });
 }
 
 void Communicator::failForLoss(Operation& operation, const Status& status) {
@@ -104,6 +105,11 @@ void Communicator::settleLosses(bool all) {
   }
 }
 
+std::string Communicator::answers() const {
+  std::string text = watch_->answers();
+  return text.empty() ? text : "; " + text;
+}
+
 Status Communicator::timeoutOf(const Operation& operation, std::string text, const std::string& others) {
   if (const std::string missing = operation.missingRanks(); !missing.empty()) text += ", waits for " + missing;
   return Status::timeout(text + others);
@@ -114,7 +120,7 @@ void Communicator::timeOut(Operation& operation, std::chrono::milliseconds timeo
   if (watch_ != nullptr && !operation.isDone()) {
     watch_->ask();
     watch_->awaitAnswers();
-    others = "; " + watch_->answers();
+    others = answers();
   }
   ProgressEngine::Access access(engine());
   if (operation.isDone()) return;
@@ -147,14 +153,37 @@ void Communicator::peerFailed(transport::PeerId id, const Status& status) {
       failAll(status.wrap(describe(rank) + " failed"), rank);
       continue;
     }
-    std::vector<Operation*> waiting;
-    for (Operation* operation = pending_; operation != nullptr; operation = operation->next_) {
-      const std::span<const Message> messages = operation->messages();
-      const auto waitsForIt = [rank](const Message& message) { return message.isPending && message.peer == rank; };
-      if (!operation->isDone() && std::ranges::any_of(messages, waitsForIt)) waiting.push_back(operation);
-    }
-    for (Operation* operation : waiting) failForLoss(*operation, status.wrap(describe(rank) + " is gone"));
+    for (Operation* operation : waitingFor(rank)) failForLoss(*operation, status.wrap(describe(rank) + " is gone"));
+    tellFollower([rank, status](Communicator& follower) { follower.noteDeparture(rank, status); });
   }
+}
+
+void Communicator::noteDeparture(int rank, const Status& status) {
+  ProgressEngine::Access access(engine());
+  departures_.push_back({rank, status});
+}
+
+void Communicator::settleDepartures() {
+  std::vector<Departure> due;
+  std::erase_if(departures_, [&](Departure& departure) {
+    const bool isDue = ++departure.looks >= kLooksForReason;
+    if (isDue) due.push_back(departure);
+    return isDue;
+  });
+  for (const auto& [rank, status, looks] : due) {
+    if (peers_[rank].failure) peers_[rank].failure = status;
+    for (Operation* operation : waitingFor(rank)) operation->fail(status.wrap(describe(rank) + " is gone"));
+  }
+}
+
+std::vector<Operation*> Communicator::waitingFor(int rank) {
+  std::vector<Operation*> waiting;
+  for (Operation* operation = pending_; operation != nullptr; operation = operation->next_) {
+    const std::span<const Message> messages = operation->messages();
+    const auto waitsForIt = [rank](const Message& message) { return message.isPending && message.peer == rank; };
+    if (!operation->isDone() && std::ranges::any_of(messages, waitsForIt)) waiting.push_back(operation);
+  }
+  return waiting;
 }
 
 void Communicator::checkDeadlines(transport::Clock::time_point now) {
@@ -165,11 +194,12 @@ void Communicator::checkDeadlines(transport::Clock::time_point now) {
     if (now < operation.deadline()) return Status::ok();
     constexpr const char* kText = "not done when its timeout came";
     if (watch_ == nullptr) return timeoutOf(operation, kText, "");
-    if (wasTold) return timeoutOf(operation, kText, "; " + watch_->answers());
+    if (wasTold) return timeoutOf(operation, kText, answers());
     isOverdue = true;
     return Status::ok();
   });
   settleLosses(false);
+  settleDepartures();
   if (isOverdue && !asked_) watch_->ask();
   asked_ = !wasTold && (asked_ || isOverdue);
 }

@@ -17,7 +17,7 @@ class GroupWatch {
   virtual bool hasAnswers() = 0;
   // Waits for that. Not on the loop, nothing held.
   virtual void awaitAnswers() = 0;
-  // What they have answered so far, for an error: "rank 0: ...; rank 1: no answer".
+  // What they have answered so far, for an error: "rank 0: ...; rank 1: no answer"; or nothing.
   virtual std::string answers() = 0;
 };
 

@@ -42,6 +42,12 @@ void Operation::run() {
   }
 }
 
+void Operation::resume() {
+  if (!registered_ || isDone()) return;
+  communicator_->engine().notePosted();
+  run();
+}
+
 void Operation::letGo() {
   communicator_->engine().defer([this] { release(); });
 }

@@ -94,6 +94,8 @@ class Operation {
     done_.store(false, std::memory_order_relaxed);
     wantsEnding_ = false;
   }
+  // What isBlocked() held up goes on, unless it is done.
+  void resume();
   // Whether the transport may still use its buffers, or call it.
   bool isInFlight() const { return registered_ || outstanding_ > 0; }
 

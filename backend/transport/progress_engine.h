@@ -81,6 +81,8 @@ class ProgressEngine {
     ++numPending_;
   }
   void noteSettled() { --numPending_; }
+  // One that was left pending before has posted more.
+  void notePosted() { pendingPosted_ = true; }
   // An operation was completed: whoever waits must look.
   void noteCompletion() { completed_ = true; }
   void addPoller(Poller& poller) { pollers_.push_back(&poller); }

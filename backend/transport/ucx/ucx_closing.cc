@@ -12,7 +12,7 @@ constexpr auto kDiscardTimeout = std::chrono::seconds(5);
 constexpr ucp_request_param_t kPlain = {};
 
 // Frees what has completed of `handles`, which holds the rest when the time is over.
-void finish(ucp_worker_h worker, std::vector<ucs_status_ptr_t>& handles, Clock::time_point deadline) {
+void finish(const std::function<void()>& progress, std::vector<ucs_status_ptr_t>& handles, Clock::time_point deadline) {
   const auto isDone = [](ucs_status_ptr_t handle) {
     if (!UCS_PTR_IS_PTR(handle)) return true;
     if (ucp_request_check_status(handle) == UCS_INPROGRESS) return false;
@@ -21,20 +21,31 @@ void finish(ucp_worker_h worker, std::vector<ucs_status_ptr_t>& handles, Clock::
   };
   for (std::erase_if(handles, isDone); !handles.empty(); std::erase_if(handles, isDone)) {
     if (Clock::now() > deadline) return;
-    ucp_worker_progress(worker);
+    progress();
   }
 }
 
+std::vector<ucs_status_ptr_t> startFlushes(const std::vector<ucp_ep_h>& endpoints) {
+  std::vector<ucs_status_ptr_t> handles;
+  handles.reserve(2 * endpoints.size() + 1);
+  for (ucp_ep_h endpoint : endpoints) handles.push_back(ucp_ep_flush_nbx(endpoint, &kPlain));
+  return handles;
+}
+
 }  // namespace
+
+void flushEndpoints(const std::vector<ucp_ep_h>& endpoints, const std::function<void()>& progress) {
+  std::vector<ucs_status_ptr_t> handles = startFlushes(endpoints);
+  finish(progress, handles, Clock::now() + kFlushTimeout);
+}
 
 // A worker that is destroyed while it discards what a closed or failed endpoint had under way
 // corrupts the heap (UCX 1.22: a filter of ucs_callbackq_remove_oneshot adds to the queue that is
 // searched). Its flush waits for that, and the calls after it complete the last requests.
 bool closeEndpoints(ucp_worker_h worker, const std::vector<ucp_ep_h>& endpoints) {
-  std::vector<ucs_status_ptr_t> handles;
-  handles.reserve(2 * endpoints.size() + 1);
-  for (ucp_ep_h endpoint : endpoints) handles.push_back(ucp_ep_flush_nbx(endpoint, &kPlain));
-  finish(worker, handles, Clock::now() + kFlushTimeout);
+  const auto progress = [worker] { (void)ucp_worker_progress(worker); };
+  std::vector<ucs_status_ptr_t> handles = startFlushes(endpoints);
+  finish(progress, handles, Clock::now() + kFlushTimeout);
 
   ucp_request_param_t force = {};
   force.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
@@ -42,7 +53,7 @@ bool closeEndpoints(ucp_worker_h worker, const std::vector<ucp_ep_h>& endpoints)
   for (ucp_ep_h endpoint : endpoints) handles.push_back(ucp_ep_close_nbx(endpoint, &force));
   handles.push_back(ucp_worker_flush_nbx(worker, &kPlain));
   const auto deadline = Clock::now() + kDiscardTimeout;
-  finish(worker, handles, deadline);
+  finish(progress, handles, deadline);
   while (ucp_worker_progress(worker) != 0 && Clock::now() < deadline) {
   }
   return handles.empty();

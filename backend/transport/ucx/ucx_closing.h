@@ -2,9 +2,14 @@
 
 #include <ucp/api/ucp.h>
 
+#include <functional>
 #include <vector>
 
 namespace farandole::transport {
+
+// Gives what was sent time to leave: until connections that are being made are there, say. `progress`
+// advances the worker.
+void flushEndpoints(const std::vector<ucp_ep_h>& endpoints, const std::function<void()>& progress);
 
 // Closes all endpoints of a worker: what was sent has time to leave, and a peer that is gone does
 // not hold it up. False when UCX did not let go of them in time: then the worker must not be

@@ -24,6 +24,9 @@ constexpr std::array kDefaults = {
     Default{"TCP_RX_SEG_SIZE", "256K"},
 };
 constexpr Default kNoSharedMemory{"TLS", "^shm"};
+// Its cache of what memory is on a device takes all for the host's that was allocated before UCX was loaded, as by
+// torch, and hooks the driver's functions for the rest. Without it UCX asks the driver, for each message.
+constexpr Default kNoMemoryTypeCache{"MEMTYPE_CACHE", "n"};
 
 void setDefault(ucp_config_t* config, const Default& setting) {
   if (std::getenv((std::string("UCX_") + setting.name).c_str()) != nullptr) return;
@@ -52,13 +55,29 @@ Status checkUcxVersion() {
                              "; expected 1." + std::to_string(kOldestMinor) + " or a newer 1.x");
 }
 
-Result<ucp_config_t*> readUcxConfig(UcxReach reach) {
+Status checkCudaMemory(ucp_context_h context) {
+  ucp_context_attr_t attributes = {};
+  attributes.field_mask = UCP_ATTR_FIELD_MEMORY_TYPES;
+  if (const ucs_status_t status = ucp_context_query(context, &attributes); status != UCS_OK) {
+    return ucxError("ucp_context_query", status);
+  }
+  if ((attributes.memory_types & UCS_BIT(UCS_MEMORY_TYPE_CUDA)) != 0) return Status::ok();
+  const char* const transports = std::getenv("UCX_TLS");
+  return Status::unavailable(std::string("UCX ") + ucp_get_version_string() +
+                             " knows no memory of CUDA here: it was built without CUDA, finds no driver (libcuda.so.1, "
+                             "libnvidia-ml.so.1) or no GPU, or may not use it (UCX_TLS is " +
+                             (transports != nullptr ? "'" + std::string(transports) + "'" : "not set") +
+                             "; expected cuda_copy and cuda_ipc in it, and shm or tcp, or that it is not set)");
+}
+
+Result<ucp_config_t*> readUcxConfig(UcxReach reach, UcxMemory memory) {
   ucp_config_t* config = nullptr;
   if (const ucs_status_t status = ucp_config_read(nullptr, nullptr, &config); status != UCS_OK) {
     return ucxError("reading the UCX_* environment", status);
   }
   for (const Default& setting : kDefaults) setDefault(config, setting);
   if (reach == UcxReach::kOtherHosts) setDefault(config, kNoSharedMemory);
+  if (memory != UcxMemory::kHost) setDefault(config, kNoMemoryTypeCache);
   return config;
 }
 

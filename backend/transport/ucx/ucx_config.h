@@ -11,13 +11,19 @@ namespace farandole::transport {
 // and hang, since its wake-ups do not pass from one namespace to the other.
 enum class UcxReach : unsigned char { kEverybody, kOtherHosts };
 
+// What messages lie in: the host's memory; what UCX finds them in; the same, and CUDA's must be among what it knows.
+enum class UcxMemory : unsigned char { kHost, kDetected, kCuda };
+
 // UCX's configuration from the environment, with farandole's defaults where the
 // environment (UCX_*) says nothing.
-Result<ucp_config_t*> readUcxConfig(UcxReach reach);
+Result<ucp_config_t*> readUcxConfig(UcxReach reach, UcxMemory memory);
 
 // Whether the UCX that is loaded is one that this build can run with. A system's
 // UCX and the wheel's have the same SONAME: whichever is loaded first serves both.
 Status checkUcxVersion();
+
+// Ok, or what keeps CUDA's memory from this context.
+Status checkCudaMemory(ucp_context_h context);
 
 // "what: UCX's text for the code".
 Status ucxError(const std::string& what, ucs_status_t status);

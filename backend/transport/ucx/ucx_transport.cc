@@ -7,29 +7,26 @@
 #include "backend/transport/ucx/ucx_closing.h"
 
 namespace farandole::transport {
-namespace {
 
-ucp_request_param_t requestParam(Request& request) {
+ucp_request_param_t UcxTransport::requestParam(Request& request) const {
   ucp_request_param_t param;
   param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMORY_TYPE;
   param.user_data = &request;
-  param.memory_type = UCS_MEMORY_TYPE_HOST;
+  param.memory_type = memoryType_;
   return param;
 }
 
-}  // namespace
-
-Result<std::unique_ptr<Transport>> UcxTransport::create(UcxReach reach) {
-  std::unique_ptr<UcxTransport> transport(new UcxTransport);
-  if (Status status = transport->open(reach); !status) {
+Result<std::unique_ptr<Transport>> UcxTransport::create(UcxReach reach, UcxMemory memory) {
+  std::unique_ptr<UcxTransport> transport(new UcxTransport(memory));
+  if (Status status = transport->open(reach, memory); !status) {
     return Status::unavailable("UCX cannot be used here (" + status.toString() + ")");
   }
   return std::unique_ptr<Transport>(std::move(transport));
 }
 
-Status UcxTransport::open(UcxReach reach) {
+Status UcxTransport::open(UcxReach reach, UcxMemory memory) {
   FARANDOLE_RETURN_IF_ERROR(checkUcxVersion());
-  Result<ucp_config_t*> config = readUcxConfig(reach);
+  Result<ucp_config_t*> config = readUcxConfig(reach, memory);
   if (!config) return config.status();
 
   ucp_params_t params = {};
@@ -39,6 +36,7 @@ Status UcxTransport::open(UcxReach reach) {
   ucs_status_t status = ucp_init(&params, *config, &context_);
   ucp_config_release(*config);
   if (status != UCS_OK) return ucxError("ucp_init", status);
+  if (memory == UcxMemory::kCuda) FARANDOLE_RETURN_IF_ERROR(checkCudaMemory(context_));
 
   ucp_worker_params_t workerParams = {};
   workerParams.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
@@ -61,12 +59,21 @@ Status UcxTransport::open(UcxReach reach) {
 UcxTransport::~UcxTransport() {
   peerFailed_ = nullptr;
   if (worker_ != nullptr) {
-    std::vector<ucp_ep_h> handles;
-    for (const Endpoint& endpoint : endpoints_) handles.push_back(endpoint.handle);
-    if (!closeEndpoints(worker_, handles)) return;  // a leak: better than a crash
+    if (!closeEndpoints(worker_, handles())) return;  // a leak: better than a crash
     ucp_worker_destroy(worker_);
   }
   if (context_ != nullptr) ucp_cleanup(context_);
+}
+
+std::vector<ucp_ep_h> UcxTransport::handles() const {
+  std::vector<ucp_ep_h> handles;
+  handles.reserve(endpoints_.size());
+  for (const Endpoint& endpoint : endpoints_) handles.push_back(endpoint.handle);
+  return handles;
+}
+
+void UcxTransport::leave() {
+  flushEndpoints(handles(), [this] { (void)progress(); });
 }
 
 Result<PeerId> UcxTransport::connect(std::string_view address) {
@@ -127,7 +134,7 @@ bool UcxTransport::recvIfThere(std::uint64_t tag, std::uint64_t mask, void* data
   return true;
 }
 
-ucp_request_param_t UcxTransport::recvParam(Request& request, ucp_tag_recv_info_t& info) {
+ucp_request_param_t UcxTransport::recvParam(Request& request, ucp_tag_recv_info_t& info) const {
   ucp_request_param_t param = requestParam(request);
   param.op_attr_mask |= UCP_OP_ATTR_FIELD_RECV_INFO;
   param.cb.recv = &UcxTransport::recvDone;

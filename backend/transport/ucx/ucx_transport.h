@@ -6,6 +6,7 @@
 #include <deque>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "backend/transport/transport.h"
 #include "backend/transport/ucx/ucx_config.h"
@@ -17,7 +18,7 @@ namespace farandole::transport {
 class UcxTransport final : public Transport {
  public:
   // Fails with kUnavailable where UCX cannot start; the message says why.
-  static Result<std::unique_ptr<Transport>> create(UcxReach reach);
+  static Result<std::unique_ptr<Transport>> create(UcxReach reach, UcxMemory memory = UcxMemory::kHost);
   ~UcxTransport() override;
 
   std::string_view name() const override { return "ucx"; }
@@ -33,7 +34,8 @@ class UcxTransport final : public Transport {
   bool progress() override;
   int eventFd() const override { return eventFd_; }
   bool arm() override { return ucp_worker_arm(worker_) == UCS_OK; }
-  void leave() override {}  // closing its endpoints tells them
+  // What was sent leaves first. Closing the endpoints, or the end of the process, tells the peers.
+  void leave() override;
   void signal() override { ucp_worker_signal(worker_); }
   std::string describe(PeerId peer) const override;
 
@@ -45,10 +47,13 @@ class UcxTransport final : public Transport {
     Status failure;
   };
 
-  UcxTransport() = default;
-  Status open(UcxReach reach);
+  explicit UcxTransport(UcxMemory memory)
+      : memoryType_(memory == UcxMemory::kHost ? UCS_MEMORY_TYPE_HOST : UCS_MEMORY_TYPE_UNKNOWN) {}
+  Status open(UcxReach reach, UcxMemory memory);
 
-  static ucp_request_param_t recvParam(Request& request, ucp_tag_recv_info_t& info);
+  std::vector<ucp_ep_h> handles() const;
+  ucp_request_param_t requestParam(Request& request) const;
+  ucp_request_param_t recvParam(Request& request, ucp_tag_recv_info_t& info) const;
   static Status received(Request& request, ucs_status_t status, const ucp_tag_recv_info_t& info);
   static void noteReceive(Request& request, ucs_status_ptr_t handle, const ucp_tag_recv_info_t& info);
   static void noteDone(Request& request);
@@ -56,6 +61,7 @@ class UcxTransport final : public Transport {
   static void recvDone(void* request, ucs_status_t status, const ucp_tag_recv_info_t* info, void* user);
   static void endpointFailed(void* arg, ucp_ep_h handle, ucs_status_t status);
 
+  const ucs_memory_type_t memoryType_;  // of what is sent and received; unknown: UCX looks
   ucp_context_h context_ = nullptr;
   ucp_worker_h worker_ = nullptr;
   int eventFd_ = -1;

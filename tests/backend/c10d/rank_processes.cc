@@ -21,11 +21,13 @@ struct Ranks {
   int dies;
   std::chrono::milliseconds timeout;
   std::function<void(ProcessGroupFarandole&)> body;
+  std::function<void(int rank)> enter;
   std::string storeFile;
 };
 
 void runRank(const Ranks& ranks, int rank) {
   at::set_num_threads(1);
+  if (ranks.enter) ranks.enter(rank);
   const auto store = c10::make_intrusive<::c10d::FileStore>(ranks.storeFile, ranks.size);
   const auto group = c10::make_intrusive<ProcessGroupFarandole>(
       store, rank, ranks.size, c10::make_intrusive<ProcessGroupFarandole::Options>(ranks.timeout));
@@ -69,10 +71,10 @@ int endOf(pid_t pid, std::chrono::steady_clock::time_point limit) {
 }  // namespace
 
 void runRanks(int size, std::chrono::milliseconds timeout, const std::function<void(ProcessGroupFarandole&)>& body,
-              int dies) {
+              int dies, const std::function<void(int rank)>& enter) {
   std::string folder = testing::TempDir() + "farandole-ranks-XXXXXX";
   ASSERT_NE(mkdtemp(folder.data()), nullptr);
-  const Ranks ranks{size, dies, timeout, body, folder + "/store"};
+  const Ranks ranks{size, dies, timeout, body, enter, folder + "/store"};
   std::fflush(nullptr);
   std::vector<pid_t> processes;
   for (int rank = 0; rank < size; ++rank) processes.push_back(startRank(ranks, rank));

@@ -7,6 +7,7 @@
 
 #include "backend/c10d/cuda/cuda_environment.h"
 #include "backend/c10d/cuda_group.h"
+#include "tests/backend/c10d/cuda/fake_cuda_tensors.h"
 #include "tests/backend/transport/nccl/simulator/simulated_cluster.h"
 #include "tests/backend/transport/nccl/test_talk.h"
 
@@ -20,19 +21,7 @@ using WorkPtr = c10::intrusive_ptr<::c10d::Work>;
 
 inline std::vector<cudaStream_t>* currentStreams = nullptr;
 
-// The same memory, said to be on CUDA.
-inline at::Tensor onCuda(const at::Tensor& host, int device) {
-  const at::Device where(at::kCUDA, static_cast<c10::DeviceIndex>(device));
-  c10::Storage storage(
-      c10::Storage::use_byte_size_t(), host.nbytes(),
-      c10::DataPtr(
-          host.data_ptr(), new at::Tensor(host), [](void* held) { delete static_cast<at::Tensor*>(held); }, where),
-      nullptr, false);
-  at::Tensor tensor = at::detail::make_tensor<at::TensorImpl>(
-      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CUDA), host.dtype());
-  tensor.unsafeGetTensorImpl()->set_sizes_contiguous(host.sizes());
-  return tensor;
-}
+using backend::onCuda;
 
 // The CUDA half of three ranks, which are threads, on simulated devices.
 class NcclGroupTest : public ::testing::Test {

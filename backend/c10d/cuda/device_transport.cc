@@ -1,0 +1,56 @@
+#include "backend/c10d/cuda/device_transport.h"
+
+namespace farandole::backend {
+
+using transport::DeviceVisit;
+using transport::PeerId;
+using transport::Request;
+
+DeviceTransport::~DeviceTransport() {
+  const DeviceVisit visit(cuda_, device_);
+  inner_.reset();
+}
+
+Result<PeerId> DeviceTransport::connect(std::string_view address) {
+  const DeviceVisit visit(cuda_, device_);
+  return inner_->connect(address);
+}
+
+void DeviceTransport::send(PeerId peer, std::uint64_t tag, const void* data, std::size_t bytes, Request& request) {
+  const DeviceVisit visit(cuda_, device_);
+  inner_->send(peer, tag, data, bytes, request);
+}
+
+void DeviceTransport::recv(PeerId from, std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes,
+                           Request& request) {
+  const DeviceVisit visit(cuda_, device_);
+  inner_->recv(from, tag, mask, data, bytes, request);
+}
+
+bool DeviceTransport::recvIfThere(std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes,
+                                  Request& request) {
+  const DeviceVisit visit(cuda_, device_);
+  return inner_->recvIfThere(tag, mask, data, bytes, request);
+}
+
+void DeviceTransport::cancel(Request& request) {
+  const DeviceVisit visit(cuda_, device_);
+  inner_->cancel(request);
+}
+
+void DeviceTransport::leave() {
+  const DeviceVisit visit(cuda_, device_);
+  inner_->leave();
+}
+
+bool DeviceTransport::progress() {
+  const DeviceVisit visit(cuda_, device_);
+  return inner_->progress();
+}
+
+bool DeviceTransport::arm() {
+  const DeviceVisit visit(cuda_, device_);
+  return inner_->arm();
+}
+
+}  // namespace farandole::backend
