@@ -18,8 +18,8 @@ GroupOnDevice::GroupOnDevice(DeviceGroupSetup setup, std::weak_ptr<WatchedGroup>
       events_(std::make_shared<EventPool>(setup_.runtime->cuda, device)),
       pointToPoint_(std::make_shared<PointToPoint>(
           PointToPoint::Setup{setup_.runtime, setup_.meeting, setup_.talk, events_, setup_.watch, group_,
-                              setup_.name + " device " + std::to_string(ordinal), setup_.rank, device, ordinal,
-                              setup_.edgeCtas, setup_.timeout})),
+                              setup_.name + " device " + std::to_string(ordinal), setup_.rank, setup_.size, device,
+                              ordinal, setup_.edgeCtas, setup_.timeout})),
       memory_(setup_.runtime->nccl) {}
 
 Status GroupOnDevice::begin() {

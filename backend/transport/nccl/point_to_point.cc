@@ -6,6 +6,9 @@
 namespace farandole::transport {
 namespace {
 
+// NCCL takes 2048 calls in a group.
+constexpr std::size_t kMessagesOfGroup = 1024;
+
 void sortByTag(std::span<EdgeMessage> messages) {
   std::ranges::stable_sort(messages, {}, [](const EdgeMessage& message) { return message.note.tag; });
 }
@@ -129,8 +132,13 @@ Status PointToPoint::postNow(std::vector<EdgeMessage> messages) {
     if (isOwn(message)) FARANDOLE_RETURN_IF_ERROR(own_.post(message));
   }
   std::size_t numPosted = std::erase_if(messages, isOwn);
-  // By edge; the turns of several communicators are always taken in one order.
-  if (messages.size() > 1) std::ranges::stable_sort(messages, {}, &EdgeMessage::key);
+  // By edge. Ranks i and j meet in round (i + j) mod n, so that not all begin with the same peer; and the turns of
+  // several communicators are always taken in one order.
+  if (messages.size() > 1) {
+    std::ranges::stable_sort(messages, {}, [this](const EdgeMessage& message) {
+      return std::pair((setup_.rank + message.peer) % setup_.size, message.isSend);
+    });
+  }
   // A batch cannot be refused in part.
   const auto refuse = [&numPosted](const std::string& text) {
     return numPosted > 0 ? Status::internal(text) : Status::invalidArgument(text);
@@ -172,7 +180,11 @@ Status PointToPoint::postNow(std::vector<EdgeMessage> messages) {
   for (std::size_t i = 0; !ready.empty(); ++i) {
     std::erase_if(ready, [&](std::span<EdgeMessage> post) { return post.size() <= i; });
     for (const std::span<EdgeMessage> post : ready) round.push_back(std::move(post[i]));
-    FARANDOLE_RETURN_IF_ERROR(launch(round));
+    for (std::span<EdgeMessage> rest = round; !rest.empty();) {
+      const std::size_t count = std::min(rest.size(), kMessagesOfGroup);
+      FARANDOLE_RETURN_IF_ERROR(launch(rest.first(count)));
+      rest = rest.subspan(count);
+    }
     round.clear();
   }
   return Status::ok();

@@ -36,6 +36,7 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
     std::weak_ptr<WatchedGroup> group;
     std::string groupName;  // in the communicators' names
     int rank;
+    int size;
     int device;
     int ordinal;                        // of the device, among those that the rank has used
     int maxCtas;                        // for each edge

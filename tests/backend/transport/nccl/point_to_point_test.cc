@@ -185,6 +185,45 @@ TEST(PointToPoint, BothEndsOfAnEdgeMakeTheSameCallsInTheSameOrder) {
   }
 }
 
+TEST(PointToPoint, ABatchGoesToThePeersInRoundsThatPairRanksUp) {
+  const std::uint64_t seed = someSeed();
+  std::mt19937_64 rng(seed);
+  constexpr int kSize = 5;
+  DeviceGroups ranks(kSize, seed);
+  std::vector<std::uint64_t> seeds(kSize);
+  for (auto& one : seeds) one = rng();
+  int data = 0;
+  std::vector<int> received(kSize * kSize);
+  for (const std::size_t bytes : {0, 4}) {  // the first batch connects them
+    ranks.each([&](int rank) {
+      std::mt19937_64 own(seeds[rank]);
+      std::vector<DeviceGroups::Message> batch;
+      for (int peer = 0; peer < kSize; ++peer) {
+        if (peer == rank) continue;
+        batch.push_back({true, peer, &data, bytes});
+        batch.push_back({false, peer, &received[rank * kSize + peer], bytes});
+      }
+      std::ranges::shuffle(batch, own);
+      for (const auto& operation : ranks.post(rank, batch)) EXPECT_TRUE(operation->awaitEnd());
+    });
+  }
+  std::map<int, std::vector<std::string>> calls;
+  for (const auto& call : ranks.cluster.calls()) {
+    if (call.bytes == 4) calls[call.device].push_back(call.communicator);
+  }
+  for (int rank = 0; rank < kSize; ++rank) {
+    std::vector<std::string> expected;
+    for (int round = 0; round < kSize; ++round) {
+      const int peer = (round - rank + kSize) % kSize;
+      if (peer == rank) continue;
+      const std::string edge = "world device 0 edge ";
+      expected.push_back(edge + std::to_string(peer) + ">" + std::to_string(rank));
+      expected.push_back(edge + std::to_string(rank) + ">" + std::to_string(peer));
+    }
+    EXPECT_EQ(calls[rank], expected) << "rank " << rank;
+  }
+}
+
 TEST(PointToPoint, ASlowPeerHoldsUpNoOther) {
   DeviceGroups ranks(3, someSeed());
   std::vector<int> fromSlow(4, -1);
