@@ -8,6 +8,7 @@
 #include "pipeline/ir/text.h"
 #include "pipeline/ir/validate.h"
 #include "pipeline/passes/lower.h"
+#include "pipeline/schedules/auto_plan.h"
 #include "pipeline/schedules/registry.h"
 
 namespace py = pybind11;
@@ -60,11 +61,38 @@ SimulationResult simulateMeasured(const Plan& plan, const std::map<std::string, 
 }
 
 // One (F, B, I, W) per stage.
-SimulationResult simulateStages(const Plan& plan, const std::vector<std::array<double, 4>>& stages, double transfer) {
+pipeline::SimulationCosts costsOf(const std::vector<std::array<double, 4>>& stages, double transfer) {
   pipeline::SimulationCosts costs;
   for (const auto& [f, b, i, w] : stages) costs.stages.push_back({f, b, i, w});
   costs.transfer = transfer;
-  return valueOf(pipeline::simulate(plan, costs));
+  return costs;
+}
+
+SimulationResult simulateStages(const Plan& plan, const std::vector<std::array<double, 4>>& stages, double transfer) {
+  return valueOf(pipeline::simulate(plan, costsOf(stages, transfer)));
+}
+
+using CandidateTuple = std::tuple<std::string, double, double, bool>;
+
+CandidateTuple tupleOf(const pipeline::PlanCandidate& candidate) {
+  return {candidate.name, candidate.makespan, candidate.peakMemory, candidate.fits};
+}
+
+// The plan, what was chosen, all that was looked at, and why.
+std::tuple<Plan, CandidateTuple, std::vector<CandidateTuple>, std::string> autoPlan(
+    int numRanks, int numStages, int numMicrobatches, bool forwardOnly,
+    const std::vector<std::array<double, 4>>& seconds, double transfer,
+    const std::vector<std::array<double, 2>>& memory, double memoryLimit,
+    const std::optional<std::vector<std::int32_t>>& rankOfStage) {
+  pipeline::MeasuredCosts costs;
+  costs.times = costsOf(seconds, transfer);
+  for (const auto& [activations, forWeights] : memory) costs.memory.push_back({activations, forWeights});
+  costs.memoryLimit = memoryLimit;
+  pipeline::AutoPlan made =
+      valueOf(pipeline::makeAutoPlan({numRanks, numStages, numMicrobatches, forwardOnly}, costs, rankOfStage));
+  std::vector<CandidateTuple> candidates;
+  for (const pipeline::PlanCandidate& candidate : made.candidates) candidates.push_back(tupleOf(candidate));
+  return {std::move(made.plan), tupleOf(made.chosen), std::move(candidates), std::move(made.reason)};
 }
 
 py::list timelineOf(const pipeline::RankTimeline& rank) {
@@ -132,6 +160,9 @@ void bindPipeline(py::module_& module) {
       },
       py::arg("name"), py::arg("num_ranks"), py::arg("num_stages"), py::arg("num_microbatches"),
       py::arg("forward_only"), py::arg("warmup_per_stage") = 1, py::arg("microbatch_group") = 0);
+  module.def("auto_plan", &autoPlan, py::arg("num_ranks"), py::arg("num_stages"), py::arg("num_microbatches"),
+             py::arg("forward_only"), py::arg("seconds"), py::arg("transfer"), py::arg("memory"),
+             py::arg("memory_limit"), py::arg("rank_of_stage"));
   module.def(
       "validate_plan",
       [](const Plan& plan, pipeline::ChannelModel channel) {

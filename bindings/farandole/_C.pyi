@@ -95,6 +95,17 @@ def make_plan(
     warmup_per_stage: int = 1,
     microbatch_group: int = 0,
 ) -> Plan: ...
+def auto_plan(
+    num_ranks: int,
+    num_stages: int,
+    num_microbatches: int,
+    forward_only: bool,
+    seconds: Sequence[tuple[float, float, float, float]],
+    transfer: float,
+    memory: Sequence[tuple[float, float]],
+    memory_limit: float,
+    rank_of_stage: Sequence[int] | None,
+) -> tuple[Plan, tuple[str, float, float, bool], list[tuple[str, float, float, bool]], str]: ...
 def validate_plan(plan: Plan, channel: ChannelModel) -> None: ...
 @overload
 def simulate_plan(plan: Plan, seconds: dict[str, float], transfer: float) -> SimulationResult: ...

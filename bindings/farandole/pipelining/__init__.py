@@ -7,20 +7,32 @@
 
 A step runs in C++ from a compiled plan; Python is entered to call the module and
 the loss, no more. Plans can be made, proven, simulated and drawn without running
-anything: :func:`plan`, :func:`validate`, :func:`simulate`.
+anything: :func:`plan`, :func:`auto_plan`, :func:`validate`, :func:`simulate`.
 """
 
 from farandole._C import Plan, SimulationResult
-from farandole.pipelining._plans import lower, plan, schedule_names, simulate, validate
+from farandole.pipelining._plans import (
+    AutoPlan,
+    PlanCandidate,
+    auto_plan,
+    lower,
+    plan,
+    schedule_names,
+    simulate,
+    validate,
+)
 from farandole.pipelining._schedules import Schedule1F1B, ScheduleGPipe
 from farandole.pipelining._stage import PipelineStage
 
 __all__ = [
+    "AutoPlan",
     "PipelineStage",
     "Plan",
+    "PlanCandidate",
     "Schedule1F1B",
     "ScheduleGPipe",
     "SimulationResult",
+    "auto_plan",
     "lower",
     "plan",
     "schedule_names",

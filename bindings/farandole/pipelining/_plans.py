@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from farandole import _C
 
@@ -47,6 +50,80 @@ def plan(
     ranks = num_stages if num_ranks is None else num_ranks
     group = 0 if microbatch_group is None else microbatch_group
     return _C.make_plan(name, ranks, num_stages, n_microbatches, forward_only, warmup_per_stage, group)
+
+
+@dataclass(frozen=True)
+class PlanCandidate:
+    """A plan that was looked at: its name, simulated seconds of a step, bytes on the rank that holds most."""
+
+    name: str
+    makespan: float
+    peak_memory: float
+    fits: bool
+
+
+@dataclass(frozen=True)
+class AutoPlan:
+    """What :func:`auto_plan` chose, among what (the fastest first), and why."""
+
+    plan: _C.Plan
+    chosen: PlanCandidate
+    candidates: tuple[PlanCandidate, ...]
+    reason: str
+
+
+def auto_plan(
+    num_stages: int,
+    n_microbatches: int,
+    seconds: Sequence[Sequence[float]],
+    *,
+    num_ranks: int | None = None,
+    transfer: float = 0.0,
+    memory: Sequence[Sequence[float]] | None = None,
+    memory_limit: float | None = None,
+    rank_of_stage: Sequence[int] | None = None,
+    forward_only: bool = False,
+) -> AutoPlan:
+    """The fastest plan found for measured stages, by simulation, within a limit of memory.
+
+    All schedules that can run these counts are tried, and plans made by list scheduling: the result is never slower
+    than the best of the schedules under the same limit.
+
+    Args:
+        num_stages: stages of the pipeline.
+        n_microbatches: microbatches per step.
+        seconds: per stage (forward, backward, input's backward, weights' backward).
+        num_ranks: processes of the pipeline; as many as stages by default.
+        transfer: seconds per message.
+        memory: per stage the bytes that a microbatch holds from its forward on, and those that are left from the
+            input's backward to the weights'; nothing by default.
+        memory_limit: bytes on each rank; none by default.
+        rank_of_stage: where the stages are. By default they go round the ranks, or, with two for each, form a V.
+        forward_only: leave out the backwards.
+
+    Raises:
+        ValueError: counts and costs that do not fit each other; no plan within the limit (it names the one that
+            needs least).
+    """
+    held = [(0.0, 0.0)] * num_stages if memory is None else memory
+    made, chosen, candidates, reason = _C.auto_plan(
+        num_stages if num_ranks is None else num_ranks,
+        num_stages,
+        n_microbatches,
+        forward_only,
+        [_numbers("seconds", stage, 4) for stage in seconds],
+        transfer,
+        [_numbers("memory", stage, 2) for stage in held],
+        math.inf if memory_limit is None else memory_limit,
+        rank_of_stage,
+    )
+    return AutoPlan(made, PlanCandidate(*chosen), tuple(PlanCandidate(*one) for one in candidates), reason)
+
+
+def _numbers(name: str, stage: Sequence[float], count: int) -> Any:
+    if len(stage) != count:
+        raise ValueError(f"{name} has {len(stage)} numbers for a stage, expected {count}")
+    return tuple(float(number) for number in stage)
 
 
 def lower(plan: _C.Plan, channel: str = "one_queue_per_rank") -> _C.Plan:

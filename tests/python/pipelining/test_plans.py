@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.pipelining import Plan, lower, plan, schedule_names, simulate, validate
+from farandole.pipelining import Plan, auto_plan, lower, plan, schedule_names, simulate, validate
 
 
 def test_plans_are_made_by_name() -> None:
@@ -57,3 +57,21 @@ def test_options_of_a_schedule_reach_it():
     assert grouped.actions[1][:6] == ["1F0", "1F1", "1F2", "1F3", "3F0", "3B0"]
     with pytest.raises(ValueError, match="microbatchGroup is 1; expected 0"):
         plan("Interleaved1F1B", 4, 8, num_ranks=2, microbatch_group=1)
+
+
+def test_the_fastest_plan_within_the_memory_is_found_and_says_why() -> None:
+    even = [(1.0, 2.0, 1.0, 1.0)] * 8
+    free = auto_plan(8, 16, even, num_ranks=4)
+    assert free.chosen.makespan == min(one.makespan for one in free.candidates)
+    assert simulate(free.plan, even).makespan == free.chosen.makespan
+    validate(lower(free.plan, "tagged"), "tagged")
+
+    tight = auto_plan(8, 16, even, num_ranks=4, memory=[(1e9, 0.5e9)] * 8, memory_limit=5e9)
+    assert tight.chosen.fits and tight.chosen.peak_memory <= 5e9
+    assert "that hold 5000 MB or less" in tight.reason
+    with pytest.raises(ValueError, match="memoryLimit is 1000 MB; expected as much as a plan needs"):
+        auto_plan(8, 16, even, num_ranks=4, memory=[(1e9, 0.5e9)] * 8, memory_limit=1e9)
+    with pytest.raises(ValueError, match="seconds has 3 numbers for a stage, expected 4"):
+        auto_plan(1, 1, [(1.0, 2.0, 1.0)])
+    with pytest.raises(ValueError, match=r"costs\.memory has 1 entries; expected one for each stage, 8"):
+        auto_plan(8, 16, even, num_ranks=4, memory=[(1.0, 1.0)])
