@@ -37,6 +37,8 @@ std::vector<ucs_status_ptr_t> startFlushes(const std::vector<ucp_ep_h>& endpoint
 void flushEndpoints(const std::vector<ucp_ep_h>& endpoints, const std::function<void()>& progress) {
   std::vector<ucs_status_ptr_t> handles = startFlushes(endpoints);
   finish(progress, handles, Clock::now() + kFlushTimeout);
+  // The rest goes on by itself.
+  for (ucs_status_ptr_t handle : handles) ucp_request_free(handle);
 }
 
 // A worker that is destroyed while it discards what a closed or failed endpoint had under way

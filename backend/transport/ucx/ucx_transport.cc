@@ -73,6 +73,7 @@ std::vector<ucp_ep_h> UcxTransport::handles() const {
 }
 
 void UcxTransport::leave() {
+  if (memoryType_ == UCS_MEMORY_TYPE_HOST) return;
   flushEndpoints(handles(), [this] { (void)progress(); });
 }
 

@@ -34,7 +34,8 @@ class UcxTransport final : public Transport {
   bool progress() override;
   int eventFd() const override { return eventFd_; }
   bool arm() override { return ucp_worker_arm(worker_) == UCS_OK; }
-  // What was sent leaves first. Closing the endpoints, or the end of the process, tells the peers.
+  // Closing the endpoints, or the end of the process, tells the peers. What was sent of devices leaves first: their
+  // connections are made with the first message, which may be the last one.
   void leave() override;
   void signal() override { ucp_worker_signal(worker_); }
   std::string describe(PeerId peer) const override;

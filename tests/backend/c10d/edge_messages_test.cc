@@ -2,25 +2,20 @@
 
 #include <gtest/gtest.h>
 
-#include <iostream>
 #include <random>
 #include <thread>
 
 #include "backend/c10d/contract.h"
 #include "tests/backend/collective/communicators.h"
+#include "tests/backend/random_seed.h"
 
 namespace farandole::backend {
 namespace {
 
 using collective::testing::Group;
+using farandole::testing::someSeed;
 using transport::EdgeWord;
 using namespace std::chrono_literals;
-
-std::uint64_t someSeed() {
-  const std::uint64_t seed = std::random_device{}() % 1'000'000;
-  std::cerr << "seed " << seed << '\n';
-  return seed;
-}
 
 bool waitFor(const std::function<bool()>& isDone) {
   for (const auto deadline = transport::Clock::now() + 20s; !isDone(); std::this_thread::sleep_for(1ms)) {

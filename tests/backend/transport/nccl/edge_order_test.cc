@@ -3,20 +3,16 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <iostream>
 #include <random>
+
+#include "tests/backend/random_seed.h"
 
 namespace farandole::transport {
 namespace {
 
+using farandole::testing::someSeed;
 using Order = EdgeOrder::Order;
 using Notes = std::vector<EdgeNote>;
-
-std::uint64_t someSeed() {
-  const std::uint64_t seed = std::random_device{}() % 1'000'000;
-  std::cerr << "seed " << seed << '\n';
-  return seed;
-}
 
 // One end of an edge: what it posts, and what it has launched.
 class End {

@@ -2,23 +2,18 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <iostream>
 #include <random>
 
+#include "tests/backend/random_seed.h"
 #include "tests/backend/transport/nccl/device_groups.h"
 
 namespace farandole::transport {
 namespace {
 
+using farandole::testing::someSeed;
 using testing::DeviceGroups;
 using testing::joined;
 using namespace std::chrono_literals;
-
-std::uint64_t someSeed() {
-  const std::uint64_t seed = std::random_device{}() % 1'000'000;
-  std::cerr << "seed " << seed << '\n';
-  return seed;
-}
 
 TEST(PointToPointTags, BatchesThatAreListedInAnotherOrderOnEachRankAreMatchedByTheirTags) {
   const std::uint64_t first = someSeed();

@@ -6,21 +6,17 @@
 #include <deque>
 #include <random>
 
+#include "tests/backend/random_seed.h"
 #include "tests/backend/transport/nccl/device_groups.h"
 
 namespace farandole::transport {
 namespace {
 
+using farandole::testing::someSeed;
 using testing::DeviceGroups;
 using testing::joined;
 using testing::OperationPtr;
 using namespace std::chrono_literals;
-
-std::uint64_t someSeed() {
-  const std::uint64_t seed = std::random_device{}() % 1'000'000;
-  std::cerr << "seed " << seed << '\n';
-  return seed;
-}
 
 // One message of a random plan; the data is its number, which the receiver must find.
 struct Planned {
