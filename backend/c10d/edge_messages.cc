@@ -22,63 +22,62 @@ using Block = std::array<EdgeWord, kWordsOfMessage>;
 
 }  // namespace
 
-class EdgeMessages::Telling final : public collective::Operation, public std::enable_shared_from_this<Telling> {
+// A message that nobody waits for; it keeps itself while it is in flight.
+class EdgeMessages::BlockOperation : public collective::Operation, public std::enable_shared_from_this<BlockOperation> {
+ protected:
+  BlockOperation(std::shared_ptr<Communicator> communicator, int peer)
+      : Operation(std::move(communicator)), peer_(peer) {}
+
+  bool isBackground() const final { return true; }
+  std::span<collective::Message> messages() final { return {&message_, 1}; }
+  void retain() final { self_ = shared_from_this(); }
+  void release() final { const auto self = std::move(self_); }
+
+  const int peer_;
+  Block block_{};
+  collective::Message message_;
+  bool isPosted_ = false;
+
+ private:
+  std::shared_ptr<BlockOperation> self_;
+};
+
+class EdgeMessages::Telling final : public BlockOperation {
  public:
   Telling(std::shared_ptr<Communicator> communicator, int peer, std::span<const EdgeWord> words)
-      : Operation(std::move(communicator)), peer_(peer) {
+      : BlockOperation(std::move(communicator), peer) {
     std::ranges::copy(words, block_.begin());
   }
 
  protected:
   std::string describe() const override { return "telling " + communicator_->describe(peer_) + " of an edge"; }
-  bool isBackground() const override { return true; }
   bool postNext() override {
     if (std::exchange(isPosted_, true)) return false;
     postSend(message_, peer_, MessageKind::kEdgeTalk, 0, block_.data(), sizeof block_);
     return true;
   }
-  std::span<collective::Message> messages() override { return {&message_, 1}; }
-  void retain() override { self_ = shared_from_this(); }
-  void release() override { const auto self = std::move(self_); }
-
- private:
-  const int peer_;
-  Block block_{};
-  collective::Message message_;
-  bool isPosted_ = false;
-  std::shared_ptr<Telling> self_;
 };
 
 // Never done while the peer and the group are there.
-class EdgeMessages::Hearing final : public collective::Operation, public std::enable_shared_from_this<Hearing> {
+class EdgeMessages::Hearing final : public BlockOperation {
  public:
   Hearing(std::shared_ptr<Communicator> communicator, int peer, std::weak_ptr<EdgeMessages> owner)
-      : Operation(std::move(communicator)), peer_(peer), owner_(std::move(owner)) {}
+      : BlockOperation(std::move(communicator), peer), owner_(std::move(owner)) {}
 
  protected:
   std::string describe() const override { return "hearing from " + communicator_->describe(peer_) + " of an edge"; }
-  bool isBackground() const override { return true; }
   bool postNext() override {
     const auto owner = owner_.lock();
     if (owner == nullptr) return false;
     if (std::exchange(isPosted_, true)) {
-      const auto end = std::ranges::find(block_, 0, &EdgeWord::flags);
-      owner->hear(peer_, {block_.begin(), end});
+      owner->hear(peer_, {block_.begin(), std::ranges::find(block_, 0, &EdgeWord::flags)});
     }
     postRecv(message_, peer_, MessageKind::kEdgeTalk, 0, block_.data(), sizeof block_);
     return true;
   }
-  std::span<collective::Message> messages() override { return {&message_, 1}; }
-  void retain() override { self_ = shared_from_this(); }
-  void release() override { const auto self = std::move(self_); }
 
  private:
-  const int peer_;
   const std::weak_ptr<EdgeMessages> owner_;
-  Block block_{};
-  collective::Message message_;
-  bool isPosted_ = false;
-  std::shared_ptr<Hearing> self_;
 };
 
 void EdgeMessages::listen(int device, Listener listener) {
@@ -113,23 +112,17 @@ void EdgeMessages::tell(int peer, std::span<const EdgeWord> words) {
   }
 }
 
-void EdgeMessages::hear(int peer, const Words& words) {
-  // One message may be of several devices.
-  for (auto begin = words.begin(); begin != words.end();) {
-    const auto end =
-        std::find_if(begin, words.end(), [&](const EdgeWord& word) { return word.device != begin->device; });
-    std::shared_ptr<Listener> listener;
-    {
-      std::lock_guard lock(mutex_);
-      if (const auto found = listeners_.find(begin->device); found != listeners_.end()) {
-        listener = found->second;
-      } else {
-        early_[begin->device].push_back({peer, {begin, end}});
-      }
-    }
-    if (listener != nullptr) (*listener)(peer, {begin, end});
-    begin = end;
+void EdgeMessages::hear(int peer, Words words) {
+  // What is told at once is of one device.
+  const int device = words.front().device;
+  std::shared_ptr<Listener> listener;
+  {
+    std::lock_guard lock(mutex_);
+    const auto found = listeners_.find(device);
+    if (found == listeners_.end()) return early_[device].push_back({peer, std::move(words)});
+    listener = found->second;
   }
+  (*listener)(peer, words);
 }
 
 Status EdgeMessages::describe(int peer, bool isSend, const transport::EdgeOrder::Difference& difference) const {

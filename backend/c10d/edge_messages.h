@@ -26,11 +26,12 @@ class EdgeMessages final : public transport::EdgeTalk, public std::enable_shared
   Status describe(int peer, bool isSend, const transport::EdgeOrder::Difference& difference) const override;
 
  private:
+  class BlockOperation;
   class Telling;
   class Hearing;
   using Words = std::vector<transport::EdgeWord>;
 
-  void hear(int peer, const Words& words);
+  void hear(int peer, Words words);
 
   const std::shared_ptr<collective::Communicator> communicator_;
   std::mutex mutex_;  // taken with the transport held

@@ -14,7 +14,7 @@ namespace farandole::pipeline {
 // step takes at most (6 m + 4 p - 3) F. Where they differ much, every period waits.
 Result<Plan> makeVMin(const ScheduleOptions& options);
 
-// V-Half: about half of it, p + 3, and at most (6 m + 3.25 p) F.
+// V-Half: about half of it, p + 3, and at most (6 m + 3.5 p) F.
 Result<Plan> makeVHalf(const ScheduleOptions& options);
 
 }  // namespace farandole::pipeline

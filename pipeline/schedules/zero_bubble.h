@@ -14,8 +14,9 @@ namespace farandole::pipeline {
 // (p - 1) (F + I - W).
 Result<Plan> makeZbH1(const ScheduleOptions& options);
 
-// ZB-H2 holds about twice as much, min(m, 2 p - 1), and with m >= 2 p - 1 and F = I = W only
-// the last rank's way to its first forward is left: m (F + I + W) + (p - 1) F, and as much less work at the other end.
+// ZB-H2 holds about twice as much, min(m, 2 p - 1). With m >= 2 p - 1 and
+// F = I = W no rank waits between its first action and its last: what is left of
+// the bubble is at the two ends of a step.
 Result<Plan> makeZbH2(const ScheduleOptions& options);
 
 // Zero bubble for v stages on each rank, which go round: interleaved 1F1B with a

@@ -3,9 +3,7 @@
 namespace farandole::backend {
 namespace {
 
-// NCCL takes 2048 calls in a group. An exchange between two ranks is two; a reduction with a factor is one.
-constexpr int kCallsOfGroup = 1024;
-constexpr int kExchangesOfGroup = kCallsOfGroup / 2;
+constexpr int kExchangesOfGroup = transport::NcclGroup::kMostCalls / 2;
 
 }  // namespace
 
@@ -16,7 +14,7 @@ void NcclCalls::issue(const char* name, const Call& call) {
 
 template <typename Call>
 void NcclCalls::collective(const char* name, const Call& call) {
-  if (calls_ == kCallsOfGroup) {
+  if (calls_ == transport::NcclGroup::kMostCalls) {
     group_.cut();
     calls_ = 0;
   }

@@ -120,7 +120,7 @@ class NcclProcessGroup final : public CudaGroup {
     std::vector<transport::EdgeKey> edges;
     for (const int peer : sendTo) edges.push_back({peer, true});
     for (const int peer : recvFrom) edges.push_back({peer, false});
-    throwIfError(withDevice(device, [&](GroupOnDevice& on) { return on.connectEdges(std::move(edges)); }));
+    throwIfError(withDevice(device, [&](GroupOnDevice& on) { return on.connectEdges(edges); }));
   }
 
   void connect(at::Device device) override {

@@ -2,22 +2,22 @@
 
 namespace farandole::transport {
 
-DeviceVisit::DeviceVisit(const CudaApi& cuda, int device) : cuda_(cuda), isNone_(device == kNone) {
-  if (isNone_) return;
-  (void)cuda_.check(cuda_.threadExchangeCaptureMode(&mode_), "cudaThreadExchangeStreamCaptureMode");
-  int current = -1;
-  const Status known = cuda_.check(cuda_.getDevice(&current), "cudaGetDevice");
-  // A thread that has set none is said to be on device 0, and has no context.
+DeviceVisit::DeviceVisit(const CudaApi& cuda, int device) : cuda_(cuda) {
+  if (device == kNone) return;
+  exchangeCaptureMode();
+  scope_.emplace(cuda_, device);
+  // A thread that has set no device is said to be on device 0, and has no context.
   thread_local bool hasContext = false;
-  if (known && current == device && hasContext) return;
-  if (!cuda_.check(cuda_.setDevice(device), "cudaSetDevice")) return;
-  hasContext = true;
-  if (current != device) former_ = current;
+  if (!hasContext) hasContext = cuda_.check(cuda_.setDevice(device), "cudaSetDevice").isOk();
 }
 
 DeviceVisit::~DeviceVisit() {
-  if (isNone_) return;
-  if (former_ != kNone) (void)cuda_.check(cuda_.restoreDevice(former_), "cudaSetDevice");
+  if (!scope_) return;
+  scope_.reset();
+  exchangeCaptureMode();
+}
+
+void DeviceVisit::exchangeCaptureMode() {
   (void)cuda_.check(cuda_.threadExchangeCaptureMode(&mode_), "cudaThreadExchangeStreamCaptureMode");
 }
 

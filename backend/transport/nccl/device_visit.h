@@ -1,5 +1,7 @@
 #pragma once
 
+#include <optional>
+
 #include "backend/transport/nccl/cuda_api.h"
 
 namespace farandole::transport {
@@ -15,10 +17,11 @@ class DeviceVisit {
   DeviceVisit& operator=(const DeviceVisit&) = delete;
 
  private:
+  void exchangeCaptureMode();
+
   const CudaApi& cuda_;
-  const bool isNone_;
-  int former_ = kNone;  // or it need not be set again
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+  std::optional<DeviceScope> scope_;  // none: a visit that changes nothing
 };
 
 }  // namespace farandole::transport

@@ -80,11 +80,12 @@ void DeviceWatch::run(const CudaApi& cuda, State& state) {
     const std::vector<Watched> watched = state.watched;
     lock.unlock();
     bool isIdle = true;
+    const WatchedGroup* attended = nullptr;  // most lanes of a group are next to each other
     for (const Watched& one : watched) {
       const auto group = one.group.lock();
       const auto lane = one.lane.lock();
       if (group == nullptr || lane == nullptr) continue;
-      group->attend();
+      if (std::exchange(attended, group.get()) != group.get()) group->attend();
       if (!lane->isEmpty()) {
         // An event is asked with its device as the current one: else device 0 would get a context for that.
         const Status settled = settleOnDevice(cuda, one.device);

@@ -84,12 +84,8 @@ Result<EdgeOrder::Outcome> EdgeOrder::post(std::span<const EdgeNote> notes, Edge
   }
   untold_.back().flags |= EdgeWord::kIsLast;
   ours_.add(notes, outcome.order);
-  std::vector<Order> settled;
-  settle(ours_, theirs_, settled);
+  const std::vector<Order> settled = settleBoth(outcome);
   if (!settled.empty()) outcome.order = settled.back();  // nothing before it was unknown: it would still be
-  std::vector<Order> ignored;
-  settle(theirs_, ours_, ignored);
-  outcome.difference = compare();
   return outcome;
 }
 
@@ -112,13 +108,9 @@ EdgeOrder::Outcome EdgeOrder::hear(const EdgeWord& word) {
   const bool isByTag = (word.flags & EdgeWord::kIsByTag) != 0;
   theirs_.add(incoming_, isByTag ? Order::kByTag : isAscending(incoming_) ? Order::kAsIssued : Order::kUnknown);
   incoming_.clear();
-  std::vector<Order> settled;
-  settle(ours_, theirs_, settled);
+  const std::vector<Order> settled = settleBoth(outcome);
   settled_.insert(settled_.end(), settled.begin(), settled.end());
   outcome.hasSettled = !settled.empty();
-  std::vector<Order> ignored;
-  settle(theirs_, ours_, ignored);
-  outcome.difference = compare();
   return outcome;
 }
 
@@ -134,13 +126,21 @@ void EdgeOrder::takeUntold(std::vector<EdgeWord>& words) {
   untold_.clear();
 }
 
-void EdgeOrder::settle(Side& side, const Side& other, std::vector<Order>& settled) {
-  if (side.numUnknown == 0) return;
+std::vector<EdgeOrder::Order> EdgeOrder::settleBoth(Outcome& outcome) {
+  std::vector<Order> settled = settle(ours_, theirs_);
+  (void)settle(theirs_, ours_);
+  outcome.difference = compare();
+  return settled;
+}
+
+std::vector<EdgeOrder::Order> EdgeOrder::settle(Side& side, const Side& other) {
+  std::vector<Order> settled;
+  if (side.numUnknown == 0) return settled;
   for (Post& post : side.posts) {
     if (post.order != Order::kUnknown) continue;
     const Post* const counterpart = other.find(post.first);
-    if (counterpart == nullptr) return;
-    const Notes notes = side.notesOf(post);
+    if (counterpart == nullptr) break;
+    Notes notes = side.notesOf(post);
     const bool isSame = counterpart->first == post.first && counterpart->count == post.count &&
                         byTag(other.notesOf(*counterpart)) == byTag(notes);
     post.order = isSame ? Order::kByTag : Order::kAsIssued;
@@ -148,9 +148,14 @@ void EdgeOrder::settle(Side& side, const Side& other, std::vector<Order>& settle
     --side.numUnknown;
     if (!isSame) continue;
     side.sort(post);
-    if (same_.size() >= kMostRemembered) same_.clear();
-    if (&side == &ours_) same_.insert(notes);
+    if (&side == &ours_) remember(std::move(notes));
   }
+  return settled;
+}
+
+void EdgeOrder::remember(Notes notes) {
+  if (same_.size() >= kMostRemembered) same_.clear();
+  same_.insert(std::move(notes));
 }
 
 std::optional<EdgeOrder::Difference> EdgeOrder::compare() {

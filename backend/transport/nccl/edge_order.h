@@ -98,8 +98,10 @@ class EdgeOrder {
     std::deque<Post> posts;
   };
   std::optional<Order> orderAlone(std::span<const EdgeNote> notes) const;
-  // Settles what it can of one side by what the other one has posted, and appends the orders.
-  void settle(Side& side, const Side& other, std::vector<Order>& settled);
+  // Settles what it can of both sides, and compares them; the orders of what was settled of ours.
+  std::vector<Order> settleBoth(Outcome& outcome);
+  std::vector<Order> settle(Side& side, const Side& other);
+  void remember(std::vector<EdgeNote> notes);
   std::optional<Difference> compare();
 
   Side ours_;

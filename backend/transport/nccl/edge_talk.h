@@ -18,7 +18,7 @@ class EdgeTalk {
   virtual void listen(int device, Listener listener) = 0;
   // From now on, what this peer tells is heard.
   virtual void open(int peer) = 0;
-  // Returns at once; words arrive in order. A peer that is gone does not hear them.
+  // Of one device. Returns at once; words arrive in order. A peer that is gone does not hear them.
   virtual void tell(int peer, std::span<const EdgeWord> words) = 0;
 
   // An error that names both sides of what should be one message. `isSend`: by this rank.

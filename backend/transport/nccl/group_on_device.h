@@ -54,7 +54,7 @@ class GroupOnDevice : public std::enable_shared_from_this<GroupOnDevice> {
   // After what is on `current` by now (see PointToPoint::post).
   Status post(cudaStream_t current, std::vector<EdgeMessage> messages);
   // See PointToPoint::connect().
-  Status connectEdges(std::vector<EdgeKey> edges) { return pointToPoint_->connect(std::move(edges)); }
+  Status connectEdges(std::span<const EdgeKey> edges) { return pointToPoint_->connect(edges); }
   void tellPeers() { pointToPoint_->tellPeers(); }
 
   // A pool of the user's memory, for the collectives (see RegisteredMemory::set). All ranks have a part in what is

@@ -12,6 +12,15 @@ constexpr std::chrono::milliseconds kCallLimit{20};
 constexpr std::chrono::milliseconds kRevokedCallLimit{2000};
 constexpr std::chrono::milliseconds kCallLook{1};
 
+// NCCL keeps the pointer to the name.
+ncclConfig_t configOf(const std::string& name, int maxCtas) {
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  config.blocking = 1;
+  config.commName = name.c_str();
+  if (maxCtas > 0) config.maxCTAs = maxCtas;
+  return config;
+}
+
 }  // namespace
 
 NcclCommunicator::NcclCommunicator(const DeviceRuntime& runtime, Name name, int device, ncclComm_t handle)
@@ -21,11 +30,8 @@ Result<std::shared_ptr<NcclCommunicator>> NcclCommunicator::connect(const Device
                                                                     const CommunicatorSpec& spec) {
   const DeviceScope scope(runtime.cuda, spec.device);
   FARANDOLE_RETURN_IF_ERROR(scope.status());
-  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-  config.blocking = 1;
   auto name = std::make_shared<const std::string>(spec.name);
-  config.commName = name->c_str();
-  if (spec.maxCtas > 0) config.maxCTAs = spec.maxCtas;
+  ncclConfig_t config = configOf(*name, spec.maxCtas);
   ncclComm_t handle = nullptr;
   FARANDOLE_RETURN_IF_ERROR(
       runtime.nccl.check(runtime.nccl.commInitRankConfig(&handle, spec.size, spec.id, spec.rank, &config),
@@ -39,10 +45,8 @@ Result<std::shared_ptr<NcclCommunicator>> NcclCommunicator::shrink(const DeviceR
                                                                    std::vector<int> excluded) {
   const DeviceScope scope(runtime.cuda, from.device_);
   FARANDOLE_RETURN_IF_ERROR(scope.status());
-  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-  config.blocking = 1;
-  auto name = std::make_unique<const std::string>(text);
-  config.commName = name->c_str();
+  auto name = std::make_shared<const std::string>(text);
+  ncclConfig_t config = configOf(*name, 0);
   ncclComm_t handle = nullptr;
   FARANDOLE_RETURN_IF_ERROR(runtime.nccl.check(
       runtime.nccl.commShrink(turn.handle(), excluded.data(), static_cast<int>(excluded.size()), &handle, &config, 0),

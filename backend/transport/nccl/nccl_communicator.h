@@ -103,6 +103,9 @@ class NcclCommunicator {
 // Group calls of NCCL's: everything between becomes one launch for each communicator.
 class NcclGroup {
  public:
+  // NCCL takes 2048; an exchange between two ranks is two.
+  static constexpr int kMostCalls = 1024;
+
   explicit NcclGroup(const NcclApi& nccl);
   // Ends the group if nobody has.
   ~NcclGroup();

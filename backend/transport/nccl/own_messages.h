@@ -20,7 +20,7 @@ class OwnMessages {
   OwnMessages(const CudaApi& cuda, std::shared_ptr<EventPool> events, int device, const EdgeTalk& talk)
       : cuda_(cuda), events_(std::move(events)), device_(device), talk_(talk) {}
 
-  // A dtype or size that is not the counterpart's ends both, with kInvalidArgument.
+  // A dtype or size that is not the counterpart's ends both, with kMismatch.
   Status post(EdgeMessage message);
   // Sends and receives are each in order.
   std::array<std::shared_ptr<DeviceLane>, 2> lanes() const { return {sends_, receives_}; }

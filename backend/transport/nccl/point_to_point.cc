@@ -6,9 +6,6 @@
 namespace farandole::transport {
 namespace {
 
-// NCCL takes 2048 calls in a group.
-constexpr std::size_t kMessagesOfGroup = 1024;
-
 void sortByTag(std::span<EdgeMessage> messages) {
   std::ranges::stable_sort(messages, {}, [](const EdgeMessage& message) { return message.note.tag; });
 }
@@ -103,10 +100,7 @@ Status PointToPoint::settleOrder(EdgeKey key) {
   return over_ ? launchWaiting(key, edges_.at(key)) : over_;
 }
 
-Status PointToPoint::connect(std::vector<EdgeKey> edges) {
-  // All ranks alike, from their neighbours outwards: the store is asked in about the same order everywhere.
-  const auto distance = [this](const EdgeKey& key) { return std::abs(key.peer - setup_.rank); };
-  std::ranges::stable_sort(edges, {}, distance);
+Status PointToPoint::connect(std::span<const EdgeKey> edges) {
   std::lock_guard lock(mutex_);
   if (!over_) return over_;
   for (const EdgeKey& key : edges) {
@@ -176,14 +170,18 @@ Status PointToPoint::postNow(std::vector<EdgeMessage> messages) {
       edge.waiting.push_back({{std::make_move_iterator(post.begin()), std::make_move_iterator(post.end())}, *order});
     }
   }
+  return launchInRounds(std::move(ready));
+}
+
+Status PointToPoint::launchInRounds(std::vector<std::span<EdgeMessage>> posts) {
   std::vector<EdgeMessage> round;
-  for (std::size_t i = 0; !ready.empty(); ++i) {
-    std::erase_if(ready, [&](std::span<EdgeMessage> post) { return post.size() <= i; });
-    for (const std::span<EdgeMessage> post : ready) round.push_back(std::move(post[i]));
+  for (std::size_t i = 0; !posts.empty(); ++i) {
+    std::erase_if(posts, [&](std::span<EdgeMessage> post) { return post.size() <= i; });
+    for (const std::span<EdgeMessage> post : posts) round.push_back(std::move(post[i]));
     for (std::span<EdgeMessage> rest = round; !rest.empty();) {
-      const std::size_t count = std::min(rest.size(), kMessagesOfGroup);
-      FARANDOLE_RETURN_IF_ERROR(launch(rest.first(count)));
-      rest = rest.subspan(count);
+      const auto group = rest.first(std::min<std::size_t>(rest.size(), NcclGroup::kMostCalls));
+      FARANDOLE_RETURN_IF_ERROR(launch(group));
+      rest = rest.subspan(group.size());
     }
     round.clear();
   }

@@ -47,7 +47,7 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   // Before anything else.
   void begin();
   // Begins to connect these edges, as far as nobody has; those with this rank itself need nothing.
-  Status connect(std::vector<EdgeKey> edges);
+  Status connect(std::span<const EdgeKey> edges);
   // Posts the messages of one batch. Returns at once, also when an edge is not connected yet: then its operations are
   // launched later. An error that is not kInvalidArgument ends the group.
   Status post(std::vector<EdgeMessage> messages);
@@ -77,6 +77,8 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   void noteOrder(EdgeKey key, const Status& status);
   Status settleOrder(EdgeKey key);
   Status postNow(std::vector<EdgeMessage> messages);
+  // The first message of each post as one launch, then the second ones, and so on. Posts of different edges.
+  Status launchInRounds(std::vector<std::span<EdgeMessage>> posts);
   // Launches what waits for an edge, as far as it need not wait any more.
   Status launchWaiting(EdgeKey key, Edge& edge);
   // At most one message for each edge; all connected.

@@ -62,9 +62,24 @@ TEST(ControllableMemory, VMinHoldsAThird) {
 TEST(ControllableMemory, VHalfHoldsHalf) {
   checkSchedule("V-Half", kTwo, [](const ScheduleOptions& options, const Plan&, const SimulationResult& run) {
     const std::int32_t p = options.numRanks;
-    EXPECT_LE(run.makespan, 6.0 * options.numMicrobatches + 3.25 * p);
+    EXPECT_LE(run.makespan, 6.0 * options.numMicrobatches + 3.5 * p);
     for (const RankTimeline& rank : run.ranks) EXPECT_LE(rank.peakLiveActivations, p + 3);
   });
+}
+
+TEST(ControllableMemory, TheBoundsHoldForEveryNumberOfRanks) {
+  for (std::int32_t p = 1; p <= 32; ++p) {
+    const ScheduleOptions options{p, 2 * p, 2 * p + 1, false};
+    const SimulationCosts costs{std::vector<StageCost>(2 * p, {1, 2, 1, 1}), 0};
+    const auto least = simulate(*makeVMin(options), costs);
+    const auto half = simulate(*makeVHalf(options), costs);
+    EXPECT_LE(least->makespan, 6.0 * options.numMicrobatches + std::max(0, 4 * p - 3)) << "V-Min p " << p;
+    EXPECT_LE(half->makespan, 6.0 * options.numMicrobatches + 3.5 * p) << "V-Half p " << p;
+    for (std::int32_t rank = 0; rank < p; ++rank) {
+      EXPECT_LE(least->ranks[rank].peakLiveActivations, (2 * p + 2) / 3 + 2) << "V-Min p " << p;
+      EXPECT_LE(half->ranks[rank].peakLiveActivations, p + 3) << "V-Half p " << p;
+    }
+  }
 }
 
 TEST(BuildingBlock, LeavesNoRankWithTwoThingsAtATime) {
