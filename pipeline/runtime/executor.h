@@ -1,18 +1,19 @@
 #pragma once
 
 #include <chrono>
-#include <exception>
-#include <functional>
 #include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
 #include "backend/common/status.h"
+#include "pipeline/runtime/executor_config.h"
 #include "pipeline/runtime/program.h"
 #include "pipeline/runtime/stage.h"
+#include "pipeline/runtime/stage_compute.h"
 #include "pipeline/runtime/stage_traffic.h"
 #include "pipeline/runtime/step_agreement.h"
+#include "pipeline/runtime/step_failure.h"
 
 namespace farandole::pipeline {
 
@@ -27,16 +28,6 @@ struct StepTrace {
   std::vector<TimedStep> steps;
   double seconds = 0;         // of the whole step
   double computeSeconds = 0;  // of its forwards and backwards
-};
-
-struct ExecutorConfig {
-  std::vector<StageSpec> stages;  // this rank's, ascending
-  double lossScale = 1;           // the gradient of each microbatch's loss
-  std::string description;        // of what is run: shown when ranks run different things
-  std::string rankName;           // in errors; by default "rank N", of the plan
-
-  // Called inside a catch block: says what was thrown. Default: what().
-  std::function<std::string()> describeError;
 };
 
 // Replays a program. Owned by one schedule; step() belongs to one thread and is
@@ -79,17 +70,6 @@ class Executor {
   Status agree();
   Status conclude();
   Status forward(const Step& step, TimedStep& time);
-  void backward(const Step& step, TimedStep& time);
-  void compute(Stage& stage, std::int32_t microbatch);
-  void takeOutputs(Stage& stage, std::int32_t microbatch);
-  void takeLocalInputs(Stage& stage, std::int32_t microbatch);
-  void returnInputGrads(Stage& stage, std::int32_t microbatch);
-  void requireGradSync(Stage& stage, std::int32_t microbatch, bool required);
-
-  // Enters failed mode; the first failure is the one reported.
-  void fail(const Stage& stage, std::int32_t microbatch, const std::string& text);
-  void abandonGradSync(const std::string& reason);
-  std::string currentError() const;
   Status transportBroke(const std::string& during);
   double now() const;
 
@@ -98,15 +78,13 @@ class Executor {
   std::vector<Stage> stages_;
   StepAgreement agreement_;
   StageTraffic traffic_;
+  StepFailure failure_;
+  StageCompute compute_;
   StepTrace trace_;
   std::chrono::steady_clock::time_point began_;
-  std::vector<at::Tensor> outputs_, grads_;  // scratch
-  at::Tensor lossSeed_;
   bool learned_ = false;   // shapes are known on all ranks
   bool learning_ = false;  // in this step
   bool agreed_ = false;    // the vote of this step is over
-  bool failed_ = false;    // in failed mode, for a reason here or upstream
-  FailureReport failure_;
   Status broken_;
 };
 

@@ -62,6 +62,11 @@ void Message::wait() {
   }
 }
 
+bool Message::isDone() const {
+  if (isStarted) return line->isDone();
+  return !work || work->isCompleted();
+}
+
 void Message::release() {
   if (isStarted) {
     // Whoever still writes to the tensor, or reads it, needs its memory.

@@ -29,6 +29,8 @@ struct Message {
 
   // Blocks until it is done, if it is under way; throws what the transport throws.
   void wait();
+  // Whether wait() would return at once; may stay false where a backend does not tell.
+  bool isDone() const;
   // Gives up what is under way, and the tensor.
   void release();
 

@@ -54,6 +54,7 @@ class Compiler {
     for (std::int32_t stage = 0; stage < plan.numStages; ++stage) {
       if (plan.rankOfStage[stage] == rank) program_.stages.push_back(stage);
     }
+    program_.splitsBackward.resize(program_.stages.size(), false);
   }
 
   Result<Program> run() {
@@ -66,7 +67,9 @@ class Compiler {
   Status add(const Action& action) {
     switch (action.kind) {
       case ActionKind::kForward: return addStep(action, StepOp::kForward);
-      case ActionKind::kBackward: program_.hasBackward = true; return addStep(action, StepOp::kBackward);
+      case ActionKind::kBackward: return addStep(action, StepOp::kBackward);
+      case ActionKind::kBackwardInput: return addStep(action, StepOp::kBackwardInput);
+      case ActionKind::kBackwardWeight: return addStep(action, StepOp::kBackwardWeight);
       case ActionKind::kWaitSend:
       case ActionKind::kWaitSendF:
       case ActionKind::kWaitSendB:
@@ -82,11 +85,14 @@ class Compiler {
       case ActionKind::kOverlapFB:
         for (const Action& part : action.parts) FARANDOLE_RETURN_IF_ERROR(add(part));
         return Status::ok();
-      default: break;
+      // Of modules whose parameters are sharded, which a stage refuses, and of reductions, which begin with the stage's
+      // last backward: there is nothing to do.
+      case ActionKind::kUnshard:
+      case ActionKind::kReshard:
+      case ActionKind::kReduceGrad:
+      case ActionKind::kWaitReduceGrad: return Status::ok();
     }
-    return Status::invalidArgument("action " + toString(action) + " of rank " + std::to_string(program_.rank) +
-                                   ": the executor runs F, B, SEND_F, RECV_F, SEND_B, RECV_B, WAIT_SEND*, BATCH_P2P "
-                                   "and OVERLAP_F_B");
+    return Status::internal("action " + toString(action) + " is of no known kind");
   }
 
   Result<std::int32_t> localStage(const Action& action) const {
@@ -109,6 +115,8 @@ class Compiler {
     step.op = op;
     step.stage = *stage;
     step.microbatch = action.microbatch;
+    if (op == StepOp::kBackward || op == StepOp::kBackwardInput) program_.hasBackward = true;
+    if (op == StepOp::kBackwardInput) program_.splitsBackward[*stage] = true;
     program_.steps.push_back(step);
     program_.labels.push_back(toString(action));
     return Status::ok();
@@ -141,12 +149,16 @@ class Compiler {
   }
 
   void markLastBackwards() {
-    std::vector<bool> seen(program_.stages.size(), false);
+    std::vector<bool> ended(program_.stages.size(), false), inputsEnded(program_.stages.size(), false);
     for (std::size_t i = program_.steps.size(); i-- > 0;) {
       Step& step = program_.steps[i];
-      if (step.op != StepOp::kBackward || seen[step.stage]) continue;
-      seen[step.stage] = true;
-      step.lastBackward = true;
+      const bool isWhole = step.op == StepOp::kBackward;
+      if ((isWhole || step.op == StepOp::kBackwardWeight) && !ended[step.stage]) {
+        ended[step.stage] = step.lastBackward = true;
+      }
+      if ((isWhole || step.op == StepOp::kBackwardInput) && !inputsEnded[step.stage]) {
+        inputsEnded[step.stage] = step.lastInputBackward = true;
+      }
     }
   }
 

@@ -9,14 +9,17 @@
 
 namespace farandole::pipeline {
 
-enum class StepOp : std::uint8_t { kForward, kBackward, kPost, kWaitSend };
+enum class StepOp : std::uint8_t { kForward, kBackward, kBackwardInput, kBackwardWeight, kPost, kWaitSend };
+
+constexpr bool isCompute(StepOp op) { return op != StepOp::kPost && op != StepOp::kWaitSend; }
 
 // One instruction of a rank. `stage` counts the rank's own stages from 0.
 struct Step {
   StepOp op = StepOp::kForward;
-  bool lastBackward = false;  // the stage's gradients are complete after it
-  bool activation = true;     // of kWaitSend: waits for SEND_F
-  bool gradient = true;       // of kWaitSend: waits for SEND_B
+  bool lastBackward = false;       // of B and W: the stage's gradients are complete after it
+  bool lastInputBackward = false;  // of B and I: no gradient of the stage's inputs is left after it
+  bool activation = true;          // of kWaitSend: waits for SEND_F
+  bool gradient = true;            // of kWaitSend: waits for SEND_B
   std::int32_t stage = 0;
   std::int32_t microbatch = 0;
   std::int32_t peer = 0;            // of kPost
@@ -39,6 +42,7 @@ struct Program {
   bool hasBackward = false;
   std::vector<std::int32_t> rankOfStage;
   std::vector<std::int32_t> stages;  // the rank's stages, ascending
+  std::vector<bool> splitsBackward;  // [stages] whether I and W of the stage are apart, of any microbatch
   std::vector<Step> steps;
   std::vector<TransferRef> transfers;
   std::vector<std::string> labels;  // [steps] the action's text

@@ -1,5 +1,7 @@
 #include "pipeline/runtime/stage.h"
 
+#include <algorithm>
+
 namespace farandole::pipeline {
 
 void Transfer::wait() {
@@ -9,6 +11,15 @@ void Transfer::wait() {
 
 void Transfer::waitHeader() {
   if (header) header->wait();
+}
+
+bool Transfer::isDone() const {
+  return (!header || header->isDone()) && std::ranges::all_of(messages, &Message::isDone);
+}
+
+void Transfer::releaseTensors() {
+  wait();
+  for (Message& message : messages) message.tensor[0].reset();
 }
 
 void Transfer::release() {
@@ -27,9 +38,12 @@ void Stage::reset(bool shapes) {
     slot.outputs.clear();
     slot.roots.clear();
     slot.outputGrads.clear();
+    slot.deferred = {};
+    slot.hookedOps.clear();
     slot.inputPoisoned = slot.outputPoisoned = false;
     if (shapes) slot.inputsKnown = slot.outputsKnown = false;
   }
+  if (shapes) savesThroughHooks = isBackwardWhole = false;
 }
 
 }  // namespace farandole::pipeline

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "pipeline/runtime/p2p_channel.h"
+#include "pipeline/runtime/split_backward.h"
 #include "pipeline/runtime/tensor_meta.h"
 
 namespace farandole::pipeline {
@@ -45,6 +46,10 @@ struct Transfer {
   // Waits for all that is under way; throws what the transport throws.
   void wait();
   void waitHeader();
+  // Whether wait() would return at once.
+  bool isDone() const;
+  // Of what is done: lets the tensors go, and keeps the messages for the next step.
+  void releaseTensors();
   void release();
 };
 
@@ -60,6 +65,8 @@ struct MicrobatchSlot {
   std::vector<at::Tensor> outputs;             // for a next stage on the same rank
   torch::autograd::edge_list roots;            // of the outputs that need a gradient
   torch::autograd::variable_list outputGrads;  // from a next stage on the same rank, or the loss' seed
+  DeferredBackward deferred;                   // between I and W
+  std::vector<std::uint64_t> hookedOps;        // of the forward: see SavedTensorHookWatch
 };
 
 // One stage of this rank. Owned and used by the executor.
@@ -77,6 +84,11 @@ class Stage {
   StageSpec spec;
   bool isFirst, isLast;
   bool previousIsLocal = false, nextIsLocal = false;
+  bool splitsBackward = false;     // the plan has I and W of it
+  bool savesThroughHooks = false;  // as a step that learned shapes has seen
+  bool isSplit = false;            // some I of this step has left something for W
+  bool isBackwardWhole = false;    // its I computes everything, for its reduction needs one backward to be the last
+  bool isUnsplittableTold = false;
   std::vector<MicrobatchSlot> slots;
 };
 

@@ -44,6 +44,15 @@ void StageTraffic::post(const Step& step) {
     addToBatch(program_.transfers[step.firstTransfer + i], step.peer);
   }
   flushBatch(step.peer);
+  releaseSent();
+}
+
+// An output that has left is needed no more: what backward wants of it, its graph has saved.
+void StageTraffic::releaseSent() {
+  while (!sending_.empty() && sending_.front()->isDone()) {
+    sending_.front()->releaseTensors();
+    sending_.pop_front();
+  }
 }
 
 void StageTraffic::addToBatch(const TransferRef& ref, std::int32_t peer) {
@@ -69,6 +78,7 @@ void StageTraffic::addToBatch(const TransferRef& ref, std::int32_t peer) {
         batch_.push_back(&*slot.sendActivation.header);
       }
       if (!slot.outputPoisoned) addMessages(slot.sendActivation);
+      sending_.push_back(&slot.sendActivation);
       return;
     case ActionKind::kRecvB:
       // Before the forward of a step that learns nothing is known: awaitGradient() posts then.
@@ -105,6 +115,10 @@ void StageTraffic::prepareReceive(Transfer& transfer, const std::vector<TensorMe
 }
 
 Status StageTraffic::awaitActivation(Stage& stage, std::int32_t microbatch) {
+  if (stage.previousIsLocal) {
+    takeLocalInputs(stage, microbatch);
+    return Status::ok();
+  }
   MicrobatchSlot& slot = stage.slots[microbatch];
   Transfer& transfer = slot.receiveActivation;
   if (learning_) {
@@ -129,7 +143,22 @@ Status StageTraffic::awaitActivation(Stage& stage, std::int32_t microbatch) {
   return Status::ok();
 }
 
+void StageTraffic::takeLocalInputs(Stage& stage, std::int32_t microbatch) {
+  MicrobatchSlot& from = stages_[&stage - stages_.data() - 1].slots[microbatch];
+  MicrobatchSlot& slot = stage.slots[microbatch];
+  slot.inputPoisoned = from.outputPoisoned;
+  if (learning_) slot.inputMetas = from.outputMetas;
+  slot.inputsKnown = from.outputsKnown;
+  slot.inputs.swap(from.outputs);
+  from.outputs.clear();
+  if (!program_.hasBackward) return;
+  for (std::size_t i = 0; i < slot.inputs.size(); ++i) {
+    if (slot.inputMetas[i].requiresGrad) slot.inputs[i].set_requires_grad(true);
+  }
+}
+
 void StageTraffic::awaitGradient(Stage& stage, std::int32_t microbatch) {
+  if (stage.isLast || stage.nextIsLocal) return;
   MicrobatchSlot& slot = stage.slots[microbatch];
   Transfer& transfer = slot.receiveGradient;
   slot.outputGrads.clear();
@@ -144,6 +173,10 @@ void StageTraffic::awaitGradient(Stage& stage, std::int32_t microbatch) {
 }
 
 void StageTraffic::setOutputs(Stage& stage, std::int32_t microbatch, const std::vector<at::Tensor>& outputs) {
+  if (stage.nextIsLocal) {
+    for (const at::Tensor& output : outputs) stage.slots[microbatch].outputs.push_back(output.detach());
+    return;
+  }
   Transfer& transfer = stage.slots[microbatch].sendActivation;
   transfer.messages.resize(outputs.size());
   for (std::size_t i = 0; i < outputs.size(); ++i) {
@@ -153,6 +186,14 @@ void StageTraffic::setOutputs(Stage& stage, std::int32_t microbatch, const std::
 }
 
 void StageTraffic::setInputGrads(Stage& stage, std::int32_t microbatch, std::vector<at::Tensor>& grads) {
+  if (stage.previousIsLocal) {
+    MicrobatchSlot& to = stages_[&stage - stages_.data() - 1].slots[microbatch];
+    to.outputGrads.clear();
+    for (at::Tensor& grad : grads) {
+      if (grad.defined()) to.outputGrads.push_back(std::move(grad));
+    }
+    return;
+  }
   MicrobatchSlot& slot = stage.slots[microbatch];
   std::size_t count = 0;
   for (std::size_t i = 0; i < slot.inputMetas.size(); ++i) {
@@ -186,6 +227,7 @@ void StageTraffic::releaseInputs(MicrobatchSlot& slot) {
 }
 
 void StageTraffic::finishStep() {
+  sending_.clear();
   for (Stage& stage : stages_) {
     for (MicrobatchSlot& slot : stage.slots) {
       slot.sendActivation.wait();
@@ -199,6 +241,7 @@ void StageTraffic::finishStep() {
 }
 
 void StageTraffic::reset(bool shapes) {
+  sending_.clear();
   for (Stage& stage : stages_) stage.reset(shapes);
   if (shapes) store_.clear();
 }

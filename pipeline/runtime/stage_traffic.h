@@ -1,5 +1,6 @@
 #pragma once
 
+#include <deque>
 #include <memory>
 #include <vector>
 
@@ -11,9 +12,10 @@
 
 namespace farandole::pipeline {
 
-// Moves tensors between the slots of this rank's stages and other ranks: posts
-// what a step of the program names, waits where a compute action needs it, and
-// learns shapes. Owned and used by the executor; throws what the transport throws.
+// Moves tensors between the slots of this rank's stages, and between them and
+// other ranks: posts what a step of the program names, waits where a compute
+// action needs it, and learns shapes. Owned and used by the executor; throws what
+// the transport throws.
 //
 // A gradient flows back for exactly those tensors whose meta says that they
 // require one; where an activation was poisoned, none does.
@@ -27,13 +29,14 @@ class StageTraffic {
 
   void post(const Step& step);
 
-  // Sets the slot's inputs, or inputPoisoned. An error when a header makes no sense.
+  // Sets the inputs of a stage that is not the first, or inputPoisoned. An error when a header makes no sense.
   Status awaitActivation(Stage& stage, std::int32_t microbatch);
 
-  // Sets the slot's outputGrads.
+  // Sets the slot's outputGrads where it is not the loss that they come from.
   void awaitGradient(Stage& stage, std::int32_t microbatch);
 
-  // Hands over what post() will send. Tensors are detached and made contiguous.
+  // Hands tensors to the neighbour: at once where it lives on this rank, else to what post() will send, detached and
+  // contiguous. The stage has such a neighbour.
   void setOutputs(Stage& stage, std::int32_t microbatch, const std::vector<at::Tensor>& outputs);
   void setInputGrads(Stage& stage, std::int32_t microbatch, std::vector<at::Tensor>& grads);
 
@@ -49,6 +52,8 @@ class StageTraffic {
   void reset(bool shapes);
 
  private:
+  void takeLocalInputs(Stage& stage, std::int32_t microbatch);
+  void releaseSent();
   void addToBatch(const TransferRef& ref, std::int32_t peer);
   void addMessages(Transfer& transfer);
   void flushBatch(std::int32_t peer);
@@ -60,6 +65,7 @@ class StageTraffic {
   std::unique_ptr<P2pChannel> channel_;
   ActivationStore store_;
   std::vector<Message*> batch_;
+  std::deque<Transfer*> sending_;  // activations that were posted and may not have left, in the order of posting
   bool learning_ = true;
 };
 

@@ -15,6 +15,7 @@ struct TensorMeta {
   bool requiresGrad = false;  // its gradient will be sent back
 
   static TensorMeta of(const at::Tensor& tensor);
+  at::Tensor zeros() const { return at::zeros(sizes, dtype); }
 
   // Same sizes and dtype; whether a gradient flows is not part of the layout.
   bool sameLayout(const TensorMeta& other) const { return dtype == other.dtype && sizes == other.sizes; }

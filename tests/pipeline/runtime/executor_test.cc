@@ -9,6 +9,7 @@
 #include "pipeline/ir/text.h"
 #include "pipeline/passes/lower.h"
 #include "pipeline/schedules/registry.h"
+#include "tests/backend/random_seed.h"
 #include "tests/pipeline/runtime/thread_backend.h"
 
 namespace farandole::pipeline {
@@ -40,6 +41,7 @@ struct Model {
       const at::Tensor& x = stage == 0 ? inputs[microbatch] : tensors.at(0);
       if (stage == plan.numStages - 1) addresses.insert(x.data_ptr());
       at::Tensor y = apply(x, weights[stage]);
+      if (stage == failOutput && outputHook) y.register_hook(outputHook);
       outputs.push_back(stage == plan.numStages - 1 ? y.sum() : y);
     };
     return spec;
@@ -74,6 +76,8 @@ struct Model {
   std::vector<at::Tensor> weights, inputs;
   std::set<const void*> addresses;  // of the last stage's inputs
   int failStage = -1, failMicrobatch = -1;
+  int failOutput = -1;  // the stage whose outputs get the hook
+  std::function<at::Tensor(const at::Tensor&)> outputHook;
 };
 
 class Ranks {
@@ -136,21 +140,32 @@ Plan interleaved(int ranks, int stages, int microbatches) {
   return plan;
 }
 
-TEST(Executor, TrainsAsPlainAutogradDoesOnAnyNumberOfRanks) {
-  const std::uint64_t seed = std::random_device()();
-  SCOPED_TRACE("seed " + std::to_string(seed));
-  std::mt19937_64 rng(seed);
-  for (int round = 0; round < 12; ++round) {
+// Any schedule with counts that it can run.
+Plan randomPlan(std::string_view name, std::mt19937_64& rng) {
+  while (true) {
     const int ranks = 1 + static_cast<int>(rng() % 4);
-    const int microbatches = 1 + static_cast<int>(rng() % 7);
-    const char* name = rng() % 2 == 0 ? "GPipe" : "1F1B";
-    SCOPED_TRACE(std::string(name) + " " + std::to_string(ranks) + " ranks, " + std::to_string(microbatches));
-    Model model(*lower(*makePlan(name, {ranks, ranks, microbatches, false})), rng());
-    Ranks all(model);
-    for (int step = 0; step < 3; ++step) {
-      model.zeroGrad();
-      all.stepOk(step == 2);
-      model.expectGradients();
+    const int stages = ranks * (1 + static_cast<int>(rng() % 3));
+    const int microbatches = 1 + static_cast<int>(rng() % 12);
+    Result<Plan> plan = makePlan(name, {ranks, stages, microbatches, false});
+    if (plan) return *lower(*plan, ChannelModel::kTagged);
+  }
+}
+
+TEST(Executor, TrainsAsPlainAutogradDoesByEverySchedule) {
+  const std::uint64_t seed = testing::someSeed();
+  std::mt19937_64 rng(seed);
+  for (const std::string_view name : scheduleNames()) {
+    for (int round = 0; round < 3; ++round) {
+      Model model(randomPlan(name, rng), rng());
+      SCOPED_TRACE("seed " + std::to_string(seed) + ", " + std::string(name) + ", " +
+                   std::to_string(model.plan.numRanks()) + " ranks, " + std::to_string(model.plan.numStages) +
+                   " stages, " + std::to_string(model.plan.numMicrobatches) + " microbatches");
+      Ranks all(model);
+      for (int step = 0; step < 3; ++step) {
+        model.zeroGrad();
+        all.stepOk(step == 2);
+        model.expectGradients();
+      }
     }
   }
 }
@@ -190,6 +205,38 @@ TEST(Executor, AFailureIsReturnedOnEveryRankAndTheNextStepRuns) {
         all.stepOk();
         model.expectGradients();
       }
+    }
+  }
+}
+
+TEST(Executor, AFailureInAnyHalfOfABackwardIsReturnedAndTheNextStepRuns) {
+  for (const char* name : {"ZB-H1", "ZBV", "InterleavedZeroBubble"}) {
+    for (const bool inWeights : {false, true}) {
+      SCOPED_TRACE(std::string(name) + (inWeights ? ", W" : ", I"));
+      const int stages = std::string_view(name) == "ZB-H1" ? 2 : 4;
+      Model model(*lower(*makePlan(name, {2, stages, 6, false}), ChannelModel::kTagged), 7);
+      Ranks all(model);
+      all.stepOk();
+      int calls = 0;
+      const auto fails = [&calls](const at::Tensor& grad) -> at::Tensor {
+        if (++calls == 3) throw std::runtime_error("it broke");
+        return grad;
+      };
+      model.failOutput = 1;
+      if (inWeights) {
+        model.weights[1].register_hook(fails);
+      } else {
+        model.outputHook = fails;
+      }
+      const std::string where = inWeights ? "stage 1, microbatch 2: backward for the weights: it broke"
+                                          : "stage 1, microbatch 2: backward for the inputs: it broke";
+      for (const Status& status : all.step()) {
+        EXPECT_EQ(status.code(), StatusCode::kInternal);
+        EXPECT_NE(status.toString().find(where), std::string::npos) << status.toString();
+      }
+      model.zeroGrad();
+      all.stepOk();
+      model.expectGradients();
     }
   }
 }

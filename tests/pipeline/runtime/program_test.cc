@@ -65,8 +65,7 @@ TEST(Program, DigestIsEqualOnAllRanksAndTellsPlansApart) {
 }
 
 TEST(Program, RefusesWhatItCannotRunByName) {
-  Plan plan{1, 2, {0}, {{{0, ActionKind::kForward, 0, {}}, {0, ActionKind::kUnshard, kNoMicrobatch, {}}}}};
-  EXPECT_NE(compileProgram(plan, 0).status().toString().find("0UNSHARD"), std::string::npos);
+  Plan plan{1, 2, {0}, {{{0, ActionKind::kForward, 0, {}}, {0, ActionKind::kForward, 1, {}}}}};
   plan.ranks[0][1] = {0, ActionKind::kForward, 2, {}};
   EXPECT_NE(compileProgram(plan, 0).status().toString().find("0F2"), std::string::npos);
   plan.ranks[0][1] = {1, ActionKind::kForward, 0, {}};
@@ -74,6 +73,23 @@ TEST(Program, RefusesWhatItCannotRunByName) {
   plan.ranks[0][1] = {0, ActionKind::kSendF, 0, {}};
   EXPECT_NE(compileProgram(plan, 0).status().toString().find("0SEND_F0"), std::string::npos);
   EXPECT_NE(compileProgram(plan, 1).status().toString().find("expected 0 to 0"), std::string::npos);
+}
+
+TEST(Program, MarksTheLastBackwardsOfAStageOfBothHalvesAndWhole) {
+  const auto act = [](ActionKind kind, int microbatch) { return Action{0, kind, microbatch, {}}; };
+  const Plan plan{1,
+                  2,
+                  {0},
+                  {{act(ActionKind::kForward, 0), act(ActionKind::kForward, 1), act(ActionKind::kBackwardInput, 0),
+                    act(ActionKind::kBackward, 1), act(ActionKind::kBackwardWeight, 0)}}};
+  const Program program = *compileProgram(plan, 0);
+  EXPECT_TRUE(program.hasBackward);
+  EXPECT_TRUE(program.splitsBackward[0]);
+  const std::vector<Step>& steps = program.steps;
+  EXPECT_FALSE(steps[2].lastInputBackward);
+  EXPECT_TRUE(steps[3].lastInputBackward);
+  EXPECT_FALSE(steps[3].lastBackward);
+  EXPECT_TRUE(steps[4].lastBackward);
 }
 
 TEST(MessageTag, IsPositiveAndDistinctAtAllLimits) {

@@ -1,0 +1,119 @@
+#include "pipeline/runtime/split_backward.h"
+
+#include <torch/csrc/autograd/engine.h>
+
+#include <memory>
+
+namespace farandole::pipeline {
+
+namespace {
+
+using torch::autograd::edge_list;
+using torch::autograd::variable_list;
+
+void execute(const edge_list& roots, const variable_list& grads, bool keepGraph, const edge_list& ends = {}) {
+  torch::autograd::Engine::get_default_engine().execute(roots, grads, keepGraph, /*create_graph=*/false,
+                                                        /*accumulate_grad=*/true, ends);
+}
+
+// Sees what flows into a node, and lets it pass.
+class Capture final : public torch::autograd::FunctionPreHook {
+ public:
+  explicit Capture(variable_list& into) : into_(into) {}
+  variable_list operator()(const variable_list& grads) override { return into_ = grads; }
+
+ private:
+  variable_list& into_;
+};
+
+// Captures what flows into the nodes, as long as it lives.
+class Captures {
+ public:
+  Captures(const std::vector<Node*>& nodes, std::vector<variable_list>& into) : nodes_(nodes) {
+    if (into.size() < nodes.size()) into.resize(nodes.size());
+    for (std::size_t i = 0; i < nodes.size(); ++i) {
+      into[i].clear();
+      nodes[i]->add_pre_hook(std::make_unique<Capture>(into[i]));
+    }
+  }
+  Captures(const Captures&) = delete;
+  Captures& operator=(const Captures&) = delete;
+  ~Captures() {
+    for (Node* node : nodes_) node->pre_hooks().pop_back();
+  }
+
+ private:
+  const std::vector<Node*>& nodes_;
+};
+
+}  // namespace
+
+void SplitBackward::analyze(const edge_list& roots, const std::vector<at::Tensor>& inputs,
+                            std::span<const std::uint64_t> hookedOps) {
+  clearScratch();
+  for (const at::Tensor& input : inputs) {
+    if (input.requires_grad()) inputs_.push_back(torch::autograd::impl::gradient_edge(input));
+  }
+  graph_.build(roots, inputs_, hookedOps);
+}
+
+std::string SplitBackward::unsplittable() const {
+  return graph_.unsplittable() == nullptr ? std::string() : graph_.unsplittable()->name();
+}
+
+void SplitBackward::runInput(edge_list& roots, variable_list& grads, DeferredBackward& deferred) {
+  if (!graph_.reachesInputs()) {
+    deferred.roots.swap(roots);
+    deferred.grads.swap(grads);
+    return clearScratch();
+  }
+  for (std::size_t i = 0; i < roots.size(); ++i) {
+    const bool isEarly = graph_.isEarly(roots[i].function.get());
+    (isEarly ? roots_ : deferred.roots).push_back(roots[i]);
+    (isEarly ? grads_ : deferred.grads).push_back(grads[i]);
+  }
+  for (Node* leaf : graph_.earlyLeaves()) inputs_.emplace_back(leaf->getptr(), 0);
+
+  const std::vector<Node*>& nodes = graph_.splitNodes();
+  {
+    const Captures captures(nodes, captured_);
+    execute(roots_, grads_, /*keepGraph=*/!nodes.empty(), inputs_);
+  }
+  for (std::size_t i = 0; i < nodes.size(); ++i) {
+    const auto node = nodes[i]->getptr();
+    const std::size_t before = deferred.roots.size();
+    for (std::uint32_t nr = 0; nr < captured_[i].size(); ++nr) {
+      if (!captured_[i][nr].defined()) continue;
+      deferred.roots.emplace_back(node, nr);
+      deferred.grads.push_back(std::move(captured_[i][nr]));
+    }
+    if (deferred.roots.size() == before) {  // nothing flowed into it: hooks of weights still expect to be called
+      deferred.roots.emplace_back(node, 0);
+      deferred.grads.emplace_back();
+    }
+    captured_[i].clear();
+  }
+  // W must not go along the input path again; and what was only part of that goes now, with all that it saved.
+  for (Node* node : nodes) {
+    for (torch::autograd::Edge& edge : node->next_edges()) {
+      if (edge.is_valid() && graph_.isEarly(edge.function.get())) edge = torch::autograd::Edge();
+    }
+  }
+  roots.clear();
+  grads.clear();
+  clearScratch();
+}
+
+void SplitBackward::clearScratch() {
+  roots_.clear();
+  grads_.clear();
+  inputs_.clear();
+}
+
+void SplitBackward::runWeight(DeferredBackward& deferred) {
+  if (!deferred.roots.empty()) execute(deferred.roots, deferred.grads, /*keepGraph=*/false);
+  deferred.roots.clear();
+  deferred.grads.clear();
+}
+
+}  // namespace farandole::pipeline

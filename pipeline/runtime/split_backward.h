@@ -1,0 +1,50 @@
+#pragma once
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "pipeline/runtime/backward_graph.h"
+
+namespace farandole::pipeline {
+
+// What the I of a microbatch has left for its W: edges of the graph, and the gradients that flow into them.
+struct DeferredBackward {
+  torch::autograd::edge_list roots;
+  torch::autograd::variable_list grads;
+};
+
+// Runs the backward of a stage in two halves, as zero-bubble schedules need it (Qi et al. 2023): the gradients of the
+// inputs, which the stage before waits for, and later those of the weights.
+//
+// analyze(), then runInput() with the same roots, or neither. After I only the nodes that run again in W are left of
+// the graph, with what they saved. One thread; throws what the engine throws.
+class SplitBackward {
+ public:
+  void analyze(const torch::autograd::edge_list& roots, const std::vector<at::Tensor>& inputs,
+               std::span<const std::uint64_t> hookedOps);
+
+  // The name of a node that runs in I alone, with the gradients of the weights that it feeds; empty when there is none.
+  std::string unsplittable() const;
+
+  // Adds gradients to the inputs' .grad, and to the weights' where a node cannot be split.
+  void runInput(torch::autograd::edge_list& roots, torch::autograd::variable_list& grads, DeferredBackward& deferred);
+
+  // Adds the gradients of the weights to their .grad.
+  static void runWeight(DeferredBackward& deferred);
+
+ private:
+  void clearScratch();
+
+  BackwardGraph graph_;
+  std::vector<torch::autograd::variable_list> captured_;  // by split node: what I gave it
+  torch::autograd::edge_list inputs_, roots_;             // scratch
+  torch::autograd::variable_list grads_;
+};
+
+}  // namespace farandole::pipeline

@@ -1,0 +1,239 @@
+#include "pipeline/runtime/stage_compute.h"
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/engine.h>
+
+#include <optional>
+#include <utility>
+
+#include "pipeline/runtime/saved_tensor_hooks.h"
+#include "pipeline/runtime/shape_exchange.h"
+
+namespace farandole::pipeline {
+
+namespace {
+
+// What a stage may send: defined, dense, on the CPU.
+Status checkSendable(const std::vector<at::Tensor>& outputs) {
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    const at::Tensor& output = outputs[i];
+    if (!output.defined() || output.layout() != at::kStrided || !output.device().is_cpu()) {
+      return Status::invalidArgument(
+          "output " + std::to_string(i) + " is " +
+          (output.defined() ? "a " + std::string(c10::str(output.layout())) + " tensor on " + output.device().str()
+                            : std::string("undefined")) +
+          ", expected a dense tensor on the stage's device cpu");
+    }
+  }
+  return Status::ok();
+}
+
+std::vector<TensorMeta> metasOf(const std::vector<at::Tensor>& tensors) {
+  std::vector<TensorMeta> metas;
+  metas.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) metas.push_back(TensorMeta::of(tensor));
+  return metas;
+}
+
+bool match(const std::vector<TensorMeta>& metas, const std::vector<at::Tensor>& tensors) {
+  bool same = metas.size() == tensors.size();
+  for (std::size_t i = 0; same && i < tensors.size(); ++i) same = metas[i].matches(tensors[i]);
+  return same;
+}
+
+const char* nameOf(StepOp op) {
+  switch (op) {
+    case StepOp::kBackwardInput: return "backward for the inputs: ";
+    case StepOp::kBackwardWeight: return "backward for the weights: ";
+    default: return "backward: ";
+  }
+}
+
+}  // namespace
+
+void StageCompute::beginStep(std::vector<Stage>& stages) {
+  if (!program_.hasBackward) return;
+  for (Stage& stage : stages) {
+    stage.isSplit = false;
+    if (!stage.spec.requireGradSync) continue;
+    try {
+      stage.spec.requireGradSync(false);
+    } catch (...) {
+      failure_.fail(stage, 0, "switching gradient reduction: " + currentError());
+    }
+  }
+}
+
+void StageCompute::forward(Stage& stage, std::int32_t microbatch, bool learning) {
+  outputs_.clear();
+  if (failure_.isFailed()) return;
+  MicrobatchSlot& slot = stage.slots[microbatch];
+  if (learning && stage.spec.declaredInputs && !stage.isFirst) {
+    if (Status status = checkDeclared("inputs", *stage.spec.declaredInputs, slot.inputMetas); !status.isOk()) {
+      return failure_.fail(stage, microbatch, std::string(status.message()));
+    }
+  }
+  // The first stage has no gradients of inputs to split from.
+  const bool watches = stage.splitsBackward && !stage.isFirst && (learning || stage.savesThroughHooks);
+  if (!watches) return runForward(stage, microbatch);
+  {
+    const SavedTensorHookWatch watch(slot.hookedOps);
+    runForward(stage, microbatch);
+  }
+  stage.savesThroughHooks = stage.savesThroughHooks || !slot.hookedOps.empty();
+}
+
+void StageCompute::runForward(Stage& stage, std::int32_t microbatch) {
+  try {
+    stage.spec.forward(microbatch, stage.slots[microbatch].inputs, outputs_);
+  } catch (...) {
+    failure_.fail(stage, microbatch, "forward: " + currentError());
+  }
+}
+
+void StageCompute::handOver(Stage& stage, std::int32_t microbatch) {
+  MicrobatchSlot& slot = stage.slots[microbatch];
+  if (stage.isLast) {
+    takeLoss(stage, microbatch);
+  } else {
+    checkOutputs(stage, microbatch);
+    if (failure_.isFailed()) {
+      outputs_.clear();
+      slot.outputPoisoned = !slot.outputsKnown;
+      if (!slot.outputPoisoned) {
+        for (const TensorMeta& meta : slot.outputMetas) outputs_.push_back(meta.zeros());
+      }
+    } else if (program_.hasBackward) {
+      for (const at::Tensor& output : outputs_) {
+        if (output.requires_grad()) slot.roots.push_back(torch::autograd::impl::gradient_edge(output));
+      }
+    }
+    traffic_.setOutputs(stage, microbatch, outputs_);
+  }
+  outputs_.clear();
+  if (!program_.hasBackward) traffic_.releaseInputs(slot);
+}
+
+void StageCompute::takeLoss(Stage& stage, std::int32_t microbatch) {
+  if (failure_.isFailed() || !program_.hasBackward) return;
+  const at::Tensor& loss = outputs_.empty() ? at::Tensor() : outputs_[0];
+  if (outputs_.size() != 1 || !loss.defined() || loss.numel() != 1 || !loss.requires_grad()) {
+    return failure_.fail(
+        stage, microbatch,
+        "the loss is " +
+            (loss.defined() ? toString(TensorMeta::of(loss)) : std::to_string(outputs_.size()) + " tensors") +
+            ", expected a tensor of one element that requires grad");
+  }
+  if (!lossSeed_.defined() || lossSeed_.scalar_type() != loss.scalar_type() || lossSeed_.sizes() != loss.sizes()) {
+    lossSeed_ = at::full(loss.sizes(), config_.lossScale, loss.options().requires_grad(false));
+  }
+  MicrobatchSlot& slot = stage.slots[microbatch];
+  slot.roots.push_back(torch::autograd::impl::gradient_edge(loss));
+  slot.outputGrads.push_back(lossSeed_);
+}
+
+void StageCompute::checkOutputs(Stage& stage, std::int32_t microbatch) {
+  MicrobatchSlot& slot = stage.slots[microbatch];
+  if (failure_.isFailed()) return;
+  if (Status status = checkSendable(outputs_); !status.isOk()) {
+    return failure_.fail(stage, microbatch, std::string(status.message()));
+  }
+  if (!slot.outputsKnown) {
+    slot.outputMetas = metasOf(outputs_);
+    Status fits = encodeHeader(slot.outputMetas).status();
+    if (fits.isOk() && stage.spec.declaredOutputs) {
+      fits = checkDeclared("outputs", *stage.spec.declaredOutputs, slot.outputMetas);
+    }
+    if (!fits.isOk()) failure_.fail(stage, microbatch, std::string(fits.message()));
+    slot.outputsKnown = fits.isOk();
+  } else if (!match(slot.outputMetas, outputs_)) {
+    failure_.fail(stage, microbatch,
+                  "the outputs are " + toString(metasOf(outputs_)) + ", expected " + toString(slot.outputMetas) +
+                      " as in the step before, whose inputs had the same shapes");
+  }
+}
+
+void StageCompute::backward(Stage& stage, const Step& step) {
+  MicrobatchSlot& slot = stage.slots[step.microbatch];
+  if (!failure_.isFailed()) {
+    try {
+      compute(stage, step);
+    } catch (...) {
+      failure_.fail(stage, step.microbatch, nameOf(step.op) + currentError());
+    }
+  }
+  if (failure_.isFailed()) slot.deferred = {};
+  if (step.op == StepOp::kBackwardWeight) return;
+  slot.roots.clear();
+  returnInputGrads(stage, step.microbatch);
+  traffic_.releaseInputs(slot);
+}
+
+void StageCompute::compute(Stage& stage, const Step& step) {
+  MicrobatchSlot& slot = stage.slots[step.microbatch];
+  if (step.op == StepOp::kBackwardInput && !stage.isBackwardWhole) {
+    split_.analyze(slot.roots, slot.inputs, slot.hookedOps);
+    if (!split_.unsplittable().empty()) takeUnsplittable(stage);
+  }
+  const bool isLast = stage.isBackwardWhole ? step.lastInputBackward : step.lastBackward;
+  if (isLast && stage.spec.requireGradSync) stage.spec.requireGradSync(true);
+  if (step.op == StepOp::kBackwardWeight) return SplitBackward::runWeight(slot.deferred);
+  if (step.op == StepOp::kBackwardInput && !stage.isBackwardWhole) {
+    split_.runInput(slot.roots, slot.outputGrads, slot.deferred);
+    stage.isSplit = true;
+  } else if (!slot.roots.empty()) {
+    torch::autograd::Engine::get_default_engine().execute(slot.roots, slot.outputGrads, /*keep_graph=*/false,
+                                                          /*create_graph=*/false, /*accumulate_grad=*/true);
+  }
+}
+
+// A reduction of gradients begins with one last backward; then weights may not get theirs in both halves.
+void StageCompute::takeUnsplittable(Stage& stage) {
+  const bool isReduced = static_cast<bool>(stage.spec.requireGradSync);
+  if (isReduced && stage.isSplit) {
+    throw std::runtime_error("the backward of " + split_.unsplittable() +
+                             " cannot be split, those of the microbatches before were; expected that of all or none in "
+                             "a stage whose gradients are reduced between replicas");
+  }
+  stage.isBackwardWhole = isReduced;
+  if (std::exchange(stage.isUnsplittableTold, true)) return;
+  const std::string text = "stage " + std::to_string(stage.spec.index) + ": the backward of " + split_.unsplittable() +
+                           " cannot be split without computing it twice; " +
+                           (isReduced ? "all weights of the stage" : "the weights that it feeds") +
+                           " get their gradients together with the inputs";
+  if (config_.notify) {
+    config_.notify(text);
+  } else {
+    TORCH_WARN(text);
+  }
+}
+
+void StageCompute::returnInputGrads(Stage& stage, std::int32_t microbatch) {
+  MicrobatchSlot& slot = stage.slots[microbatch];
+  if (stage.isFirst || slot.inputPoisoned) return;
+  grads_.resize(slot.inputMetas.size());
+  for (std::size_t i = 0; i < grads_.size(); ++i) {
+    grads_[i] = at::Tensor();
+    if (!slot.inputMetas[i].requiresGrad) continue;
+    // Taken out, since the input itself may live on until W.
+    if (!failure_.isFailed()) grads_[i] = std::move(slot.inputs[i].mutable_grad());
+    if (!grads_[i].defined()) grads_[i] = slot.inputMetas[i].zeros();
+  }
+  traffic_.setInputGrads(stage, microbatch, grads_);
+  grads_.clear();
+}
+
+std::string StageCompute::currentError() const {
+  if (config_.describeError) return config_.describeError();
+  try {
+    throw;
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    return error.what();
+  } catch (...) {
+    return "an exception of unknown type";
+  }
+}
+
+}  // namespace farandole::pipeline

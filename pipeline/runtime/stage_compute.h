@@ -1,0 +1,54 @@
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <string>
+#include <vector>
+
+#include "pipeline/runtime/executor_config.h"
+#include "pipeline/runtime/program.h"
+#include "pipeline/runtime/split_backward.h"
+#include "pipeline/runtime/stage.h"
+#include "pipeline/runtime/stage_traffic.h"
+#include "pipeline/runtime/step_failure.h"
+
+namespace farandole::pipeline {
+
+// Computes what the compute actions of a program name, on tensors that have arrived. What a stage throws becomes a
+// failure of the step. Owned and used by the executor.
+class StageCompute {
+ public:
+  StageCompute(const Program& program, const ExecutorConfig& config, StageTraffic& traffic, StepFailure& failure)
+      : program_(program), config_(config), traffic_(traffic), failure_(failure) {}
+
+  void beginStep(std::vector<Stage>& stages);
+
+  // The module, and for the last stage the loss. `learning`: in a step that learns shapes.
+  void forward(Stage& stage, std::int32_t microbatch, bool learning);
+  // Checks what it returned, and hands it to the next stage; zeros in a step that failed.
+  void handOver(Stage& stage, std::int32_t microbatch);
+
+  // B, I or W.
+  void backward(Stage& stage, const Step& step);
+
+  // What is being thrown, in a catch block.
+  std::string currentError() const;
+
+ private:
+  void runForward(Stage& stage, std::int32_t microbatch);
+  void takeLoss(Stage& stage, std::int32_t microbatch);
+  void checkOutputs(Stage& stage, std::int32_t microbatch);
+  void compute(Stage& stage, const Step& step);
+  void takeUnsplittable(Stage& stage);
+  void returnInputGrads(Stage& stage, std::int32_t microbatch);
+
+  const Program& program_;
+  const ExecutorConfig& config_;
+  StageTraffic& traffic_;
+  StepFailure& failure_;
+  SplitBackward split_;
+  std::vector<at::Tensor> outputs_, grads_;  // scratch
+  at::Tensor lossSeed_;
+};
+
+}  // namespace farandole::pipeline
