@@ -2,6 +2,7 @@
 
 #include "bindings/csrc/layers.h"
 #include "bindings/csrc/pipeline_executor.h"
+#include "pipeline/ir/chain.h"
 #include "pipeline/ir/csv.h"
 #include "pipeline/ir/draw.h"
 #include "pipeline/ir/simulate.h"
@@ -10,6 +11,7 @@
 #include "pipeline/passes/lower.h"
 #include "pipeline/schedules/auto_plan.h"
 #include "pipeline/schedules/registry.h"
+#include "pipeline/schedules/schedule.h"
 
 namespace py = pybind11;
 
@@ -112,6 +114,8 @@ void bindPlan(py::module_& module) {
       .def_property_readonly("actions", &actionsOf, "For each rank the texts of its actions.")
       .def_static("from_actions", &planFromActions, py::arg("actions"), py::arg("rank_of_stage"),
                   py::arg("num_microbatches"))
+      .def_property_readonly("has_communication", &pipeline::hasCommunication)
+      .def("forwards", [](const Plan& plan) { return pipeline::forwardsOf(plan); }, "The plan's forwards alone.")
       .def("to_csv", [](const Plan& plan) { return pipeline::toCsv(plan); })
       .def_static(
           "from_csv",
@@ -122,7 +126,7 @@ void bindPlan(py::module_& module) {
       .def(
           "lower",
           [](const Plan& plan, pipeline::ChannelModel channel) { return valueOf(pipeline::lower(plan, channel)); },
-          py::arg("channel") = pipeline::ChannelModel::kOneQueuePerRank)
+          py::arg("channel") = pipeline::ChannelModel::kTagged)
       .def("__eq__", [](const Plan& a, const Plan& b) { return a == b; });
 }
 

@@ -75,6 +75,10 @@ class PythonExecutor {
     config.description = std::move(description);
     config.rankName = std::move(rankName);
     config.describeError = [this] { return raised_.describe(); };
+    config.notify = [](const std::string& text) {
+      const py::gil_scoped_acquire gil;
+      if (PyErr_WarnEx(PyExc_UserWarning, text.c_str(), 1) != 0) throw py::error_already_set();
+    };
     const auto backend = group ? group->getBackend(c10::DeviceType::CPU) : c10::intrusive_ptr<c10d::Backend>();
     auto executor = pipeline::Executor::create(plan, rank, backend, std::move(config));
     if (!executor) throw py::value_error(executor.status().toString());

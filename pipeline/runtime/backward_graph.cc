@@ -2,12 +2,18 @@
 
 #include <algorithm>
 #include <cstring>
+#include <string>
 
 namespace farandole::pipeline {
 
 namespace {
 
-constexpr const char* kCompiledFunction = "CompiledFunctionBackward";
+// What torch.compile makes refuses to run in a graph that is kept, reentrant checkpoints in a backward that computes a
+// part.
+bool needsWholeBackward(const Node& node) {
+  const std::string name = node.name();
+  return name == "CompiledFunctionBackward" || name == "CheckpointFunctionBackward";
+}
 
 bool hasHooks(Node& node) {
   return !node.pre_hooks().empty() || !node.tensor_pre_hooks().empty() || !node.retains_grad_hooks().empty() ||
@@ -39,7 +45,7 @@ void BackwardGraph::classify(std::span<const std::uint64_t> hookedOps) {
     if (!entry.isOnInputPath) continue;
     Node& node = *entry.node;
     const bool isUsers = isUserFunction(node);
-    if (isUsers && node.name() == kCompiledFunction) {
+    if (isUsers && needsWholeBackward(node)) {
       isAllEarly_ = true;
       unsplittable_ = &node;
     }
@@ -52,7 +58,6 @@ void BackwardGraph::classify(std::span<const std::uint64_t> hookedOps) {
   }
   if (isAllEarly_) {
     splitNodes_.clear();
-    findEarlyLeaves();
   } else if (!unsplittables_.empty()) {
     findComponents();
     findEarlyLeaves();

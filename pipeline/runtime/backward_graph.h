@@ -22,7 +22,8 @@ using torch::autograd::Node;
 //
 // That needs a node that may run twice, for parts of its result. One that may not (a Python or C++ function of the
 // user's, with hooks, or one that would unpack saved tensors by a hook again) runs in I alone, and all components that
-// it feeds are computed there, too, whole, so that nothing is computed twice.
+// it feeds are computed there, too, whole, so that nothing is computed twice. What torch.compile makes, and a reentrant
+// checkpoint, run in a whole backward only: where one is on the input path, I computes everything.
 //
 // Scratch: used again for every microbatch. One thread. Keeps no node alive.
 class BackwardGraph {
@@ -38,7 +39,11 @@ class BackwardGraph {
   // The nodes of the input path that run in both halves.
   const std::vector<Node*>& splitNodes() const { return splitNodes_; }
 
-  // The ends of the weights' side that I computes, and the node for which it does; null when there is none.
+  // Whether I computes everything.
+  bool isAllEarly() const { return isAllEarly_; }
+
+  // The ends of the weights' side that I computes where it does not compute everything, and the node for which it
+  // computes more than the input path; null when there is none.
   const std::vector<Node*>& earlyLeaves() const { return earlyLeaves_; }
   const Node* unsplittable() const { return unsplittable_; }
 

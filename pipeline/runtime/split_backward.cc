@@ -73,6 +73,7 @@ void SplitBackward::runInput(edge_list& roots, variable_list& grads, DeferredBac
     (isEarly ? grads_ : deferred.grads).push_back(grads[i]);
   }
   for (Node* leaf : graph_.earlyLeaves()) inputs_.emplace_back(leaf->getptr(), 0);
+  if (graph_.isAllEarly()) inputs_.clear();  // no ends are named: then it goes to all
 
   const std::vector<Node*>& nodes = graph_.splitNodes();
   {

@@ -126,8 +126,8 @@ def _numbers(name: str, stage: Sequence[float], count: int) -> Any:
     return tuple(float(number) for number in stage)
 
 
-def lower(plan: _C.Plan, channel: str = "one_queue_per_rank") -> _C.Plan:
-    """Inserts the communication, one batch per peer, and proves the result for a kind of channel."""
+def lower(plan: _C.Plan, channel: str = "tagged") -> _C.Plan:
+    """Inserts the communication, one batch per peer, and proves the result for a kind of channel: see :func:`validate`."""
     return plan.lower(_channel(channel))
 
 

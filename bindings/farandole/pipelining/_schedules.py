@@ -1,33 +1,23 @@
-"""The schedules that users step: they prepare microbatches, and hand a compiled plan to C++."""
+"""The schedules by their names in torch.distributed.pipelining, and further ones."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from farandole import _C
 from farandole.pipelining import _plans
-from farandole.pipelining._grad_sync import GradSync
-from farandole.pipelining._inputs import Batch, Inputs, InputSplitter
-from farandole.pipelining._microbatches import merge_outputs
+from farandole.pipelining._schedule import PipelineSchedule, ScheduleConfig
 from farandole.pipelining._stage import PipelineStage
 
 
-@dataclass
-class _Run:
-    """A compiled plan for training or for evaluation, and the inputs whose shapes it has learned."""
-
-    executor: _C.PipelineExecutor
-    signature: list[Any] | None = None
-
-
-class _Schedule:
+class PipelineScheduleSingle(PipelineSchedule):
     """One stage per rank; rank i of the group runs stage i.
+
+    A subclass names its schedule, or overrides :meth:`compute_plan`.
 
     Args:
         stage: this rank's stage.
@@ -44,7 +34,8 @@ class _Schedule:
         ValueError, NotImplementedError: arguments that cannot run, or cannot yet.
     """
 
-    _name = ""
+    schedule_name = ""
+    """One of :func:`schedule_names`."""
 
     def __init__(
         self,
@@ -58,203 +49,317 @@ class _Schedule:
     ):
         if not isinstance(stage, PipelineStage):
             raise TypeError(f"stage is a {type(stage).__name__}, expected a farandole.pipelining.PipelineStage")
-        if isinstance(n_microbatches, bool) or not isinstance(n_microbatches, int) or n_microbatches < 1:
-            raise ValueError(f"n_microbatches is {n_microbatches!r}, expected an int of at least 1")
-        if loss_fn is not None and not callable(loss_fn):
-            raise TypeError(f"loss_fn is a {type(loss_fn).__name__}, expected a callable")
         if stage.num_stages != stage.group_size:
             raise ValueError(
                 f"num_stages is {stage.num_stages}, expected {stage.group_size}: "
                 f"{type(self).__name__} runs one stage per rank, and the group has that many"
             )
-        if stage.stage_index != stage.group_rank:
-            raise ValueError(
-                f"stage_index is {stage.stage_index}, expected {stage.group_rank}: "
-                f"{type(self).__name__} runs stage i on rank i of the group"
-            )
-        self._stage = stage
-        self._grad_sync = GradSync.of(stage.submod)
-        self._n_microbatches = n_microbatches
-        self._loss_fn = loss_fn
-        self._splitter = InputSplitter(stage, n_microbatches, args_chunk_spec, kwargs_chunk_spec)
-        self._output_merge_spec = output_merge_spec
-        self.scale_grads = scale_grads
-        self._runs: dict[bool, _Run] = {}
-        self._last_run: _Run | None = None
+        config = ScheduleConfig(
+            n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads
+        )
+        super().__init__([stage], config)
+        if self.schedule_name:
+            self.plan(forward_only=loss_fn is None)  # what cannot run is refused now
 
-    def step(
+    def compute_plan(self, *, forward_only: bool) -> _C.Plan:
+        return _plans.plan(
+            self.schedule_name, self._stages[0].num_stages, self._n_microbatches, forward_only=forward_only
+        )
+
+
+class PipelineScheduleMulti(PipelineSchedule):
+    """Any number of stages per rank, placed as the plan says.
+
+    A subclass names its schedule, or overrides :meth:`compute_plan`, or fills ``pipeline_order`` as torch's do: by rank
+    a list of actions, torch's or their texts. :meth:`load_csv` replaces the plan.
+
+    Args:
+        stages: this rank's stages, in any order.
+        backward_requires_autograd: whether :meth:`step` refuses to run with gradients disabled.
+
+    The others as for :class:`PipelineScheduleSingle`. All stages of a rank are called with the keyword arguments
+    that the rank gives.
+    """
+
+    schedule_name = ""
+    """One of :func:`schedule_names`."""
+
+    def __init__(
         self,
-        *args: Any,
-        target: Any = None,
-        losses: list[Any] | None = None,
-        return_outputs: bool = True,
-        loss_kwargs: dict[str, Any] | None = None,
-        arg_mbs: list[tuple[Any, ...]] | None = None,
-        kwarg_mbs: list[dict[str, Any]] | None = None,
-        target_mbs: list[Any] | None = None,
-        finalize_gradients: bool = True,
-        **kwargs: Any,
-    ) -> Any:
-        """One training step of the whole pipeline: forwards, backwards, gradients in ``.grad``.
+        stages: list[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        args_chunk_spec: tuple[Any, ...] | None = None,
+        kwargs_chunk_spec: dict[str, Any] | None = None,
+        output_merge_spec: dict[str, Any] | tuple[Any, ...] | None = None,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+    ):
+        _check_stages(stages)
+        config = ScheduleConfig(
+            n_microbatches,
+            loss_fn,
+            args_chunk_spec,
+            kwargs_chunk_spec,
+            output_merge_spec,
+            scale_grads,
+            backward_requires_autograd,
+        )
+        super().__init__(stages, config)
+        self._plan: _C.Plan | None = None
+        self.pipeline_order: dict[int, list[Any]] = {}
+        if self.schedule_name:
+            self.plan(forward_only=loss_fn is None)  # what cannot run is refused now
 
-        All ranks of the group call it. If any of them fails, all raise.
+    def compute_plan(self, *, forward_only: bool) -> _C.Plan:
+        plan = self._plan
+        if plan is None and self.pipeline_order:
+            plan = _plan_of_order(self.pipeline_order)
+        if plan is not None:
+            return plan.forwards() if forward_only else plan
+        if not self.schedule_name:
+            raise RuntimeError(
+                f"{type(self).__name__} has no plan, expected pipeline_order, load_csv() or an own compute_plan()"
+            )
+        first = self._stages[0]
+        return self._named_plan(first.num_stages, first.group_size, forward_only)
+
+    def load_csv(self, filename: str | Path, format: str = "compute_only") -> None:
+        """Takes the plan of torch.distributed.pipelining's CSV: a line per rank, an action per cell.
 
         Args:
-            *args: the batch, on the first stage (elsewhere not looked at).
-            target: on the last stage, split along dimension 0.
-            losses: a list that is cleared and gets the loss of each microbatch, on the last stage.
-            return_outputs: whether the last stage collects its outputs.
-            loss_kwargs: further keyword arguments of ``loss_fn``.
-            arg_mbs, kwarg_mbs, target_mbs: instead of the above, one entry per microbatch.
-            finalize_gradients: of FSDP modules, which are not supported: nothing depends on it.
-            **kwargs: of this rank's stage, split like the batch.
-
-        Returns:
-            On the last stage the outputs of all microbatches as one; None elsewhere.
+            filename: of the file, the same on all ranks.
+            format: "compute_only", where the communication is inserted, or "compute_comms", where it is there already.
 
         Raises:
-            RuntimeError: a stage failed on some rank. It names rank, stage and microbatch; the
-                gradients of the step are undefined, and the next step runs. Where the stage is
-                wrapped for data parallelism, its ranks abandon the data-parallel groups whose
-                reduction they will not get to: all replicas raise, and the step needs new groups
-                and wrappers before it can be repeated.
-            ValueError: this rank's arguments do not fit. Other ranks raise RuntimeError.
+            ValueError: the plan is wrong, or not for these stages, ranks and microbatches.
         """
-        batch = Batch(args, kwargs, target, loss_kwargs, arg_mbs, kwarg_mbs, target_mbs)
-        return self._run(self._loss_fn is not None, batch, losses, return_outputs)
-
-    def eval(
-        self,
-        *args: Any,
-        target: Any = None,
-        losses: list[Any] | None = None,
-        return_outputs: bool = True,
-        loss_kwargs: dict[str, Any] | None = None,
-        arg_mbs: list[tuple[Any, ...]] | None = None,
-        kwarg_mbs: list[dict[str, Any]] | None = None,
-        target_mbs: list[Any] | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Forwards only, without gradients; losses if there are targets. Otherwise as :meth:`step`."""
-        batch = Batch(args, kwargs, target, loss_kwargs, arg_mbs, kwarg_mbs, target_mbs)
-        return self._run(False, batch, losses, return_outputs)
-
-    def plan(self, *, forward_only: bool = False) -> _C.Plan:
-        """The plan of all ranks, with communication, as it is executed."""
-        stage = self._stage
-        return _plans.lower(
-            _plans.plan(
-                self._name,
-                stage.num_stages,
-                self._n_microbatches,
-                num_ranks=stage.group_size,
-                forward_only=forward_only,
+        if format not in ("compute_only", "compute_comms"):
+            raise ValueError(f"format is {format!r}, expected 'compute_only' or 'compute_comms'")
+        plan = _C.Plan.from_csv(Path(filename).read_text())
+        if plan.has_communication != (format == "compute_comms"):
+            raise ValueError(
+                f"{filename} has {'' if plan.has_communication else 'no '}communication, expected it "
+                f"{'with' if format == 'compute_comms' else 'without'}, as format={format!r} says"
             )
-        )
+        self._use(plan)
 
-    def last_step_trace(self) -> list[tuple[str, float, float]]:
-        """What this rank did in the last step: (action, start, end) in seconds from its beginning.
+    _load_csv = load_csv  # torch's name
 
-        A compute action begins when its tensors have arrived.
-        """
-        return [] if self._last_run is None else self._last_run.executor.last_step_trace()
-
-    def last_step_bubble(self) -> float:
-        """The part of the last step in which this rank did not compute: 0 to 1."""
-        if self._last_run is None or self._last_run.executor.last_step_seconds == 0:
-            raise RuntimeError("last_step_bubble() before the first step that succeeded")
-        executor = self._last_run.executor
-        return 1 - executor.last_compute_seconds / executor.last_step_seconds
-
-    def _run(self, train: bool, batch: Batch, losses: list[Any] | None, return_outputs: bool) -> Any:
-        run = self._last_run = self._compiled(train)
+    def _use(self, plan: _C.Plan) -> None:
+        if plan.num_microbatches != self._n_microbatches:
+            raise ValueError(
+                f"the plan has {plan.num_microbatches} microbatches, expected n_microbatches={self._n_microbatches}"
+            )
+        before = self._plan, self._lowered
+        self._plan, self._lowered = plan, {}
         try:
-            if train and not torch.is_grad_enabled():
-                raise RuntimeError("step() was called with gradients disabled, expected them enabled: or call eval()")
-            if losses is not None and not isinstance(losses, list):
-                raise TypeError(f"losses is a {type(losses).__name__}, expected a list")
-            inputs = self._splitter.prepare(batch)
-            self._check_targets(train, inputs, losses)
-        except Exception as error:
-            self._refuse(run, error)
+            self.plan(forward_only=self._loss_fn is None)
+        except ValueError:
+            self._plan, self._lowered = before
             raise
-        if self._stage.is_last:
-            inputs.outputs = [None] * self._n_microbatches if return_outputs else None
-            inputs.losses = [None] * self._n_microbatches if losses is not None else None
-        relearn = inputs.signature != run.signature
-        run.signature = None
-        run.executor.step(
-            args=inputs.args,
-            kwargs=inputs.kwargs,
-            targets=inputs.targets,
-            loss_kwargs=inputs.loss_kwargs,
-            outputs=inputs.outputs,
-            losses=inputs.losses,
-            relearn=relearn,
+        self._runs.clear()
+
+    def _named_plan(self, num_stages: int, num_ranks: int, forward_only: bool) -> _C.Plan:
+        return _plans.plan(
+            self.schedule_name, num_stages, self._n_microbatches, num_ranks=num_ranks, forward_only=forward_only
         )
-        run.signature = inputs.signature
-        if losses is not None and inputs.losses is not None:
-            losses[:] = inputs.losses
-        return None if inputs.outputs is None else merge_outputs(inputs.outputs, self._output_merge_spec)
-
-    def _compiled(self, train: bool) -> _Run:
-        if train not in self._runs:
-            stage, count = self._stage, self._n_microbatches
-            sync = self._grad_sync if train else None
-            described = f"{type(self).__name__} {'step' if train else 'forward only'}, stage {stage.stage_index}"
-            native = _C.PipelineStage(
-                index=stage.stage_index,
-                is_first=stage.is_first,
-                is_last=stage.is_last,
-                module=stage.submod,
-                loss_fn=self._loss_fn,
-                declared_inputs=stage.declared_inputs,
-                declared_outputs=stage.declared_outputs,
-                require_grad_sync=sync.require if sync is not None else None,
-                abandon_grad_sync=sync.abandon if sync is not None else None,
-            )
-            executor = _C.PipelineExecutor(
-                plan=self.plan(forward_only=not train),
-                rank=stage.group_rank,
-                group=stage.group,
-                stages=[native],
-                loss_scale=1 / count if self.scale_grads else 1.0,
-                description=f"{described}, n_microbatches={count}",
-                rank_name=_rank_name(stage),
-            )
-            self._runs[train] = _Run(executor)
-        return self._runs[train]
-
-    def _check_targets(self, train: bool, inputs: Inputs, losses: list[Any] | None) -> None:
-        if not self._stage.is_last:
-            return
-        if inputs.targets is None and (train or (losses is not None and self._loss_fn is not None)):
-            raise ValueError("target is None, expected the targets of the batch on the last stage, for loss_fn")
-        if self._loss_fn is None and (inputs.targets is not None or losses is not None):
-            raise ValueError("target or losses was given, expected neither: the schedule has no loss_fn")
-
-    def _refuse(self, run: _Run, error: Exception) -> None:
-        # The others are told before this rank raises; what they then see is of no interest here.
-        with contextlib.suppress(RuntimeError):
-            run.executor.refuse(f"stage {self._stage.stage_index}: {type(error).__name__}: {error}")
 
 
-def _rank_name(stage: PipelineStage) -> str:
-    # Several pipelines have a rank 0: an error that crosses over to another one must tell which.
-    rank = dist.get_rank()
-    return f"rank {stage.group_rank}" + ("" if rank == stage.group_rank else f" (global rank {rank})")
+def _plan_of_order(order: dict[int, list[Any]]) -> _C.Plan:
+    if sorted(order) != list(range(len(order))):
+        raise ValueError(f"pipeline_order has the ranks {sorted(order)}, expected 0 to {len(order) - 1}")
+    rows = [[str(action) for action in order[rank] if action is not None] for rank in range(len(order))]
+    return _C.Plan.from_csv("\n".join(",".join(row) for row in rows))
 
 
-class ScheduleGPipe(_Schedule):
+def _check_stages(stages: Any) -> None:
+    if not isinstance(stages, (list, tuple)) or not stages:
+        raise TypeError(f"stages is {stages!r}, expected a list of at least one farandole.pipelining.PipelineStage")
+    for i, stage in enumerate(stages):
+        if not isinstance(stage, PipelineStage):
+            raise TypeError(f"stages[{i}] is a {type(stage).__name__}, expected a farandole.pipelining.PipelineStage")
+        if stage.num_stages != stages[0].num_stages or stage.group is not stages[0].group:
+            raise ValueError(f"stages[{i}] has another num_stages or group than stages[0], expected the same")
+    indices = [stage.stage_index for stage in stages]
+    if len(set(indices)) != len(indices):
+        raise ValueError(f"stages have the indices {indices}, expected each stage once")
+
+
+class ScheduleFromPlan(PipelineScheduleMulti):
+    """Runs a plan of the user's: from :func:`auto_plan`, ``Plan.from_csv``, ``Plan.from_actions`` or any function.
+
+    Args:
+        stages: this rank's stages, in any order.
+        plan: with or without communication; the same on all ranks.
+
+    The others as for :class:`PipelineScheduleMulti`; the number of microbatches is the plan's.
+
+    Raises:
+        ValueError: the plan cannot run, or places other stages on this rank.
+    """
+
+    def __init__(
+        self,
+        stages: list[PipelineStage],
+        plan: _C.Plan,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        args_chunk_spec: tuple[Any, ...] | None = None,
+        kwargs_chunk_spec: dict[str, Any] | None = None,
+        output_merge_spec: dict[str, Any] | tuple[Any, ...] | None = None,
+        scale_grads: bool = True,
+    ):
+        if not isinstance(plan, _C.Plan):
+            raise TypeError(f"plan is a {type(plan).__name__}, expected a farandole.pipelining.Plan")
+        super().__init__(
+            stages,
+            plan.num_microbatches,
+            loss_fn,
+            args_chunk_spec,
+            kwargs_chunk_spec,
+            output_merge_spec,
+            scale_grads,
+        )
+        self._use(plan)
+
+
+class ScheduleGPipe(PipelineScheduleSingle):
     """All forwards, then all backwards (GPipe, Huang et al. 2019). Activations of all microbatches live at once."""
 
-    _name = "GPipe"
+    schedule_name = "GPipe"
 
 
-class Schedule1F1B(_Schedule):
+class Schedule1F1B(PipelineScheduleSingle):
     """One forward, one backward once the pipeline is full (PipeDream-Flush, Narayanan et al. 2021).
 
     Stage s of p keeps the activations of at most p - s microbatches. Any number of microbatches runs.
     """
 
-    _name = "1F1B"
+    schedule_name = "1F1B"
+
+
+class ScheduleZBH1(PipelineScheduleSingle):
+    """1F1B whose gradients of weights fill the bubble (ZB-H1, Qi et al. 2023), with the memory of 1F1B."""
+
+    schedule_name = "ZB-H1"
+
+
+class ScheduleZBH2(PipelineScheduleSingle):
+    """ZB-H1 with a longer warm-up: next to no bubble, for about twice the activations (ZB-H2, Qi et al. 2023)."""
+
+    schedule_name = "ZB-H2"
+
+
+class ScheduleInterleaved1F1B(PipelineScheduleMulti):
+    """1F1B over several stages per rank, i, i + p, ... on rank i: a smaller bubble (Narayanan et al. 2021).
+
+    Args:
+        microbatch_group: microbatches that a rank runs through one of its stages before it goes on to the next one
+            (Megatron-LM's microbatch_group_size_per_vp_stage); as many as ranks by default.
+
+    The others as for :class:`PipelineScheduleMulti`. Any number of microbatches runs.
+    """
+
+    schedule_name = "Interleaved1F1B"
+
+    def __init__(self, *args: Any, microbatch_group: int | None = None, **kwargs: Any):
+        self._microbatch_group = microbatch_group
+        super().__init__(*args, **kwargs)
+
+    def _named_plan(self, num_stages: int, num_ranks: int, forward_only: bool) -> _C.Plan:
+        return _plans.plan(
+            self.schedule_name,
+            num_stages,
+            self._n_microbatches,
+            num_ranks=num_ranks,
+            forward_only=forward_only,
+            microbatch_group=self._microbatch_group,
+        )
+
+
+class ScheduleLoopedBFS(PipelineScheduleMulti):
+    """All microbatches through one stage, then through the next (breadth-first, Lamy-Poirier 2022).
+
+    Takes its arguments in torch's order, which has output_merge_spec after loss_fn.
+    """
+
+    schedule_name = "LoopedBFS"
+
+    def __init__(
+        self,
+        stages: list[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        output_merge_spec: dict[str, Any] | tuple[Any, ...] | None = None,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        *,
+        args_chunk_spec: tuple[Any, ...] | None = None,
+        kwargs_chunk_spec: dict[str, Any] | None = None,
+    ):
+        super().__init__(
+            stages,
+            n_microbatches,
+            loss_fn,
+            args_chunk_spec,
+            kwargs_chunk_spec,
+            output_merge_spec,
+            scale_grads,
+            backward_requires_autograd,
+        )
+
+
+class ScheduleInterleavedZeroBubble(PipelineScheduleMulti):
+    """Interleaved 1F1B whose gradients of weights fill the bubble (Qi et al. 2023)."""
+
+    schedule_name = "InterleavedZeroBubble"
+
+
+class ScheduleZBVZeroBubble(PipelineScheduleMulti):
+    """Two stages per rank in a V, i and 2p - 1 - i: next to no bubble with the memory of 1F1B (ZBV, Qi et al. 2023)."""
+
+    schedule_name = "ZBV"
+
+
+class ScheduleVHalf(PipelineScheduleMulti):
+    """Two stages per rank in a V, with about half the activations of 1F1B (V-Half, Qi et al. 2024)."""
+
+    schedule_name = "V-Half"
+
+
+class ScheduleVMin(PipelineScheduleMulti):
+    """Two stages per rank in a V, with about a third of the activations of 1F1B (V-Min, Qi et al. 2024)."""
+
+    schedule_name = "V-Min"
+
+
+class ScheduleDualPipeV(PipelineScheduleMulti):
+    """Two stages per rank in a V, forwards beside backwards (DualPipeV, after DeepSeek-V3's DualPipe)."""
+
+    schedule_name = "DualPipeV"
+
+
+_CLASSES: dict[str, type[PipelineSchedule]] = {
+    "1F1B": Schedule1F1B,
+    "GPipe": ScheduleGPipe,
+    "ZB-H1": ScheduleZBH1,
+    "ZB-H2": ScheduleZBH2,
+    "Interleaved1F1B": ScheduleInterleaved1F1B,
+    "LoopedBFS": ScheduleLoopedBFS,
+    "InterleavedZeroBubble": ScheduleInterleavedZeroBubble,
+    "ZBVZeroBubble": ScheduleZBVZeroBubble,
+    "ZBV": ScheduleZBVZeroBubble,
+    "V-Half": ScheduleVHalf,
+    "V-Min": ScheduleVMin,
+    "DualPipeV": ScheduleDualPipeV,
+    "PipelineScheduleSingle": PipelineScheduleSingle,
+    "PipelineScheduleMulti": PipelineScheduleMulti,
+}
+
+
+def get_schedule_class(schedule_name: str) -> type[PipelineSchedule]:
+    """The class of a schedule, by torch's name for it or by :func:`plan`'s, upper or lower case alike."""
+    for name, schedule in _CLASSES.items():
+        if name.lower() == schedule_name.lower():
+            return schedule
+    raise ValueError(f"schedule_name is {schedule_name!r}, expected one of {', '.join(_CLASSES)}")

@@ -14,14 +14,14 @@ Declared = list[tuple[list[int], torch.dtype]]
 
 
 class PipelineStage:
-    """A module that is one stage of a sequential pipeline.
+    """A module that is one stage of a sequential pipeline. A rank has one of these for each of its stages.
 
     Args:
         submodule: called with the first stage's arguments, or with the tensors that the stage
             before returned; returns a tensor or a tuple of tensors (the last stage: anything
             that the loss takes). It may be wrapped for data parallelism by
             ``farandole.ddp.DistributedDataParallel`` or torch's.
-        stage_index: from 0; the rank in the group with one stage per rank.
+        stage_index: from 0; which stages live on which rank, the schedule says.
         num_stages: of the whole pipeline.
         device: where the submodule lives; CPU so far.
         input_args: example inputs of one microbatch. Shapes are learned in the first step

@@ -1,0 +1,257 @@
+"""What all schedules that users step have in common: they prepare microbatches, and hand a plan to C++."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from farandole import _C
+from farandole.pipelining import _plans
+from farandole.pipelining._grad_sync import GradSync
+from farandole.pipelining._inputs import Batch, Inputs, InputSplitter
+from farandole.pipelining._microbatches import merge_outputs
+from farandole.pipelining._stage import PipelineStage
+
+
+@dataclass
+class _Run:
+    """A compiled plan for training or for evaluation, and the inputs whose shapes it has learned."""
+
+    executor: _C.PipelineExecutor
+    signature: list[Any] | None = None
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """The arguments that all schedules take."""
+
+    n_microbatches: int
+    loss_fn: Callable[..., torch.Tensor] | None
+    args_chunk_spec: tuple[Any, ...] | None
+    kwargs_chunk_spec: dict[str, Any] | None
+    output_merge_spec: dict[str, Any] | tuple[Any, ...] | None
+    scale_grads: bool
+    backward_requires_autograd: bool = True
+
+
+class PipelineSchedule:
+    """Runs steps of a plan over the stages of this rank. Made by the classes below it."""
+
+    def __init__(self, stages: list[PipelineStage], config: ScheduleConfig):
+        n_microbatches, loss_fn = config.n_microbatches, config.loss_fn
+        if isinstance(n_microbatches, bool) or not isinstance(n_microbatches, int) or n_microbatches < 1:
+            raise ValueError(f"n_microbatches is {n_microbatches!r}, expected an int of at least 1")
+        if loss_fn is not None and not callable(loss_fn):
+            raise TypeError(f"loss_fn is a {type(loss_fn).__name__}, expected a callable")
+        self._stages = sorted(stages, key=lambda stage: stage.stage_index)
+        self._grad_syncs = [GradSync.of(stage.submod) for stage in self._stages]
+        self._n_microbatches = n_microbatches
+        self._loss_fn = loss_fn
+        self._splitter = InputSplitter(self._stages, n_microbatches, config.args_chunk_spec, config.kwargs_chunk_spec)
+        self._output_merge_spec = config.output_merge_spec
+        self._backward_requires_autograd = config.backward_requires_autograd
+        self.scale_grads = config.scale_grads
+        self._lowered: dict[bool, _C.Plan] = {}  # by whether it is forward only
+        self._runs: dict[bool, _Run] = {}
+        self._last_run: _Run | None = None
+
+    def compute_plan(self, *, forward_only: bool) -> _C.Plan:
+        """What each rank runs in which order, with or without communication; the same on all ranks."""
+        raise NotImplementedError(f"{type(self).__name__} has no compute_plan(), expected one")
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        arg_mbs: list[tuple[Any, ...]] | None = None,
+        kwarg_mbs: list[dict[str, Any]] | None = None,
+        target_mbs: list[Any] | None = None,
+        finalize_gradients: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """One training step of the whole pipeline: forwards, backwards, gradients in ``.grad``.
+
+        All ranks of the group call it. If any of them fails, all raise.
+
+        Args:
+            *args: the batch, on the first stage (elsewhere not looked at).
+            target: on the last stage, split along dimension 0.
+            losses: a list that is cleared and gets the loss of each microbatch, on the last stage.
+            return_outputs: whether the last stage collects its outputs.
+            loss_kwargs: further keyword arguments of ``loss_fn``.
+            arg_mbs, kwarg_mbs, target_mbs: instead of the above, one entry per microbatch.
+            finalize_gradients: of FSDP modules, which are not supported: nothing depends on it.
+            **kwargs: of this rank's stage, split like the batch.
+
+        Returns:
+            On the last stage the outputs of all microbatches as one; None elsewhere.
+
+        Raises:
+            RuntimeError: a stage failed on some rank. It names rank, stage and microbatch; the
+                gradients of the step are undefined, and the next step runs. Where the stage is
+                wrapped for data parallelism, its ranks abandon the data-parallel groups whose
+                reduction they will not get to: all replicas raise, and the step needs new groups
+                and wrappers before it can be repeated.
+            ValueError: this rank's arguments do not fit. Other ranks raise RuntimeError.
+        """
+        batch = Batch(args, kwargs, target, loss_kwargs, arg_mbs, kwarg_mbs, target_mbs)
+        return self._run(self._loss_fn is not None, batch, losses, return_outputs)
+
+    def eval(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        arg_mbs: list[tuple[Any, ...]] | None = None,
+        kwarg_mbs: list[dict[str, Any]] | None = None,
+        target_mbs: list[Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Forwards only, without gradients; losses if there are targets. Otherwise as :meth:`step`."""
+        batch = Batch(args, kwargs, target, loss_kwargs, arg_mbs, kwarg_mbs, target_mbs)
+        return self._run(False, batch, losses, return_outputs)
+
+    def plan(self, *, forward_only: bool = False) -> _C.Plan:
+        """The plan of all ranks, with communication, as it is executed.
+
+        Raises:
+            ValueError: the plan cannot run, with the reason, or is not for these stages and ranks.
+        """
+        if forward_only not in self._lowered:
+            plan = self.compute_plan(forward_only=forward_only)
+            if plan.has_communication:
+                _plans.validate(plan, "tagged")
+            else:
+                plan = _plans.lower(plan, "tagged")
+            self._check_placement(plan)
+            self._lowered[forward_only] = plan
+        return self._lowered[forward_only]
+
+    def last_step_trace(self) -> list[tuple[str, float, float]]:
+        """What this rank did in the last step: (action, start, end) in seconds from its beginning.
+
+        A compute action begins when its tensors have arrived.
+        """
+        return [] if self._last_run is None else self._last_run.executor.last_step_trace()
+
+    def last_step_bubble(self) -> float:
+        """The part of the last step in which this rank did not compute: 0 to 1."""
+        if self._last_run is None or self._last_run.executor.last_step_seconds == 0:
+            raise RuntimeError("last_step_bubble() before the first step that succeeded")
+        executor = self._last_run.executor
+        return 1 - executor.last_compute_seconds / executor.last_step_seconds
+
+    def _run(self, train: bool, batch: Batch, losses: list[Any] | None, return_outputs: bool) -> Any:
+        run = self._last_run = self._compiled(train)
+        try:
+            if train and self._backward_requires_autograd and not torch.is_grad_enabled():
+                raise RuntimeError("step() was called with gradients disabled, expected them enabled: or call eval()")
+            if losses is not None and not isinstance(losses, list):
+                raise TypeError(f"losses is a {type(losses).__name__}, expected a list")
+            inputs = self._splitter.prepare(batch)
+            self._check_targets(train, inputs, losses)
+        except Exception as error:
+            self._refuse(run, error)
+            raise
+        if self._has_last:
+            inputs.outputs = [None] * self._n_microbatches if return_outputs else None
+            inputs.losses = [None] * self._n_microbatches if losses is not None else None
+        relearn = inputs.signature != run.signature
+        run.signature = None
+        run.executor.step(
+            args=inputs.args,
+            kwargs=inputs.kwargs,
+            targets=inputs.targets,
+            loss_kwargs=inputs.loss_kwargs,
+            outputs=inputs.outputs,
+            losses=inputs.losses,
+            relearn=relearn,
+        )
+        run.signature = inputs.signature
+        if losses is not None and inputs.losses is not None:
+            losses[:] = inputs.losses
+        return None if inputs.outputs is None else merge_outputs(inputs.outputs, self._output_merge_spec)
+
+    @property
+    def _has_last(self) -> bool:
+        return any(stage.is_last for stage in self._stages)
+
+    def _compiled(self, train: bool) -> _Run:
+        if train not in self._runs:
+            first, count = self._stages[0], self._n_microbatches
+            indices = ", ".join(str(stage.stage_index) for stage in self._stages)
+            described = f"{type(self).__name__} {'step' if train else 'forward only'}, stage {indices}"
+            executor = _C.PipelineExecutor(
+                plan=self.plan(forward_only=not train),
+                rank=first.group_rank,
+                group=first.group,
+                stages=[self._native(i, train) for i in range(len(self._stages))],
+                loss_scale=1 / count if self.scale_grads else 1.0,
+                description=f"{described}, n_microbatches={count}",
+                rank_name=_rank_name(first),
+            )
+            self._runs[train] = _Run(executor)
+        return self._runs[train]
+
+    def _native(self, index: int, train: bool) -> _C.PipelineStage:
+        stage = self._stages[index]
+        sync = self._grad_syncs[index] if train else None
+        return _C.PipelineStage(
+            index=stage.stage_index,
+            is_first=stage.is_first,
+            is_last=stage.is_last,
+            module=stage.submod,
+            loss_fn=self._loss_fn,
+            declared_inputs=stage.declared_inputs,
+            declared_outputs=stage.declared_outputs,
+            require_grad_sync=sync.require if sync is not None else None,
+            abandon_grad_sync=sync.abandon if sync is not None else None,
+        )
+
+    def _check_placement(self, plan: _C.Plan) -> None:
+        first, name = self._stages[0], type(self).__name__
+        if (plan.num_ranks, plan.num_stages) != (first.group_size, first.num_stages):
+            raise ValueError(
+                f"the plan of {name} has {plan.num_ranks} ranks and {plan.num_stages} stages, expected "
+                f"{first.group_size} and {first.num_stages} as the group and the stages have"
+            )
+        expected = [stage for stage, rank in enumerate(plan.rank_of_stage) if rank == first.group_rank]
+        given = [stage.stage_index for stage in self._stages]
+        if given != expected:
+            raise ValueError(
+                f"stage_index is {_listed(given)}, expected {_listed(expected)}: {name} runs "
+                f"{'that stage' if len(expected) == 1 else 'those stages'} on rank {first.group_rank} of the group"
+            )
+
+    def _check_targets(self, train: bool, inputs: Inputs, losses: list[Any] | None) -> None:
+        if not self._has_last:
+            return
+        if inputs.targets is None and (train or (losses is not None and self._loss_fn is not None)):
+            raise ValueError("target is None, expected the targets of the batch on the last stage, for loss_fn")
+        if self._loss_fn is None and (inputs.targets is not None or losses is not None):
+            raise ValueError("target or losses was given, expected neither: the schedule has no loss_fn")
+
+    def _refuse(self, run: _Run, error: Exception) -> None:
+        # The others are told before this rank raises; what they then see is of no interest here.
+        with contextlib.suppress(RuntimeError):
+            run.executor.refuse(f"stage {self._stages[0].stage_index}: {type(error).__name__}: {error}")
+
+
+def _listed(stages: list[int]) -> str:
+    return str(stages[0]) if len(stages) == 1 else str(stages)
+
+
+def _rank_name(stage: PipelineStage) -> str:
+    # Several pipelines have a rank 0: an error that crosses over to another one must tell which.
+    rank = dist.get_rank()
+    return f"rank {stage.group_rank}" + ("" if rank == stage.group_rank else f" (global rank {rank})")
