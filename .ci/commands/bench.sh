@@ -14,11 +14,12 @@
 #   point_to_point    half a round trip, from the wire through C++ to Python
 #   batch             batch_isend_irecv in a ring of two, beside gloo
 #   all_reduce        two processes, beside gloo
-#   pipeline          a 1F1B step, beside torch's and the ideal
+#   pipeline          a step of 1F1B and of interleaved 1F1B, beside torch's and the ideal
 #   overlap           a loop that computes beside an asynchronous all_reduce
 # When asked for, since they take minutes or a set-up of their own:
 #   collectives       four collectives beside gloo and Intel MPI
 #   oversubscribed    4 and 8 processes, beside gloo; and computing beside an idle group
+#   schedules         a step of every schedule on 4 ranks whose stages sleep, beside the simulated one
 #   hosts             between network namespaces, beside gloo; needs root
 #   cuda              CUDA tensors beside NCCL; needs a GPU
 #

@@ -24,6 +24,7 @@ from farandole.bench import (
     oversubscribed,
     pipeline,
     point_to_point,
+    schedules,
 )
 from farandole.bench._ranks import RankPair, transport
 from farandole.bench._series import Report, Skipped
@@ -38,10 +39,11 @@ SUBJECTS: dict[str, Callable[[Settings, RankPair], Report]] = {
     "collectives": collectives.measure,
     "oversubscribed": oversubscribed.measure,
     "hosts": hosts.measure,
+    "schedules": schedules.measure,
     "cuda": cuda.measure,
 }
 # They take minutes, or a set-up of their own.
-_ONLY_WHEN_ASKED_FOR = ("collectives", "oversubscribed", "hosts", "cuda")
+_ONLY_WHEN_ASKED_FOR = ("collectives", "oversubscribed", "hosts", "schedules", "cuda")
 _WIDTH = 160  # of the tables when they do not go to a terminal
 
 

@@ -1,4 +1,4 @@
-"""The pipeline benchmark as one rank runs it: the same stage under farandole's 1F1B and under torch's."""
+"""The pipeline benchmark as one rank runs it: the same stages under farandole's schedules and under torch's."""
 
 from __future__ import annotations
 
@@ -31,12 +31,24 @@ class Step:
     losses: list[float]  # of each microbatch, on the last stage
 
 
+@dataclass(frozen=True)
+class Case:
+    """A schedule by its name in both systems, with so many stages on each rank."""
+
+    schedule: str
+    torch_class: str
+    stages_per_rank: int
+
+    def plan(self) -> pipelining.Plan:
+        return pipelining.plan(self.schedule, self.stages_per_rank * RANKS, MICROBATCHES, num_ranks=RANKS)
+
+
 class TimedStage(torch_pipelining.PipelineStage):
     """torch's stage, with the time that each of its forwards and backwards takes."""
 
-    def __init__(self, module: nn.Module, rank: Rank, group: Any):
-        super().__init__(module, rank.rank, RANKS, torch.device("cpu"), group=group)
-        self.durations: dict[str, float] = {}
+    def __init__(self, module: nn.Module, index: int, num_stages: int, group: Any, durations: dict[str, float]):
+        super().__init__(module, index, num_stages, torch.device("cpu"), group=group)
+        self.durations = durations
         self.last_forward = "before the first"
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -67,17 +79,18 @@ class Stopwatch:
 @dataclass
 class _Prepared:
     schedule: Any
-    module: nn.Module
-    inputs: list[torch.Tensor]  # args of step(): on the first stage
-    target: torch.Tensor | None  # on the last stage
+    modules: list[nn.Module]
+    actions: set[str]  # of compute, on this rank
+    inputs: list[torch.Tensor]  # args of step(): on the first stage's rank
+    target: torch.Tensor | None  # on the last stage's rank
     durations: Callable[[], dict[str, float]]  # of the last step
 
 
-def run_steps(rank: Rank, peer: str, width: int, warm_up: int, count: int) -> list[Step]:
+def run_steps(rank: Rank, peer: str, case: Case, width: int, warm_up: int, count: int) -> list[Step]:
     """Runs on both ranks. The peer is "farandole", or "torch" for torch's pipelining over gloo."""
-    key = (peer, width)
+    key = (peer, case, width)
     if key not in rank.state:
-        rank.state[key] = _prepare(rank, peer, width)
+        rank.state[key] = _prepare(rank, peer, case, width)
     prepared: _Prepared = rank.state[key]
     for _ in range(warm_up):
         _step(rank, prepared)
@@ -85,47 +98,66 @@ def run_steps(rank: Rank, peer: str, width: int, warm_up: int, count: int) -> li
 
 
 def _step(rank: Rank, prepared: _Prepared) -> Step:
-    prepared.module.zero_grad(set_to_none=True)
+    for module in prepared.modules:
+        module.zero_grad(set_to_none=True)
     losses: list[torch.Tensor] | None = None if prepared.target is None else []
     dist.barrier(rank.groups["farandole"])
     start = time.monotonic()
     prepared.schedule.step(*prepared.inputs, target=prepared.target, losses=losses, return_outputs=False)
     end = time.monotonic()
-    compute = {f"{rank.rank}{kind}{microbatch}" for kind in "FB" for microbatch in range(MICROBATCHES)}
-    durations = {action: seconds for action, seconds in prepared.durations().items() if action in compute}
+    durations = {action: taken for action, taken in prepared.durations().items() if action in prepared.actions}
     return Step(start, end, durations, [loss.item() for loss in losses or []])
 
 
-def _prepare(rank: Rank, peer: str, width: int) -> _Prepared:
-    torch.manual_seed(rank.rank)
-    module = nn.TransformerEncoderLayer(
-        width, _HEADS, dim_feedforward=4 * width, dropout=0.0, activation="gelu", batch_first=True
-    )
+def _prepare(rank: Rank, peer: str, case: Case, width: int) -> _Prepared:
+    plan = case.plan()
+    mine = [index for index, owner in enumerate(plan.rank_of_stage) if owner == rank.rank]
+    modules: dict[int, nn.Module] = {}
+    for index in mine:
+        torch.manual_seed(index)
+        modules[index] = nn.TransformerEncoderLayer(
+            width, _HEADS, dim_feedforward=4 * width, dropout=0.0, activation="gelu", batch_first=True
+        )
     generator = torch.Generator().manual_seed(width)
     batch, target = torch.randn(2, MICROBATCH * MICROBATCHES, SEQUENCE, width, generator=generator)
-    inputs = [batch] if rank.rank == 0 else []
-    last_target = target if rank.rank == RANKS - 1 else None
-    if peer == "farandole":
-        stage = pipelining.PipelineStage(module, rank.rank, RANKS, "cpu", group=rank.groups["farandole"])
-        schedule = pipelining.Schedule1F1B(stage, MICROBATCHES, nn.functional.mse_loss)
-        return _Prepared(schedule, module, inputs, last_target, lambda: _traced(schedule))
-    if peer == "torch":
-        timed = TimedStage(module, rank, rank.groups["gloo"])
-
-        def loss_fn(output: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-            # torch computes the loss of a microbatch right after its forward, ours inside of it.
-            # (And once before the first step, to learn shapes.)
-            with Stopwatch(timed.durations, timed.last_forward):
-                return nn.functional.mse_loss(output, expected)
-
-        def take_durations() -> dict[str, float]:
-            taken, timed.durations = timed.durations, {}
-            return taken
-
-        theirs = torch_pipelining.Schedule1F1B(timed, MICROBATCHES, loss_fn)
-        return _Prepared(theirs, module, inputs, last_target, take_durations)
-    raise ValueError(f"peer is {peer!r}, expected 'farandole' or 'torch'")
+    make = {"farandole": _ours, "torch": _torchs}[peer]
+    schedule, durations = make(rank, case, modules, plan.num_stages)
+    return _Prepared(
+        schedule,
+        list(modules.values()),
+        set(plan.actions[rank.rank]),
+        [batch] if 0 in mine else [],
+        target if plan.num_stages - 1 in mine else None,
+        durations,
+    )
 
 
-def _traced(schedule: pipelining.Schedule1F1B) -> dict[str, float]:
-    return {action: end - start for action, start, end in schedule.last_step_trace()}
+def _ours(rank: Rank, case: Case, modules: dict[int, nn.Module], num_stages: int) -> tuple[Any, Any]:
+    stages = [
+        pipelining.PipelineStage(module, index, num_stages, "cpu", group=rank.groups["farandole"])
+        for index, module in modules.items()
+    ]
+    made: Any = pipelining.get_schedule_class(case.schedule)
+    schedule = made(stages if case.stages_per_rank > 1 else stages[0], MICROBATCHES, nn.functional.mse_loss)
+    return schedule, lambda: {action: end - start for action, start, end in schedule.last_step_trace()}
+
+
+def _torchs(rank: Rank, case: Case, modules: dict[int, nn.Module], num_stages: int) -> tuple[Any, Any]:
+    durations: dict[str, float] = {}
+    stages = [
+        TimedStage(module, index, num_stages, rank.groups["gloo"], durations) for index, module in modules.items()
+    ]
+
+    def loss_fn(output: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+        # torch computes the loss of a microbatch right after its forward, ours inside of it.
+        # (And once before the first step, to learn shapes.)
+        with Stopwatch(durations, stages[-1].last_forward):
+            return nn.functional.mse_loss(output, expected)
+
+    def take_durations() -> dict[str, float]:
+        taken = dict(durations)
+        durations.clear()
+        return taken
+
+    made = getattr(torch_pipelining, case.torch_class)
+    return made(stages if case.stages_per_rank > 1 else stages[0], MICROBATCHES, loss_fn), take_durations
