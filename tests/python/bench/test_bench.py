@@ -141,12 +141,22 @@ def test_between_hosts_no_peer_is_faster_than_the_link(tmp_path, capsys):
 def test_pipeline_measures_both_schedules_beside_their_ideals(tmp_path, capsys):
     report = measure(tmp_path, capsys, "pipeline")
     medians = medians_of(report)
-    for width in ("d=256", "d=32"):
-        for peer in ("farandole", "torch over gloo"):
-            # No step is faster than its own compute in the best order.
-            assert medians[width, peer, "step / ideal"] >= 0.999
-            assert medians[width, peer, "step"] > medians[width, peer, "ideal"] * 0.999
-    assert medians["d=256", "farandole", "step"] > medians["d=32", "farandole", "step"]
+    for schedule in ("1F1B", "Interleaved1F1B"):
+        for width in ("d=256", "d=32"):
+            case = f"{schedule}, {width}"
+            for peer in ("farandole", "torch over gloo"):
+                # No step is faster than its own compute in the best order.
+                assert medians[case, peer, "step / ideal"] >= 0.999
+                assert medians[case, peer, "step"] > medians[case, peer, "ideal"] * 0.999
+        assert medians[f"{schedule}, d=256", "farandole", "step"] > medians[f"{schedule}, d=32", "farandole", "step"]
+
+
+def test_sleeping_stages_take_no_less_than_was_simulated(tmp_path, capsys):
+    report = measure(tmp_path, capsys, "schedules")
+    assert report["targets"]
+    ratios = [value for (_, _, quantity), value in medians_of(report).items() if quantity == "ratio"]
+    assert len(ratios) == 10
+    assert all(value >= 0.999 for value in ratios)
 
 
 @pytest.mark.parametrize(
