@@ -24,6 +24,17 @@ def test_csv_and_action_texts_round_trip() -> None:
         Plan.from_actions([["0X1"]], [0], 2)
 
 
+def test_stages_form_any_graph_that_goes_up() -> None:
+    made = plan("1F1B", 3, 4, edges=[(0, 1), (1, 2), (0, 2)])
+    assert made.edges == [(0, 1), (1, 2), (0, 2)]
+    assert plan("1F1B", 3, 4).edges is None
+    lowered = lower(made, "fifo_per_edge")
+    assert "0SEND_F0>2" in lowered.actions[0]
+    assert Plan.from_csv(lowered.to_csv(), lowered.rank_of_stage, lowered.edges) == lowered
+    with pytest.raises(ValueError, match="edge 2 -> 1; expected edges from lower to higher stages"):
+        plan("1F1B", 3, 4, edges=[(2, 1)])
+
+
 def test_lowered_plans_validate_and_a_deadlock_is_refused() -> None:
     lowered = lower(plan("1F1B", 4, 8))
     for channel in ("tagged", "fifo_per_edge", "one_queue_per_rank"):
