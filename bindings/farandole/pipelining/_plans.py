@@ -45,7 +45,7 @@ def plan(
         microbatch_group: of interleaved schedules: microbatches that a rank runs through one of its stages before it
             goes on to the next one (Megatron-LM's microbatch_group_size_per_vp_stage); as many as ranks by default.
         edges: (from, to) for each stage whose output is another one's input, from lower to higher stages; by default
-            each stage's goes to the next one.
+            each stage's goes to the next one. DualPipe, whose ``num_stages`` are those of two copies, takes those of one.
 
     Raises:
         ValueError: an unknown name, counts that the schedule cannot run, or edges that are no such graph.

@@ -18,29 +18,7 @@ namespace {
 
 constexpr ChannelModel kModels[] = {ChannelModel::kTagged, ChannelModel::kFifoPerEdge, ChannelModel::kOneQueuePerRank};
 
-// Two chains of p stages that meet on the same ranks, each for half of the microbatches, one after the other.
-Plan twoCopies(std::int32_t p, std::int32_t m, bool forwardOnly) {
-  const Plan one = *makePlan("1F1B", {p, p, m, forwardOnly});
-  Plan plan = one;
-  plan.numStages = 2 * p;
-  plan.numMicrobatches = 2 * m;
-  plan.edges.emplace();
-  for (std::int32_t stage = 0; stage < 2 * p; ++stage) {
-    plan.microbatchesOfStage.push_back(stage < p ? MicrobatchRange{0, m} : MicrobatchRange{m, 2 * m});
-    if (stage + 1 != p && stage + 1 != 2 * p) plan.edges->push_back({stage, stage + 1});
-    if (stage >= p) plan.rankOfStage.push_back(2 * p - 1 - stage);
-  }
-  for (std::int32_t rank = 0; rank < p; ++rank) {
-    for (Action action : one.ranks[p - 1 - rank]) {
-      action.stage += p;
-      action.microbatch += m;
-      plan.ranks[rank].push_back(action);
-    }
-  }
-  return plan;
-}
-
-// Schedules on graphs that are not the chain.
+// Schedules on graphs that are not the chain, and a chain whose stages do not all run the same microbatches.
 void addGraphs(std::vector<Plan>& plans, std::mt19937_64& random) {
   for (std::string_view name : {"GPipe", "1F1B", "ZB-H1", "Interleaved1F1B", "ZBV"}) {
     for (int i = 0; i < 4; ++i) {
@@ -53,9 +31,11 @@ void addGraphs(std::vector<Plan>& plans, std::mt19937_64& random) {
       plans.push_back(*lower(plan, ChannelModel::kFifoPerEdge));
     }
   }
-  for (std::int32_t p : {2, 3}) {
+  for (const std::int32_t p : {2, 4}) {
     for (const bool forwardOnly : {false, true}) {
-      plans.push_back(*lower(twoCopies(p, 2, forwardOnly), ChannelModel::kFifoPerEdge));
+      ScheduleOptions options{p, 2 * p, 2 * p, forwardOnly};
+      if (p > 2) options.edges = randomEdges(p, random);
+      plans.push_back(*lower(*makePlan("DualPipe", options), ChannelModel::kFifoPerEdge));
     }
   }
 }

@@ -70,7 +70,7 @@ TEST(AutoPlan, IsNeverWorseThanTheBestScheduleUnderTheSameLimitAndRuns) {
     double best = std::numeric_limits<double>::infinity();
     for (const std::string_view name : scheduleNames()) {
       const auto plan = makePlan(name, options);
-      if (!plan) continue;
+      if (!plan || plan->edges != options.edges) continue;  // DualPipe's is another model's
       double peak = 0;
       for (std::int32_t rank = 0; rank < p; ++rank) peak = std::max(peak, heldAtMost(*plan, rank, costs.memory));
       if (peak <= costs.memoryLimit) best = std::min(best, simulate(*plan, costs.times)->makespan);

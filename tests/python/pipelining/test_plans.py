@@ -35,6 +35,14 @@ def test_stages_form_any_graph_that_goes_up() -> None:
         plan("1F1B", 3, 4, edges=[(2, 1)])
 
 
+def test_dual_pipe_gives_each_copy_half_of_the_microbatches() -> None:
+    made = plan("DualPipe", 4, 4, num_ranks=2)
+    assert made.edges == [(0, 1), (2, 3)]
+    assert made.microbatches_of_stage == [(0, 2), (0, 2), (2, 4), (2, 4)]
+    lowered = lower(made, "tagged")
+    validate(Plan.from_actions(lowered.actions, lowered.rank_of_stage, 4, lowered.edges, lowered.microbatches_of_stage))
+
+
 def test_lowered_plans_validate_and_a_deadlock_is_refused() -> None:
     lowered = lower(plan("1F1B", 4, 8))
     for channel in ("tagged", "fifo_per_edge", "one_queue_per_rank"):
