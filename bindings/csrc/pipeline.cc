@@ -2,9 +2,9 @@
 
 #include "bindings/csrc/layers.h"
 #include "bindings/csrc/pipeline_executor.h"
-#include "pipeline/ir/chain.h"
 #include "pipeline/ir/csv.h"
 #include "pipeline/ir/draw.h"
+#include "pipeline/ir/message.h"
 #include "pipeline/ir/simulate.h"
 #include "pipeline/ir/text.h"
 #include "pipeline/ir/validate.h"
@@ -29,12 +29,44 @@ T valueOf(Result<T> result) {
   return std::move(result).value();
 }
 
+// None: the chain, or all microbatches.
+using PairList = std::optional<std::vector<std::pair<std::int32_t, std::int32_t>>>;
+
+std::optional<std::vector<pipeline::StageEdge>> edgesOf(const PairList& tuples) {
+  if (!tuples) return std::nullopt;
+  std::vector<pipeline::StageEdge> edges;
+  for (const auto& [from, to] : *tuples) edges.push_back({from, to});
+  return edges;
+}
+
+PairList edgePairs(const Plan& plan) {
+  if (!plan.edges) return std::nullopt;
+  PairList pairs(std::in_place);
+  for (const auto& [from, to] : *plan.edges) pairs->push_back({from, to});
+  return pairs;
+}
+
+PairList microbatchPairs(const Plan& plan) {
+  if (plan.microbatchesOfStage.empty()) return std::nullopt;
+  PairList pairs(std::in_place);
+  for (const auto& [begin, end] : plan.microbatchesOfStage) pairs->push_back({begin, end});
+  return pairs;
+}
+
+// What the texts of a plan do not say.
+void setGraph(Plan& plan, const PairList& edges, const PairList& microbatchesOfStage) {
+  plan.edges = edgesOf(edges);
+  if (!microbatchesOfStage) return;
+  for (const auto& [begin, end] : *microbatchesOfStage) plan.microbatchesOfStage.push_back({begin, end});
+}
+
 Plan planFromActions(const std::vector<std::vector<std::string>>& ranks, std::vector<std::int32_t> rankOfStage,
-                     int numMicrobatches) {
+                     int numMicrobatches, const PairList& edges, const PairList& microbatchesOfStage) {
   Plan plan;
   plan.numStages = static_cast<std::int32_t>(rankOfStage.size());
   plan.numMicrobatches = numMicrobatches;
   plan.rankOfStage = std::move(rankOfStage);
+  setGraph(plan, edges, microbatchesOfStage);
   for (const auto& texts : ranks) {
     auto& actions = plan.ranks.emplace_back();
     for (const std::string& text : texts) actions.push_back(valueOf(pipeline::parseAction(text)));
@@ -112,17 +144,27 @@ void bindPlan(py::module_& module) {
       .def_readonly("rank_of_stage", &Plan::rankOfStage)
       .def_property_readonly("num_ranks", &Plan::numRanks)
       .def_property_readonly("actions", &actionsOf, "For each rank the texts of its actions.")
+      .def_property_readonly("edges", &edgePairs,
+                             "(from, to) of the graph of stages; None: each stage to the next one.")
+      .def_property_readonly("microbatches_of_stage", &microbatchPairs,
+                             "(begin, end) for each stage; None: all of them.")
       .def_static("from_actions", &planFromActions, py::arg("actions"), py::arg("rank_of_stage"),
-                  py::arg("num_microbatches"))
+                  py::arg("num_microbatches"), py::arg("edges") = py::none(),
+                  py::arg("microbatches_of_stage") = py::none())
       .def_property_readonly("has_communication", &pipeline::hasCommunication)
       .def("forwards", [](const Plan& plan) { return pipeline::forwardsOf(plan); }, "The plan's forwards alone.")
       .def("to_csv", [](const Plan& plan) { return pipeline::toCsv(plan); })
       .def_static(
           "from_csv",
-          [](const std::string& text, std::optional<std::vector<std::int32_t>> rankOfStage) {
-            return valueOf(rankOfStage ? pipeline::fromCsv(text, std::move(*rankOfStage)) : pipeline::fromCsv(text));
+          [](const std::string& text, std::optional<std::vector<std::int32_t>> rankOfStage, const PairList& edges,
+             const PairList& microbatchesOfStage) {
+            Plan plan =
+                valueOf(rankOfStage ? pipeline::fromCsv(text, std::move(*rankOfStage)) : pipeline::fromCsv(text));
+            setGraph(plan, edges, microbatchesOfStage);
+            return plan;
           },
-          py::arg("text"), py::arg("rank_of_stage") = py::none())
+          py::arg("text"), py::arg("rank_of_stage") = py::none(), py::arg("edges") = py::none(),
+          py::arg("microbatches_of_stage") = py::none())
       .def(
           "lower",
           [](const Plan& plan, pipeline::ChannelModel channel) { return valueOf(pipeline::lower(plan, channel)); },
@@ -158,12 +200,13 @@ void bindPipeline(py::module_& module) {
   module.def(
       "make_plan",
       [](const std::string& name, int numRanks, int numStages, int numMicrobatches, bool forwardOnly,
-         int warmupPerStage, int microbatchGroup) {
-        return valueOf(pipeline::makePlan(
-            name, {numRanks, numStages, numMicrobatches, forwardOnly, warmupPerStage, microbatchGroup}));
+         int warmupPerStage, int microbatchGroup, const PairList& edges) {
+        return valueOf(pipeline::makePlan(name, {numRanks, numStages, numMicrobatches, forwardOnly, warmupPerStage,
+                                                 microbatchGroup, edgesOf(edges)}));
       },
       py::arg("name"), py::arg("num_ranks"), py::arg("num_stages"), py::arg("num_microbatches"),
-      py::arg("forward_only"), py::arg("warmup_per_stage") = 1, py::arg("microbatch_group") = 0);
+      py::arg("forward_only"), py::arg("warmup_per_stage") = 1, py::arg("microbatch_group") = 0,
+      py::arg("edges") = py::none());
   module.def("auto_plan", &autoPlan, py::arg("num_ranks"), py::arg("num_stages"), py::arg("num_microbatches"),
              py::arg("forward_only"), py::arg("seconds"), py::arg("transfer"), py::arg("memory"),
              py::arg("memory_limit"), py::arg("rank_of_stage"));

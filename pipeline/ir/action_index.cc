@@ -1,60 +1,66 @@
 #include "pipeline/ir/action_index.h"
 
 #include <algorithm>
+#include <string>
+#include <utility>
 
 #include "pipeline/ir/action_check.h"
-#include "pipeline/ir/action_kind.h"
+#include "pipeline/ir/message.h"
 #include "pipeline/ir/text.h"
 
 namespace farandole::pipeline {
 namespace {
 
-// The kinds that are indexed come first in the enumeration.
-constexpr std::size_t kNumIndexedKinds = static_cast<std::size_t>(ActionKind::kRecvB) + 1;
-
-bool isIndexed(ActionKind kind) { return static_cast<std::size_t>(kind) < kNumIndexedKinds; }
-
-// Names a forward that is missing when there are too few; keeps a plan that
-// merely claims billions of microbatches from being indexed.
-Status checkForwardCount(const Plan& plan) {
-  const std::int64_t expected = std::int64_t{plan.numStages} * plan.numMicrobatches;
+// Names a forward that is missing; keeps a plan that merely claims billions of microbatches from being indexed.
+Status checkForwards(const Plan& plan) {
+  const auto keyOf = [&](std::int32_t stage, std::int32_t microbatch) {
+    return std::int64_t{stage} * plan.numMicrobatches + microbatch;
+  };
   std::vector<std::int64_t> found;
   for (const std::vector<Action>& actions : plan.ranks) {
     for (const Action& action : actions) {
       for (const Action& leaf : leaves(action)) {
-        if (isForward(leaf.kind)) found.push_back(std::int64_t{leaf.stage} * plan.numMicrobatches + leaf.microbatch);
+        if (isForward(leaf.kind)) found.push_back(keyOf(leaf.stage, leaf.microbatch));
       }
     }
   }
   std::sort(found.begin(), found.end());
   found.erase(std::unique(found.begin(), found.end()), found.end());
-  if (static_cast<std::int64_t>(found.size()) >= expected) return Status::ok();
-  std::int64_t missing = 0;
-  for (std::int64_t key : found) {
-    if (key == missing) ++missing;
+  auto next = found.begin();
+  for (std::int32_t stage = 0; stage < plan.numStages; ++stage) {
+    const MicrobatchRange range = plan.microbatchesOf(stage);
+    for (std::int32_t microbatch = range.begin; microbatch < range.end; ++microbatch, ++next) {
+      if (next != found.end() && *next == keyOf(stage, microbatch)) continue;
+      return Status::invalidArgument("stage " + std::to_string(stage) + ", microbatch " + std::to_string(microbatch) +
+                                     ": the forward is missing; expected every stage to run every microbatch" +
+                                     (plan.microbatchesOfStage.empty() ? "" : " of its own"));
+    }
   }
-  return Status::invalidArgument("stage " + std::to_string(missing / plan.numMicrobatches) + ", microbatch " +
-                                 std::to_string(missing % plan.numMicrobatches) +
-                                 ": the forward is missing; expected every stage to run every microbatch");
+  return Status::ok();
 }
 
 }  // namespace
 
-ActionIndex::ActionIndex(std::int32_t numStages, std::int32_t numMicrobatches)
-    : numStages_(numStages),
-      numMicrobatches_(numMicrobatches),
-      steps_(kNumIndexedKinds * static_cast<std::size_t>(numStages) * static_cast<std::size_t>(numMicrobatches),
-             kAbsent) {}
-
-std::size_t ActionIndex::slot(ActionKind kind, std::int32_t stage, std::int32_t microbatch) const {
-  const std::size_t row =
-      static_cast<std::size_t>(kind) * static_cast<std::size_t>(numStages_) + static_cast<std::size_t>(stage);
-  return row * static_cast<std::size_t>(numMicrobatches_) + static_cast<std::size_t>(microbatch);
+ActionIndex::ActionIndex(const Plan& plan, StageGraph graph)
+    : graph_(std::move(graph)), numMicrobatches_(plan.numMicrobatches), firstSlot_{} {
+  std::size_t numSlots = 0;
+  for (std::size_t kind = 0; kind < kNumKinds; ++kind) {
+    firstSlot_[kind] = numSlots;
+    const std::int32_t rows = isMessage(static_cast<ActionKind>(kind)) ? graph_.numEdges() : plan.numStages;
+    numSlots += static_cast<std::size_t>(rows) * static_cast<std::size_t>(numMicrobatches_);
+  }
+  steps_.assign(numSlots, kAbsent);
 }
 
+std::size_t ActionIndex::slot(const Action& action) const {
+  return slot(action.kind, isMessage(action.kind) ? edgeOf(graph_, action) : action.stage, action.microbatch);
+}
+
+std::int32_t ActionIndex::step(const Action& action) const { return steps_[slot(action)]; }
+
 Status ActionIndex::add(const Plan& plan, const Action& leaf, std::int32_t rank, std::int32_t step) {
-  if (!isIndexed(leaf.kind)) return Status::ok();
-  std::int32_t& entry = steps_[slot(leaf.kind, leaf.stage, leaf.microbatch)];
+  if (static_cast<std::size_t>(leaf.kind) >= kNumKinds) return Status::ok();
+  std::int32_t& entry = steps_[slot(leaf)];
   if (entry != kAbsent) {
     return Status::invalidArgument(describeStep(plan, rank, step) + ": " + toString(leaf) + " is already in step " +
                                    std::to_string(entry) + "; expected it once");
@@ -71,13 +77,15 @@ std::int32_t ActionIndex::inputBackwardStep(std::int32_t stage, std::int32_t mic
 
 Result<ActionIndex> ActionIndex::build(const Plan& plan) {
   FARANDOLE_RETURN_IF_ERROR(checkFrame(plan));
+  Result<StageGraph> graph = StageGraph::make(plan);
+  if (!graph) return graph.status();
   for (std::int32_t rank = 0; rank < plan.numRanks(); ++rank) {
     for (std::size_t step = 0; step < plan.ranks[rank].size(); ++step) {
-      FARANDOLE_RETURN_IF_ERROR(checkAction(plan, rank, static_cast<std::int32_t>(step)));
+      FARANDOLE_RETURN_IF_ERROR(checkAction(plan, *graph, rank, static_cast<std::int32_t>(step)));
     }
   }
-  FARANDOLE_RETURN_IF_ERROR(checkForwardCount(plan));
-  ActionIndex index(plan.numStages, plan.numMicrobatches);
+  FARANDOLE_RETURN_IF_ERROR(checkForwards(plan));
+  ActionIndex index(plan, std::move(*graph));
   for (std::int32_t rank = 0; rank < plan.numRanks(); ++rank) {
     for (std::int32_t step = 0; const Action& action : plan.ranks[rank]) {
       for (const Action& leaf : leaves(action)) FARANDOLE_RETURN_IF_ERROR(index.add(plan, leaf, rank, step));

@@ -10,7 +10,7 @@ namespace farandole::pipeline {
 
 constexpr bool isForward(ActionKind kind) { return kind == ActionKind::kForward; }
 
-// Makes the gradient that the stage before waits for.
+// Makes the gradient that the stages before wait for.
 constexpr bool isInputBackward(ActionKind kind) {
   return kind == ActionKind::kBackward || kind == ActionKind::kBackwardInput;
 }
@@ -23,6 +23,8 @@ constexpr bool isWeightBackward(ActionKind kind) {
 constexpr bool isSend(ActionKind kind) { return kind == ActionKind::kSendF || kind == ActionKind::kSendB; }
 constexpr bool isReceive(ActionKind kind) { return kind == ActionKind::kRecvF || kind == ActionKind::kRecvB; }
 
+constexpr bool isMessage(ActionKind kind) { return isSend(kind) || isReceive(kind); }
+
 constexpr bool isWaitSend(ActionKind kind) {
   return kind == ActionKind::kWaitSend || kind == ActionKind::kWaitSendF || kind == ActionKind::kWaitSendB;
 }
@@ -31,7 +33,7 @@ constexpr bool isWaitSend(ActionKind kind) {
 constexpr bool isComposite(ActionKind kind) { return kind == ActionKind::kOverlapFB || kind == ActionKind::kBatchP2p; }
 
 // Posts messages and returns at once.
-constexpr bool isPost(ActionKind kind) { return isSend(kind) || isReceive(kind) || kind == ActionKind::kBatchP2p; }
+constexpr bool isPost(ActionKind kind) { return isMessage(kind) || kind == ActionKind::kBatchP2p; }
 
 constexpr bool isCompute(ActionKind kind) {
   return isForward(kind) || isInputBackward(kind) || isWeightBackward(kind) || kind == ActionKind::kOverlapFB;

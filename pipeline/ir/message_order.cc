@@ -6,8 +6,7 @@
 #include <vector>
 
 #include "pipeline/ir/action_check.h"
-#include "pipeline/ir/action_kind.h"
-#include "pipeline/ir/chain.h"
+#include "pipeline/ir/message.h"
 #include "pipeline/ir/text.h"
 
 namespace farandole::pipeline {

@@ -1,12 +1,9 @@
 #include "pipeline/ir/progress.h"
 
-#include "pipeline/ir/action_kind.h"
-#include "pipeline/ir/chain.h"
-
 namespace farandole::pipeline {
 
 Progress::Progress(const Plan& plan, const ActionIndex& index, ChannelModel model)
-    : plan_(plan), index_(index), model_(model), ranks_(plan.ranks.size()) {
+    : plan_(plan), index_(index), graph_(index.graph()), model_(model), ranks_(plan.ranks.size()) {
   std::size_t numSteps = 0;
   for (std::int32_t rank = 0; rank < plan.numRanks(); ++rank) {
     ranks_[rank].firstPost = numSteps;
@@ -14,14 +11,14 @@ Progress::Progress(const Plan& plan, const ActionIndex& index, ChannelModel mode
     numSteps += plan.ranks[rank].size();
   }
   posts_.resize(numSteps);
-  sidesStarted_.resize(2 * static_cast<std::size_t>(plan.numStages) * static_cast<std::size_t>(plan.numMicrobatches));
+  sidesStarted_.resize(2 * static_cast<std::size_t>(graph_.numEdges()) *
+                       static_cast<std::size_t>(plan.numMicrobatches));
 }
 
-std::size_t Progress::messageId(const Action& message) const {
-  const bool gradient = message.kind == ActionKind::kSendB || message.kind == ActionKind::kRecvB;
-  const std::int32_t sender = isSend(message.kind) ? message.stage : counterpart(message).stage;
-  const std::size_t row = static_cast<std::size_t>(gradient ? plan_.numStages + sender : sender);
-  return row * static_cast<std::size_t>(plan_.numMicrobatches) + static_cast<std::size_t>(message.microbatch);
+std::size_t Progress::messageId(ActionKind kind, std::int32_t edge, std::int32_t microbatch) const {
+  const bool gradient = kind == ActionKind::kSendB || kind == ActionKind::kRecvB;
+  const auto row = static_cast<std::size_t>(gradient ? graph_.numEdges() + edge : edge);
+  return row * static_cast<std::size_t>(plan_.numMicrobatches) + static_cast<std::size_t>(microbatch);
 }
 
 std::int32_t Progress::nextPost(std::int32_t rank, std::int32_t step) const {
@@ -32,16 +29,18 @@ std::int32_t Progress::nextPost(std::int32_t rank, std::int32_t step) const {
 
 std::int32_t Progress::firstIncomplete(const Action& action, std::int32_t rank, std::int32_t step) const {
   for (const Action& leaf : leaves(action)) {
-    if (const std::optional<Action> receive = receiveBefore(plan_, leaf)) {
-      const std::int32_t posted = index_.step(*receive);
+    for (const std::int32_t edge : inputEdges(graph_, leaf.kind, leaf.stage)) {
+      if (!crossesRanks(plan_, graph_.edge(edge))) continue;
+      const std::int32_t posted = index_.messageStep(receiveFor(leaf.kind), edge, leaf.microbatch);
       if (!isComplete(rank, posted)) return posted;
     }
     if (!isWaitSend(leaf.kind)) continue;
     for (ActionKind kind : {ActionKind::kSendF, ActionKind::kSendB}) {
-      if (kind == ActionKind::kSendF && leaf.kind == ActionKind::kWaitSendB) continue;
-      if (kind == ActionKind::kSendB && leaf.kind == ActionKind::kWaitSendF) continue;
-      const std::int32_t posted = index_.step(kind, leaf.stage, leaf.microbatch);
-      if (posted != ActionIndex::kAbsent && posted < step && !isComplete(rank, posted)) return posted;
+      if (!waitsFor(leaf.kind, kind)) continue;
+      for (const std::int32_t edge : sendEdges(graph_, kind, leaf.stage)) {
+        const std::int32_t posted = index_.messageStep(kind, edge, leaf.microbatch);
+        if (posted != ActionIndex::kAbsent && posted < step && !isComplete(rank, posted)) return posted;
+      }
     }
   }
   return kNone;
@@ -73,9 +72,10 @@ void Progress::startPosts() {
     startable_.pop_back();
     post(place.rank, place.step).state = State::kStarted;
     for (const Action& leaf : leaves(plan_.ranks[place.rank][place.step])) {
-      if (++sidesStarted_[messageId(leaf)] < 2) continue;
+      const std::int32_t edge = edgeOf(graph_, leaf);
+      if (++sidesStarted_[messageId(leaf.kind, edge, leaf.microbatch)] < 2) continue;
       completeEnd(place.rank, place.step);
-      completeEnd(peerRank(plan_, leaf), index_.step(counterpart(leaf)));
+      completeEnd(peerRank(plan_, leaf), index_.messageStep(otherEnd(leaf.kind), edge, leaf.microbatch));
     }
   }
 }

@@ -5,6 +5,7 @@
 
 #include "pipeline/ir/action_index.h"
 #include "pipeline/ir/channel_model.h"
+#include "pipeline/ir/message.h"
 #include "pipeline/ir/plan.h"
 
 namespace farandole::pipeline {
@@ -16,7 +17,7 @@ namespace farandole::pipeline {
 // Every message has one sender and one receiver, fixed by the plan, so an
 // action that can go on can go on later too: whatever order ranks are taken in,
 // they get equally far, and one greedy run decides for all of them. Each rank
-// is retried only when the post that it waits for completes: linear time.
+// is retried only when the post that it waits for completes: linear time, for stages with a bounded number of edges.
 //
 // The plan must have passed checkStructure(), and outlive this.
 class Progress {
@@ -32,7 +33,7 @@ class Progress {
   // The step that a rank stopped at; the number of its steps when it ended.
   std::int32_t stoppedAt(std::int32_t rank) const { return ranks_[rank].next; }
 
-  // The first post, by its step, that the rank waits for where it stopped, or kNone.
+  // The step of a post that the rank waits for where it stopped, or kNone.
   std::int32_t awaitedPost(std::int32_t rank) const { return ranks_[rank].awaited; }
 
   // A post is complete, or it has started (its messages need only their other
@@ -44,7 +45,9 @@ class Progress {
   std::int32_t queueHead(std::int32_t rank) const { return ranks_[rank].queueHead; }
 
   // Whether both ends of a send or receive have started.
-  bool isTransferred(const Action& message) const { return sidesStarted_[messageId(message)] == 2; }
+  bool isTransferred(const Action& message) const {
+    return sidesStarted_[messageId(message.kind, edgeOf(graph_, message), message.microbatch)] == 2;
+  }
 
  private:
   enum class State : std::uint8_t { kUnposted, kPosted, kStarted, kComplete };
@@ -65,7 +68,7 @@ class Progress {
 
   const Post& post(std::int32_t rank, std::int32_t step) const { return posts_[ranks_[rank].firstPost + step]; }
   Post& post(std::int32_t rank, std::int32_t step) { return posts_[ranks_[rank].firstPost + step]; }
-  std::size_t messageId(const Action& message) const;
+  std::size_t messageId(ActionKind kind, std::int32_t edge, std::int32_t microbatch) const;
   std::int32_t nextPost(std::int32_t rank, std::int32_t step) const;
   std::int32_t firstIncomplete(const Action& action, std::int32_t rank, std::int32_t step) const;
   void advance(std::int32_t rank);
@@ -74,10 +77,11 @@ class Progress {
 
   const Plan& plan_;
   const ActionIndex& index_;
+  const StageGraph& graph_;
   ChannelModel model_;
   std::vector<RankState> ranks_;
   std::vector<Post> posts_;                 // one per step of every rank, used where the step posts
-  std::vector<std::uint8_t> sidesStarted_;  // [direction][sending stage][microbatch]
+  std::vector<std::uint8_t> sidesStarted_;  // [direction][edge][microbatch]
   std::vector<std::int32_t> runnable_;      // ranks
   std::vector<Place> startable_;            // posts
 };

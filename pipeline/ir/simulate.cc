@@ -3,13 +3,11 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <optional>
 #include <string>
 
 #include "pipeline/ir/action_check.h"
 #include "pipeline/ir/action_index.h"
-#include "pipeline/ir/action_kind.h"
-#include "pipeline/ir/chain.h"
+#include "pipeline/ir/message.h"
 #include "pipeline/ir/structure.h"
 #include "pipeline/ir/text.h"
 
@@ -22,9 +20,15 @@ constexpr std::size_t kMaxStuckNamed = 8;
 class Simulation {
  public:
   Simulation(const Plan& plan, const ActionIndex& index, const ActionCost& cost, double transfer, bool lowered)
-      : plan_(plan), index_(index), cost_(cost), transfer_(transfer), lowered_(lowered), ranks_(plan.ranks.size()) {
+      : plan_(plan),
+        index_(index),
+        graph_(index.graph()),
+        cost_(cost),
+        transfer_(transfer),
+        lowered_(lowered),
+        ranks_(plan.ranks.size()) {
     const std::size_t perDirection =
-        static_cast<std::size_t>(plan.numStages) * static_cast<std::size_t>(plan.numMicrobatches);
+        static_cast<std::size_t>(graph_.numEdges()) * static_cast<std::size_t>(plan.numMicrobatches);
     sent_.assign(2 * perDirection, kUnknown);
     // Without receives in the plan they count as posted from the beginning.
     received_.assign(2 * perDirection, lowered ? kUnknown : 0.0);
@@ -49,33 +53,39 @@ class Simulation {
     bool waiting = false;
   };
 
-  // A message is known by its direction and the stage that receives it.
-  std::size_t slot(const Action& receive) const {
-    const std::int32_t row = receive.kind == ActionKind::kRecvB ? plan_.numStages + receive.stage : receive.stage;
-    return static_cast<std::size_t>(row) * static_cast<std::size_t>(plan_.numMicrobatches) +
-           static_cast<std::size_t>(receive.microbatch);
+  // A message is known by its direction, edge and microbatch.
+  std::size_t slot(ActionKind kind, std::int32_t edge, std::int32_t microbatch) const {
+    const bool gradient = kind == ActionKind::kSendB || kind == ActionKind::kRecvB;
+    const auto row = static_cast<std::size_t>(gradient ? graph_.numEdges() + edge : edge);
+    return row * static_cast<std::size_t>(plan_.numMicrobatches) + static_cast<std::size_t>(microbatch);
   }
 
   // NaN while one end is not posted.
-  double arrival(const Action& receive) const {
-    const double sent = sent_[slot(receive)];
-    const double received = received_[slot(receive)];
+  double arrival(std::size_t message) const {
+    const double sent = sent_[message];
+    const double received = received_[message];
     return std::isnan(sent) || std::isnan(received) ? kUnknown : std::max(sent, received) + transfer_;
   }
 
   // When all that `leaf` waits for is there; NaN when that is not known yet.
-  double ready(const Action& leaf, std::int32_t rank, std::int32_t step) const {
+  double ready(const Action& leaf, std::int32_t step) const {
     double time = 0;
-    if (const std::optional<Action> receive = receiveBefore(plan_, leaf)) time = arrival(*receive);
+    for (const std::int32_t edge : inputEdges(graph_, leaf.kind, leaf.stage)) {
+      if (!crossesRanks(plan_, graph_.edge(edge))) continue;
+      const double there = arrival(slot(receiveFor(leaf.kind), edge, leaf.microbatch));
+      if (std::isnan(there)) return there;
+      time = std::max(time, there);
+    }
     if (!isWaitSend(leaf.kind)) return time;
     for (ActionKind kind : {ActionKind::kSendF, ActionKind::kSendB}) {
-      if (kind == ActionKind::kSendF && leaf.kind == ActionKind::kWaitSendB) continue;
-      if (kind == ActionKind::kSendB && leaf.kind == ActionKind::kWaitSendF) continue;
-      const Action send{leaf.stage, kind, leaf.microbatch, {}};
-      if (index_.step(send) == ActionIndex::kAbsent || index_.step(send) > step) continue;
-      const double done = arrival(counterpart(send));
-      if (std::isnan(done)) return done;
-      time = std::max(time, done);
+      if (!waitsFor(leaf.kind, kind)) continue;
+      for (const std::int32_t edge : sendEdges(graph_, kind, leaf.stage)) {
+        const std::int32_t posted = index_.messageStep(kind, edge, leaf.microbatch);
+        if (posted == ActionIndex::kAbsent || posted > step) continue;
+        const double done = arrival(slot(kind, edge, leaf.microbatch));
+        if (std::isnan(done)) return done;
+        time = std::max(time, done);
+      }
     }
     return time;
   }
@@ -86,10 +96,10 @@ class Simulation {
     runnable_.push_back(rank);
   }
 
-  void post(const Action& leaf, double time) {
-    if (isSend(leaf.kind)) sent_[slot(counterpart(leaf))] = time;
-    if (isReceive(leaf.kind)) received_[slot(leaf)] = time;
-    if (isSend(leaf.kind) || isReceive(leaf.kind)) wake(peerRank(plan_, leaf));
+  void post(ActionKind kind, std::int32_t edge, std::int32_t microbatch, double time) {
+    const StageEdge& ends = graph_.edge(edge);
+    (isSend(kind) ? sent_ : received_)[slot(kind, edge, microbatch)] = time;
+    wake(plan_.rankOfStage[isWhereEdgeBegins(kind) ? ends.to : ends.from]);
   }
 
   Status advance(std::int32_t rank) {
@@ -100,7 +110,7 @@ class Simulation {
       const Action& action = actions[step];
       double start = state.clock;
       for (const Action& leaf : leaves(action)) {
-        const double time = ready(leaf, rank, step);
+        const double time = ready(leaf, step);
         if (std::isnan(time)) {
           state.waiting = true;
           return Status::ok();
@@ -111,7 +121,9 @@ class Simulation {
       if (isCompute(action.kind)) {
         FARANDOLE_RETURN_IF_ERROR(compute(action, rank, step, start));
       }
-      for (const Action& leaf : leaves(action)) post(leaf, state.clock);
+      for (const Action& leaf : leaves(action)) {
+        if (isMessage(leaf.kind)) post(leaf.kind, edgeOf(graph_, leaf), leaf.microbatch, state.clock);
+      }
       state.timeline.actions.push_back({action, start, state.clock});
     }
     return Status::ok();
@@ -133,7 +145,9 @@ class Simulation {
     }
     if (lowered_) return Status::ok();
     for (const Action& leaf : leaves(action)) {
-      if (const std::optional<Action> send = sendAfter(plan_, leaf)) post(*send, state.clock);
+      for (const std::int32_t edge : outputEdges(graph_, leaf.kind, leaf.stage)) {
+        if (crossesRanks(plan_, graph_.edge(edge))) post(sendFor(leaf.kind), edge, leaf.microbatch, state.clock);
+      }
     }
     return Status::ok();
   }
@@ -166,11 +180,12 @@ class Simulation {
 
   const Plan& plan_;
   const ActionIndex& index_;
+  const StageGraph& graph_;
   const ActionCost& cost_;
   double transfer_;
   bool lowered_;
   std::vector<RankState> ranks_;
-  std::vector<double> sent_;      // [direction][receiving stage][microbatch], seconds
+  std::vector<double> sent_;      // [direction][edge][microbatch], seconds
   std::vector<double> received_;  // the same for the receives
   std::vector<std::int32_t> runnable_;
 };

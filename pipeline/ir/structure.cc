@@ -1,11 +1,9 @@
 #include "pipeline/ir/structure.h"
 
-#include <optional>
 #include <string>
 
 #include "pipeline/ir/action_check.h"
-#include "pipeline/ir/action_kind.h"
-#include "pipeline/ir/chain.h"
+#include "pipeline/ir/message.h"
 #include "pipeline/ir/text.h"
 
 namespace farandole::pipeline {
@@ -17,11 +15,12 @@ constexpr std::int32_t kAbsent = ActionIndex::kAbsent;
 class StructureCheck {
  public:
   StructureCheck(const Plan& plan, const ActionIndex& index, Lowering lowering)
-      : plan_(plan), index_(index), lowering_(lowering) {}
+      : plan_(plan), index_(index), graph_(index.graph()), lowering_(lowering) {}
 
   Status run() {
     for (std::int32_t stage = 0; stage < plan_.numStages; ++stage) {
-      for (std::int32_t microbatch = 0; microbatch < plan_.numMicrobatches; ++microbatch) {
+      const MicrobatchRange range = plan_.microbatchesOf(stage);
+      for (std::int32_t microbatch = range.begin; microbatch < range.end; ++microbatch) {
         FARANDOLE_RETURN_IF_ERROR(checkCompute(stage, microbatch));
         FARANDOLE_RETURN_IF_ERROR(checkMessages(stage, microbatch));
       }
@@ -58,7 +57,7 @@ class StructureCheck {
     const bool hasInput = index_.step(input) != kAbsent;
     const bool hasWeight = index_.step(weight) != kAbsent;
     if (index_.step(forward) == kAbsent) return missing(forward, "every stage runs every microbatch");
-    if (!index_.hasBackward()) return requireNeighbour(forward);
+    if (!index_.hasBackward()) return requireInputs(forward);
     if (hasFull && (hasInput || hasWeight)) {
       const Action& split = hasInput ? input : weight;
       return Status::invalidArgument(describeStep(plan_, plan_.rankOfStage[stage], index_.step(split)) + ": " +
@@ -71,60 +70,80 @@ class StructureCheck {
     const Action& backward = hasFull ? full : input;
     FARANDOLE_RETURN_IF_ERROR(requireOrder(forward, backward));
     if (hasWeight) FARANDOLE_RETURN_IF_ERROR(requireOrder(input, weight));
-    FARANDOLE_RETURN_IF_ERROR(requireNeighbour(forward));
-    return requireNeighbour(backward);
+    FARANDOLE_RETURN_IF_ERROR(requireInputs(forward));
+    return requireInputs(backward);
   }
 
-  // What a compute action takes from its neighbour stage: from its own rank, or by a message.
-  Status requireNeighbour(const Action& consumer) const {
-    std::optional<Action> source = producer(plan_, consumer);
-    if (!source) return Status::ok();
-    const std::optional<Action> receive = receiveBefore(plan_, consumer);
-    if (receive) {
+  // What a compute action takes from other stages: from its own rank, or by messages.
+  Status requireInputs(const Action& consumer) const {
+    for (const std::int32_t edge : inputEdges(graph_, consumer.kind, consumer.stage)) {
+      FARANDOLE_RETURN_IF_ERROR(requireInput(consumer, edge));
+    }
+    return Status::ok();
+  }
+
+  Status requireInput(const Action& consumer, std::int32_t number) const {
+    const StageEdge& edge = graph_.edge(number);
+    if (crossesRanks(plan_, edge)) {
       if (lowering_ == Lowering::kCompute) return Status::ok();
-      if (index_.step(*receive) == kAbsent) return missing(*receive, toString(consumer) + " consumes what it brings");
-      return requireOrder(*receive, consumer);
+      const Action receive = makeMessage(receiveFor(consumer.kind), edge, consumer.microbatch);
+      if (index_.messageStep(receive.kind, number, receive.microbatch) == kAbsent) {
+        return missing(receive, toString(consumer) + " consumes what it brings");
+      }
+      return requireOrder(receive, consumer);
     }
-    if (isInputBackward(source->kind)) {
-      const bool full = index_.has(ActionKind::kBackward, source->stage, source->microbatch);
-      source->kind = full ? ActionKind::kBackward : ActionKind::kBackwardInput;
-      if (index_.step(*source) == kAbsent) return missing(*source, toString(consumer) + " consumes its result");
+    if (isForward(consumer.kind)) {
+      return requireOrder(action(ActionKind::kForward, edge.from, consumer.microbatch), consumer);
     }
-    return requireOrder(*source, consumer);
+    const Action source = inputBackward(edge.to, consumer.microbatch);
+    if (index_.step(source) == kAbsent) return missing(source, toString(consumer) + " consumes its result");
+    return requireOrder(source, consumer);
+  }
+
+  // B, or I where that is not there.
+  Action inputBackward(std::int32_t stage, std::int32_t microbatch) const {
+    const bool full = index_.has(ActionKind::kBackward, stage, microbatch);
+    return action(full ? ActionKind::kBackward : ActionKind::kBackwardInput, stage, microbatch);
   }
 
   Status checkMessages(std::int32_t stage, std::int32_t microbatch) const {
     for (ActionKind kind : {ActionKind::kSendF, ActionKind::kRecvF, ActionKind::kSendB, ActionKind::kRecvB}) {
-      const Action message = action(kind, stage, microbatch);
-      const std::int32_t step = index_.step(message);
-      const bool isGradient = kind == ActionKind::kSendB || kind == ActionKind::kRecvB;
-      if (step == kAbsent) continue;
-      const std::string where = describeStep(plan_, plan_.rankOfStage[stage], step);
-      if (lowering_ == Lowering::kCompute) {
-        return Status::invalidArgument(where + ": the plan already has communication; expected compute actions only");
-      }
-      if (isGradient && !index_.hasBackward()) {
-        return Status::invalidArgument(where + ": sends a gradient in a plan that has no backward");
-      }
-      const Action other = counterpart(message);
-      if (index_.step(other) == kAbsent) {
-        return missing(other, toString(message) + " of rank " + std::to_string(plan_.rankOfStage[stage]) + ", step " +
-                                  std::to_string(step) + " needs its other end");
-      }
-      if (kind == ActionKind::kSendF) {
-        FARANDOLE_RETURN_IF_ERROR(requireOrder(action(ActionKind::kForward, stage, microbatch), message));
-      } else if (kind == ActionKind::kSendB) {
-        const bool full = index_.has(ActionKind::kBackward, stage, microbatch);
-        const Action maker = action(full ? ActionKind::kBackward : ActionKind::kBackwardInput, stage, microbatch);
-        FARANDOLE_RETURN_IF_ERROR(requireOrder(maker, message));
+      for (const std::int32_t edge : isWhereEdgeBegins(kind) ? graph_.outOf(stage) : graph_.into(stage)) {
+        const std::int32_t step = index_.messageStep(kind, edge, microbatch);
+        if (step != kAbsent) FARANDOLE_RETURN_IF_ERROR(checkMessage(kind, edge, microbatch, step));
       }
     }
     return Status::ok();
   }
 
+  Status checkMessage(ActionKind kind, std::int32_t edge, std::int32_t microbatch, std::int32_t step) const {
+    const bool isGradient = kind == ActionKind::kSendB || kind == ActionKind::kRecvB;
+    const Action message = makeMessage(kind, graph_.edge(edge), microbatch);
+    const std::int32_t rank = plan_.rankOfStage[message.stage];
+    if (lowering_ == Lowering::kCompute) {
+      return Status::invalidArgument(describeStep(plan_, rank, step) +
+                                     ": the plan already has communication; expected compute actions only");
+    }
+    if (isGradient && !index_.hasBackward()) {
+      return Status::invalidArgument(describeStep(plan_, rank, step) +
+                                     ": sends a gradient in a plan that has no backward");
+    }
+    if (index_.messageStep(otherEnd(kind), edge, microbatch) == kAbsent) {
+      return missing(counterpart(message), toString(message) + " of rank " + std::to_string(rank) + ", step " +
+                                               std::to_string(step) + " needs its other end");
+    }
+    if (!isSend(kind)) return Status::ok();
+    const Action maker =
+        isGradient ? inputBackward(message.stage, microbatch) : action(ActionKind::kForward, message.stage, microbatch);
+    return requireOrder(maker, message);
+  }
+
   // Waits for sends and reductions of gradients.
   Status checkRank(std::int32_t rank) const {
-    std::vector<std::int32_t> backwardsLeft(plan_.numStages, index_.hasBackward() ? plan_.numMicrobatches : 0);
+    std::vector<std::int32_t> backwardsLeft(plan_.numStages, 0);
+    for (std::int32_t stage = 0; index_.hasBackward() && stage < plan_.numStages; ++stage) {
+      backwardsLeft[stage] = plan_.microbatchesOf(stage).size();
+    }
     std::vector<char> reduced(plan_.numStages, 0);
     for (std::int32_t step = 0; const Action& stepAction : plan_.ranks[rank]) {
       for (const Action& leaf : leaves(stepAction)) {
@@ -153,19 +172,20 @@ class StructureCheck {
   }
 
   Status checkWaitSend(const Action& wait, std::int32_t rank, std::int32_t step) const {
-    const auto postedBefore = [&](ActionKind kind) {
-      const std::int32_t sendStep = index_.step(kind, wait.stage, wait.microbatch);
-      return sendStep != kAbsent && sendStep < step;
-    };
-    const bool forward = wait.kind != ActionKind::kWaitSendB && postedBefore(ActionKind::kSendF);
-    const bool gradient = wait.kind != ActionKind::kWaitSendF && postedBefore(ActionKind::kSendB);
-    if (forward || gradient) return Status::ok();
+    for (ActionKind kind : {ActionKind::kSendF, ActionKind::kSendB}) {
+      if (!waitsFor(wait.kind, kind)) continue;
+      for (const std::int32_t edge : sendEdges(graph_, kind, wait.stage)) {
+        const std::int32_t sendStep = index_.messageStep(kind, edge, wait.microbatch);
+        if (sendStep != kAbsent && sendStep < step) return Status::ok();
+      }
+    }
     return Status::invalidArgument(describeStep(plan_, rank, step) +
                                    ": no such send was posted before it; expected the send first");
   }
 
   const Plan& plan_;
   const ActionIndex& index_;
+  const StageGraph& graph_;
   Lowering lowering_;
 };
 

@@ -4,7 +4,7 @@
 #include <charconv>
 #include <optional>
 
-#include "pipeline/ir/action_kind.h"
+#include "pipeline/ir/message.h"
 
 namespace farandole::pipeline {
 namespace {
@@ -67,6 +67,24 @@ std::optional<std::int32_t> takeNumber(std::string_view& text) {
   return number;
 }
 
+// Where a message goes or comes from, where that is not the chain's neighbour.
+char directionSign(ActionKind kind) { return isSend(kind) ? '>' : '<'; }
+
+// Takes the other stage of a send or receive, if `rest` begins with one.
+Status takeOther(std::string_view text, std::string_view& rest, Action& action) {
+  if (rest.empty() || !isMessage(action.kind) || rest.front() != directionSign(action.kind)) {
+    return Status::ok();
+  }
+  rest.remove_prefix(1);
+  const std::optional<std::int32_t> other = takeNumber(rest);
+  if (!other) return malformed(text, "the other stage is not a number below 2^30");
+  if (*other == neighbourOf(action.kind, action.stage)) {
+    return malformed(text, "stage " + std::to_string(*other) + " is the one that is meant where none is named");
+  }
+  action.other = *other;
+  return Status::ok();
+}
+
 Result<Action> parsePlain(std::string_view text) {
   std::string_view rest = text;
   if (rest.empty() || !isDigit(rest.front())) return malformed(text, "it does not begin with a stage");
@@ -84,6 +102,7 @@ Result<Action> parsePlain(std::string_view text) {
     if (!microbatch) return malformed(text, "the microbatch is not a number below 2^30");
     action.microbatch = *microbatch;
   }
+  FARANDOLE_RETURN_IF_ERROR(takeOther(text, rest, action));
   if (!rest.empty()) return malformed(text, "unexpected '" + std::string(rest) + "' at the end");
   return action;
 }
@@ -132,6 +151,7 @@ std::string toString(const Action& action) {
   text = std::to_string(action.stage);
   text += toString(action.kind);
   if (action.microbatch != kNoMicrobatch) text += std::to_string(action.microbatch);
+  if (action.other != kNeighbour) text += directionSign(action.kind) + std::to_string(action.other);
   return text;
 }
 

@@ -5,8 +5,7 @@
 #include <vector>
 
 #include "pipeline/ir/action_index.h"
-#include "pipeline/ir/action_kind.h"
-#include "pipeline/ir/chain.h"
+#include "pipeline/ir/message.h"
 
 namespace farandole::pipeline {
 namespace {

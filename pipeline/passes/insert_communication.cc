@@ -2,13 +2,11 @@
 
 #include <algorithm>
 #include <map>
-#include <optional>
 #include <utility>
 #include <vector>
 
 #include "pipeline/ir/action_index.h"
-#include "pipeline/ir/action_kind.h"
-#include "pipeline/ir/chain.h"
+#include "pipeline/ir/message.h"
 #include "pipeline/ir/structure.h"
 
 namespace farandole::pipeline {
@@ -44,10 +42,13 @@ class Inserter {
     for (std::int32_t rank = 0; rank < plan_.numRanks(); ++rank) {
       for (std::size_t step = 0; step < plan_.ranks[rank].size(); ++step) {
         for (const Action& leaf : leaves(plan_.ranks[rank][step])) {
-          const std::optional<Action> send = sendAfter(plan_, leaf);
-          if (!send) continue;
-          gaps_[rank].sendsAfter[step].push_back(*send);
-          edges_[{rank, peerRank(plan_, *send)}].push_back(*send);
+          for (const std::int32_t number : outputEdges(index_.graph(), leaf.kind, leaf.stage)) {
+            const StageEdge& edge = index_.graph().edge(number);
+            if (!crossesRanks(plan_, edge)) continue;
+            const Action send = makeMessage(sendFor(leaf.kind), edge, leaf.microbatch);
+            gaps_[rank].sendsAfter[step].push_back(send);
+            edges_[{rank, peerRank(plan_, send)}].push_back(send);
+          }
         }
       }
     }

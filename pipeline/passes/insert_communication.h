@@ -5,7 +5,7 @@
 
 namespace farandole::pipeline {
 
-// Adds the messages of a linear chain of stages to a plan of compute actions,
+// Adds the messages of the graph of stages to a plan of compute actions,
 // between different ranks only. A send follows what makes it. A receive comes
 // right before what consumes it, or earlier where that keeps the receives of an
 // edge in the order of its sends.

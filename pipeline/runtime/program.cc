@@ -181,6 +181,10 @@ Result<Program> compileProgram(const Plan& plan, int rank) {
                                    std::to_string(kMaxStages) + " stages, all placed, and 1 to " +
                                    std::to_string(kMaxMicrobatches) + " microbatches");
   }
+  if (plan.edges || !plan.microbatchesOfStage.empty()) {
+    return Status::invalidArgument(
+        "the plan is not for a chain of stages that run all microbatches, as the executor needs it");
+  }
   return Compiler(plan, rank).run();
 }
 

@@ -59,6 +59,7 @@ class Search {
 
   void add(std::string name, Plan plan) {
     if (rankOfStage_ && plan.rankOfStage != *rankOfStage_) return;
+    if (plan.edges != options_.edges) return;  // it runs copies of another model
     const auto run = simulate(plan, costs_.times);
     if (!run) return;
     const double peak = std::ranges::max(peakMemory(plan, costs_.memory));

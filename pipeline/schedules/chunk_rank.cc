@@ -8,27 +8,28 @@
 namespace farandole::pipeline {
 
 Action ChunkRank::next(ActionKind kind, int chunk, std::array<std::int32_t, 2>& count) const {
-  return {stages_[chunk], kind, count[chunk]++, {}};
+  const Chunk& own = chunks_[chunk];
+  return {own.stage, kind, own.microbatches.begin + count[chunk]++, {}};
 }
 
-void ChunkRank::add(Action action) {
-  if (action.microbatch < numMicrobatches_) actions_.push_back(std::move(action));
+void ChunkRank::add(int chunk, Action action) {
+  if (action.microbatch < chunks_[chunk].microbatches.end) actions_.push_back(std::move(action));
 }
 
-void ChunkRank::forward(int chunk) { add(next(ActionKind::kForward, chunk, forwards_)); }
+void ChunkRank::forward(int chunk) { add(chunk, next(ActionKind::kForward, chunk, forwards_)); }
 
 void ChunkRank::backward(int chunk) {
-  add(next(ActionKind::kBackward, chunk, backwards_));
+  add(chunk, next(ActionKind::kBackward, chunk, backwards_));
   ++weights_[chunk];
 }
 
 void ChunkRank::inputBackward(int chunk) {
-  add(next(ActionKind::kBackwardInput, chunk, backwards_));
+  add(chunk, next(ActionKind::kBackwardInput, chunk, backwards_));
   left_.push_back(chunk);
 }
 
 void ChunkRank::weightBackward(int chunk) {
-  add(next(ActionKind::kBackwardWeight, chunk, weights_));
+  add(chunk, next(ActionKind::kBackwardWeight, chunk, weights_));
   left_.erase(std::ranges::find(left_, chunk));
 }
 

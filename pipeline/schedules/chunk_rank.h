@@ -9,13 +9,15 @@
 
 namespace farandole::pipeline {
 
-// Writes the actions of a rank with two stages ("chunks" 0 and 1), which each take the microbatches in order: every
+// Writes the actions of a rank with two stages ("chunks" 0 and 1), which each take their microbatches in order: every
 // call is the next forward, or backward, of that chunk. A W that was left for later is the oldest I's.
 class ChunkRank {
  public:
-  // `numMicrobatches`: what is asked for beyond them is left out.
-  ChunkRank(std::array<std::int32_t, 2> stages, std::int32_t numMicrobatches, std::vector<Action>& actions)
-      : stages_(stages), numMicrobatches_(numMicrobatches), actions_(actions) {}
+  struct Chunk {
+    std::int32_t stage;
+    MicrobatchRange microbatches;  // what is asked for beyond them is left out
+  };
+  ChunkRank(const std::array<Chunk, 2>& chunks, std::vector<Action>& actions) : chunks_(chunks), actions_(actions) {}
 
   void forward(int chunk);
   void backward(int chunk);
@@ -32,10 +34,9 @@ class ChunkRank {
 
  private:
   Action next(ActionKind kind, int chunk, std::array<std::int32_t, 2>& count) const;
-  void add(Action action);
+  void add(int chunk, Action action);
 
-  const std::array<std::int32_t, 2> stages_;
-  const std::int32_t numMicrobatches_;
+  const std::array<Chunk, 2> chunks_;
   std::vector<Action>& actions_;
   std::array<std::int32_t, 2> forwards_{};
   std::array<std::int32_t, 2> backwards_{};

@@ -4,6 +4,8 @@
 #include <queue>
 #include <utility>
 
+#include "pipeline/ir/stage_graph.h"
+
 namespace farandole::pipeline {
 namespace {
 
@@ -11,21 +13,21 @@ constexpr double kNever = std::numeric_limits<double>::infinity();
 
 class ListScheduler {
  public:
-  ListScheduler(const ScheduleOptions& options, const std::vector<std::int32_t>& rankOfStage,
-                const MeasuredCosts& costs, const Preference& preference)
+  ListScheduler(const ScheduleOptions& options, Plan plan, StageGraph graph, const MeasuredCosts& costs,
+                const Preference& preference)
       : options_(options),
+        graph_(std::move(graph)),
         costs_(costs),
         preference_(preference),
         stages_(options.numStages),
-        ranks_(options.numRanks) {
-    plan_.numStages = options.numStages;
-    plan_.numMicrobatches = options.numMicrobatches;
-    plan_.rankOfStage = rankOfStage;
-    plan_.ranks.resize(options.numRanks);
+        ranks_(options.numRanks),
+        plan_(std::move(plan)) {
     for (std::int32_t stage = 0; stage < options.numStages; ++stage) {
-      stages_[stage].inputs.assign(options.numMicrobatches, stage == 0 ? 0 : kNever);
-      stages_[stage].gradients.assign(options.numMicrobatches, kNever);
-      ranks_[rankOfStage[stage]].stages.push_back(stage);
+      // Where nothing comes after a stage, its gradient is there with its output.
+      const std::size_t numGradients = std::max<std::size_t>(1, graph_.outOf(stage).size());
+      stages_[stage].inputs.assign(options.numMicrobatches, {graph_.into(stage).size()});
+      stages_[stage].gradients.assign(options.numMicrobatches, {numGradients});
+      ranks_[plan_.rankOfStage[stage]].stages.push_back(stage);
     }
   }
 
@@ -44,9 +46,20 @@ class ListScheduler {
   }
 
  private:
+  // What a stage needs for a microbatch, and when the last of it is there.
+  struct Awaited {
+    std::size_t numMissing = 0;
+    double last = 0;
+
+    double time() const { return numMissing == 0 ? last : kNever; }
+    void add(double arrival) {
+      --numMissing;
+      last = std::max(last, arrival);
+    }
+  };
   struct Stage {
-    std::vector<double> inputs;     // when each microbatch's is there
-    std::vector<double> gradients;  // of its output
+    std::vector<Awaited> inputs;     // [microbatch]
+    std::vector<Awaited> gradients;  // of its output
     std::int32_t numForwards = 0;
     std::int32_t numBackwards = 0;
     std::int32_t numWeights = 0;
@@ -65,19 +78,24 @@ class ListScheduler {
   // When the stage's next backward could begin, or its next forward.
   double backwardTime(std::int32_t stage) const {
     const Stage& own = stages_[stage];
-    return own.numBackwards < own.numForwards ? own.gradients[own.numBackwards] : kNever;
+    return own.numBackwards < own.numForwards ? own.gradients[own.numBackwards].time() : kNever;
   }
   double forwardTime(std::int32_t stage) const {
     const Stage& own = stages_[stage];
-    return own.numForwards < options_.numMicrobatches && hasRoom(stage) ? own.inputs[own.numForwards] : kNever;
+    if (own.numForwards == options_.numMicrobatches || !hasRoom(stage)) return kNever;
+    return own.inputs[own.numForwards].time();
   }
 
-  // Room is left for one microbatch in the rank's later stages: without it the first of them could not go on.
+  // Room is left for the microbatch in those of the rank's stages that it has yet to come to: without it the oldest one
+  // could not go on.
   bool hasRoom(std::int32_t stage) const {
     if (options_.forwardOnly) return true;
     const Rank& rank = ranks_[plan_.rankOfStage[stage]];
     double needed = rank.held;
-    for (const std::int32_t other : rank.stages) needed += other >= stage ? costs_.memory[other].activations : 0;
+    for (const std::int32_t other : rank.stages) {
+      const bool isToCome = stages_[other].numForwards <= stages_[stage].numForwards;
+      needed += isToCome ? costs_.memory[other].activations : 0;
+    }
     return needed <= costs_.memoryLimit;
   }
 
@@ -117,9 +135,9 @@ class ListScheduler {
     return ranks_[r].clock;
   }
 
-  // When what ends on the stage's rank then is on the neighbour's.
-  double arrival(std::int32_t stage, std::int32_t neighbour, double end) {
-    const std::int32_t there = plan_.rankOfStage[neighbour];
+  // When what ends on the stage's rank then is on the other's.
+  double arrival(std::int32_t stage, std::int32_t other, double end) {
+    const std::int32_t there = plan_.rankOfStage[other];
     const double time = end + (there == plan_.rankOfStage[stage] ? 0 : costs_.times.transfer);
     look(time, there);
     return time;
@@ -130,11 +148,11 @@ class ListScheduler {
     const std::int32_t microbatch = own.numForwards++;
     if (!options_.forwardOnly) ranks_[plan_.rankOfStage[stage]].held += costs_.memory[stage].activations;
     const double end = put(stage, ActionKind::kForward, microbatch, costs_.times.stages[stage].forward);
-    if (stage + 1 < options_.numStages) {
-      stages_[stage + 1].inputs[microbatch] = arrival(stage, stage + 1, end);
-    } else if (!options_.forwardOnly) {
-      own.gradients[microbatch] = end;
+    for (const std::int32_t edge : graph_.outOf(stage)) {
+      const std::int32_t next = graph_.edge(edge).to;
+      stages_[next].inputs[microbatch].add(arrival(stage, next, end));
     }
+    if (!options_.forwardOnly && graph_.outOf(stage).empty()) own.gradients[microbatch].add(end);
   }
 
   void doBackward(std::int32_t stage) {
@@ -147,7 +165,10 @@ class ListScheduler {
     if (!isSplit) ++own.numWeights;
     const double end = put(stage, isSplit ? ActionKind::kBackwardInput : ActionKind::kBackward, microbatch,
                            isSplit ? cost.backwardInput : cost.backward);
-    if (stage > 0) stages_[stage - 1].gradients[microbatch] = arrival(stage, stage - 1, end);
+    for (const std::int32_t edge : graph_.into(stage)) {
+      const std::int32_t previous = graph_.edge(edge).from;
+      stages_[previous].gradients[microbatch].add(arrival(stage, previous, end));
+    }
   }
 
   void doWeight(std::int32_t stage) {
@@ -157,6 +178,7 @@ class ListScheduler {
   }
 
   const ScheduleOptions options_;
+  const StageGraph graph_;
   const MeasuredCosts& costs_;
   const Preference preference_;
   std::vector<Stage> stages_;
@@ -169,7 +191,15 @@ class ListScheduler {
 
 std::optional<Plan> listSchedule(const ScheduleOptions& options, const std::vector<std::int32_t>& rankOfStage,
                                  const MeasuredCosts& costs, const Preference& preference) {
-  return ListScheduler(options, rankOfStage, costs, preference).run();
+  Plan plan;
+  plan.numStages = options.numStages;
+  plan.numMicrobatches = options.numMicrobatches;
+  plan.edges = options.edges;
+  Result<StageGraph> graph = StageGraph::make(plan);
+  if (!graph) return std::nullopt;
+  plan.rankOfStage = rankOfStage;
+  plan.ranks.resize(options.numRanks);
+  return ListScheduler(options, std::move(plan), std::move(*graph), costs, preference).run();
 }
 
 }  // namespace farandole::pipeline

@@ -8,6 +8,7 @@ Plan makeVPlan(const ScheduleOptions& options) {
   Plan plan;
   plan.numStages = options.numStages;
   plan.numMicrobatches = options.numMicrobatches;
+  plan.edges = options.edges;
   for (std::int32_t stage = 0; stage < options.numStages; ++stage) {
     plan.rankOfStage.push_back(stage < options.numRanks ? stage : options.numStages - 1 - stage);
   }

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "pipeline/schedules/controllable_memory.h"
+#include "pipeline/schedules/dual_pipe.h"
 #include "pipeline/schedules/dual_pipe_v.h"
 #include "pipeline/schedules/gpipe.h"
 #include "pipeline/schedules/interleaved.h"
@@ -32,6 +33,7 @@ constexpr Entry kSchedules[] = {
     {"ZBV", makeZbv},
     {"V-Half", makeVHalf},
     {"V-Min", makeVMin},
+    {"DualPipe", makeDualPipe},
     {"DualPipeV", makeDualPipeV},
 };
 

@@ -4,8 +4,28 @@
 #include <utility>
 
 #include "pipeline/ir/action_kind.h"
+#include "pipeline/ir/stage_graph.h"
 
 namespace farandole::pipeline {
+namespace {
+
+Status checkEdges(std::string_view schedule, const ScheduleOptions& options) {
+  if (!options.edges) return Status::ok();
+  Plan plan;
+  plan.numStages = options.numStages;
+  plan.numMicrobatches = options.numMicrobatches;
+  plan.edges = options.edges;
+  const Result<StageGraph> graph = StageGraph::make(plan);
+  if (!graph) return graph.status().wrap("schedule " + std::string(schedule));
+  for (const StageEdge& edge : *options.edges) {
+    if (edge.from < edge.to) continue;
+    return Status::invalidArgument("schedule " + std::string(schedule) + ": edge " + std::to_string(edge.from) +
+                                   " -> " + std::to_string(edge.to) + "; expected edges from lower to higher stages");
+  }
+  return Status::ok();
+}
+
+}  // namespace
 
 Status refuse(std::string_view schedule, std::string_view argument, std::int32_t value, std::string_view expected) {
   return Status::invalidArgument("schedule " + std::string(schedule) + ": " + std::string(argument) + " is " +
@@ -16,7 +36,7 @@ Status checkCounts(std::string_view schedule, const ScheduleOptions& options) {
   if (options.numRanks < 1) return refuse(schedule, "numRanks", options.numRanks, "at least 1");
   if (options.numStages < 1) return refuse(schedule, "numStages", options.numStages, "at least 1");
   if (options.numMicrobatches < 1) return refuse(schedule, "numMicrobatches", options.numMicrobatches, "at least 1");
-  return Status::ok();
+  return checkEdges(schedule, options);
 }
 
 Status checkOneStagePerRank(std::string_view schedule, const ScheduleOptions& options) {
@@ -37,6 +57,7 @@ Plan makeLoopPlan(const ScheduleOptions& options) {
   Plan plan;
   plan.numStages = options.numStages;
   plan.numMicrobatches = options.numMicrobatches;
+  plan.edges = options.edges;
   for (std::int32_t stage = 0; stage < options.numStages; ++stage) {
     plan.rankOfStage.push_back(stage % options.numRanks);
   }

@@ -1,7 +1,9 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string_view>
+#include <vector>
 
 #include "backend/common/status.h"
 #include "pipeline/ir/plan.h"
@@ -19,12 +21,15 @@ struct ScheduleOptions {
   // Interleaved schedules: microbatches that a rank runs through one of its stages before it goes on to the next one
   // (Megatron-LM's microbatch group); 0: numRanks.
   std::int32_t microbatchGroup = 0;
+  // Which stages' outputs go where, from lower to higher stages, so that every schedule's order suits them; none: each
+  // stage's to the next one.
+  std::optional<std::vector<StageEdge>> edges = std::nullopt;
 };
 
 // A schedule: options to a plan of compute actions only.
 using ScheduleGenerator = Result<Plan> (*)(const ScheduleOptions&);
 
-// That all counts are at least 1; `schedule` is named in the error.
+// That all counts are at least 1, and that the edges go up; `schedule` is named in the error.
 Status checkCounts(std::string_view schedule, const ScheduleOptions& options);
 
 // An error that names them.

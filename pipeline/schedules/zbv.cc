@@ -50,7 +50,8 @@ Result<Plan> makeZbv(const ScheduleOptions& options) {
   // The form needs that many; those that are not there are left out.
   const std::int32_t numMicrobatches = std::max(options.numMicrobatches, 2 * options.numRanks - 1);
   for (std::int32_t r = 0; r < options.numRanks; ++r) {
-    ChunkRank rank({r, options.numStages - 1 - r}, options.numMicrobatches, plan.ranks[r]);
+    const MicrobatchRange all{0, options.numMicrobatches};
+    ChunkRank rank({{{r, all}, {options.numStages - 1 - r, all}}}, plan.ranks[r]);
     fill(rank, options.numRanks, r, numMicrobatches);
   }
   return options.forwardOnly ? forwardsOf(std::move(plan)) : plan;

@@ -30,6 +30,7 @@ def plan(
     forward_only: bool = False,
     warmup_per_stage: int = 1,
     microbatch_group: int | None = None,
+    edges: Sequence[tuple[int, int]] | None = None,
 ) -> _C.Plan:
     """The compute plan of a schedule: which rank runs what in which order, without communication.
 
@@ -43,13 +44,16 @@ def plan(
             PiPPy, which holds about twice the activations.
         microbatch_group: of interleaved schedules: microbatches that a rank runs through one of its stages before it
             goes on to the next one (Megatron-LM's microbatch_group_size_per_vp_stage); as many as ranks by default.
+        edges: (from, to) for each stage whose output is another one's input, from lower to higher stages; by default
+            each stage's goes to the next one. DualPipe, whose ``num_stages`` are those of two copies, takes those of one.
 
     Raises:
-        ValueError: an unknown name, or counts that the schedule cannot run.
+        ValueError: an unknown name, counts that the schedule cannot run, or edges that are no such graph.
     """
     ranks = num_stages if num_ranks is None else num_ranks
     group = 0 if microbatch_group is None else microbatch_group
-    return _C.make_plan(name, ranks, num_stages, n_microbatches, forward_only, warmup_per_stage, group)
+    graph = None if edges is None else list(edges)
+    return _C.make_plan(name, ranks, num_stages, n_microbatches, forward_only, warmup_per_stage, group, graph)
 
 
 @dataclass(frozen=True)

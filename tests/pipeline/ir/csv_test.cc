@@ -2,6 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include "pipeline/ir/validate.h"
+#include "pipeline/passes/lower.h"
+#include "pipeline/schedules/registry.h"
 #include "tests/pipeline/ir/plan_fixtures.h"
 
 namespace farandole::pipeline {
@@ -64,6 +67,18 @@ TEST(Csv, BatchesSurviveTheRoundTrip) {
   const Plan plan = loweredPlan("1F1B", 4, 8);
   EXPECT_NE(toCsv(plan).find("(1SEND_F2;1RECV_B0)BATCH_P2P"), std::string::npos) << toCsv(plan);
   EXPECT_EQ(planOf(toCsv(plan), plan.rankOfStage), plan);
+}
+
+TEST(Csv, MessagesThatSkipStagesSurviveTheRoundTrip) {
+  ScheduleOptions options{4, 4, 8, false};
+  options.edges = {{0, 1}, {1, 2}, {0, 3}, {2, 3}};
+  const Plan plan = *lower(*makePlan("1F1B", options), ChannelModel::kFifoPerEdge);
+  EXPECT_NE(toCsv(plan).find(",0SEND_F0>3,"), std::string::npos) << toCsv(plan);
+  Plan back = planOf(toCsv(plan), plan.rankOfStage);
+  EXPECT_EQ(back.ranks, plan.ranks);
+  EXPECT_FALSE(validate(back, ChannelModel::kTagged)) << "as a chain";
+  back.edges = plan.edges;
+  EXPECT_EQ(back, plan);
 }
 
 TEST(Csv, ErrorsNameLineAndColumn) {

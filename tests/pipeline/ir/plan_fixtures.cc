@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <fstream>
 #include <random>
@@ -72,6 +73,25 @@ Plan computePlan(std::string_view schedule, std::int32_t numRanks, std::int32_t 
 
 Plan loweredPlan(std::string_view schedule, std::int32_t numRanks, std::int32_t numMicrobatches) {
   return expectPlan(lower(computePlan(schedule, numRanks, numMicrobatches)));
+}
+
+std::vector<StageEdge> randomEdges(std::int32_t numStages, std::mt19937_64& random) {
+  std::vector<StageEdge> edges;
+  const std::size_t chainPercent = random() % 101;
+  const std::size_t skipPercent = random() % 60;
+  for (std::int32_t from = 0; from < numStages; ++from) {
+    for (std::int32_t to = from + 1; to < numStages; ++to) {
+      if (random() % 100 < (to == from + 1 ? chainPercent : skipPercent)) edges.push_back({from, to});
+    }
+  }
+  std::shuffle(edges.begin(), edges.end(), random);
+  return edges;
+}
+
+std::string edgesText(const std::vector<StageEdge>& edges) {
+  std::string text;
+  for (const auto& [from, to] : edges) text += std::to_string(from) + "->" + std::to_string(to) + " ";
+  return text;
 }
 
 std::string rankText(const Plan& plan, std::int32_t rank) {

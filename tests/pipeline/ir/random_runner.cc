@@ -12,14 +12,23 @@
 namespace farandole::pipeline {
 namespace {
 
-using Label = std::tuple<ActionKind, std::int32_t, std::int32_t>;  // kind, stage, microbatch
+// Kind, stage, microbatch, and of a message the stage at the other end.
+using Label = std::tuple<ActionKind, std::int32_t, std::int32_t, std::int32_t>;
 
-Label labelOf(const Action& action) { return {action.kind, action.stage, action.microbatch}; }
+bool goesOut(ActionKind kind) { return kind == ActionKind::kSendF || kind == ActionKind::kRecvB; }
+
+std::int32_t otherOf(const Action& action) {
+  if (!isSend(action.kind) && !isReceive(action.kind)) return -1;
+  if (action.other != kNeighbour) return action.other;
+  return goesOut(action.kind) ? action.stage + 1 : action.stage - 1;
+}
+
+Label labelOf(const Action& action) { return {action.kind, action.stage, action.microbatch, otherOf(action)}; }
 
 // What the receive must be filled with: the label of the send on the other stage.
 Label expectedBy(const Action& receive) {
-  if (receive.kind == ActionKind::kRecvF) return {ActionKind::kSendF, receive.stage - 1, receive.microbatch};
-  return {ActionKind::kSendB, receive.stage + 1, receive.microbatch};
+  const ActionKind send = receive.kind == ActionKind::kRecvF ? ActionKind::kSendF : ActionKind::kSendB;
+  return {send, otherOf(receive), receive.microbatch, receive.stage};
 }
 
 struct Part {
@@ -49,7 +58,17 @@ struct Rank {
 class Runner {
  public:
   Runner(const Plan& plan, ChannelModel model, std::mt19937_64& random)
-      : plan_(plan), model_(model), random_(random), ranks_(plan.ranks.size()) {
+      : plan_(plan),
+        model_(model),
+        random_(random),
+        ranks_(plan.ranks.size()),
+        before_(static_cast<std::size_t>(plan.numStages)),
+        after_(static_cast<std::size_t>(plan.numStages)) {
+    if (plan.edges) {
+      for (const auto& [from, to] : *plan.edges) join(from, to);
+    } else {
+      for (std::int32_t stage = 1; stage < plan.numStages; ++stage) join(stage - 1, stage);
+    }
     for (const auto& actions : plan.ranks) {
       for (const Action& action : actions) {
         for (const Action& leaf : leaves(action))
@@ -77,6 +96,22 @@ class Runner {
   }
 
  private:
+  void join(std::int32_t from, std::int32_t to) {
+    after_[static_cast<std::size_t>(from)].push_back(to);
+    before_[static_cast<std::size_t>(to)].push_back(from);
+  }
+
+  const std::vector<std::int32_t>& ends(std::int32_t stage, bool out) const {
+    return (out ? after_ : before_)[static_cast<std::size_t>(stage)];
+  }
+
+  bool isRunBy(std::int32_t stage, std::int32_t microbatch) const {
+    if (microbatch < 0 || microbatch >= plan_.numMicrobatches) return false;
+    if (plan_.microbatchesOfStage.empty()) return true;
+    const auto [begin, end] = plan_.microbatchesOfStage[static_cast<std::size_t>(stage)];
+    return begin <= microbatch && microbatch < end;
+  }
+
   bool fail(std::size_t rank, const Action& action, const std::string& why) {
     wrong_ = "rank " + std::to_string(rank) + ", " + toString(action) + ": " + why;
     return true;
@@ -130,6 +165,7 @@ class Runner {
     const Action& action = plan_.ranks[rank][state.next];
     for (const Action& leaf : leaves(action)) {
       if (rankOf(leaf.stage) != static_cast<std::int32_t>(rank)) return fail(rank, action, "not the owner");
+      if (hasMicrobatch(leaf.kind) && !isRunBy(leaf.stage, leaf.microbatch)) return fail(rank, action, "not its own");
     }
     if (isPost(action.kind)) {
       if (!post(rank, action)) return true;
@@ -150,8 +186,10 @@ class Runner {
   bool post(std::size_t rank, const Action& action) {
     Batch batch;
     for (const Action& leaf : leaves(action)) {
-      const bool toNext = leaf.kind == ActionKind::kSendF || leaf.kind == ActionKind::kRecvB;
-      const std::optional<std::int32_t> peer = rankOf(toNext ? leaf.stage + 1 : leaf.stage - 1);
+      const std::vector<std::int32_t>& others = ends(leaf.stage, goesOut(leaf.kind));
+      if (std::find(others.begin(), others.end(), otherOf(leaf)) == others.end()) return !fail(rank, leaf, "no edge");
+      if (leaf.other == leaf.stage + (goesOut(leaf.kind) ? 1 : -1)) return !fail(rank, leaf, "named the neighbour");
+      const std::optional<std::int32_t> peer = rankOf(otherOf(leaf));
       if (!peer || *peer == static_cast<std::int32_t>(rank)) return !fail(rank, leaf, "no peer");
       if (!batch.parts.empty() && batch.parts.front().peer != *peer) return !fail(rank, leaf, "two peers");
       if (leaf.kind == ActionKind::kSendF && !did(rank, ActionKind::kForward, leaf))
@@ -165,7 +203,7 @@ class Runner {
   }
 
   bool did(std::size_t rank, ActionKind kind, const Action& about) const {
-    return ranks_[rank].computed.contains({kind, about.stage, about.microbatch});
+    return ranks_[rank].computed.contains({kind, about.stage, about.microbatch, -1});
   }
   bool didInputBackward(std::size_t rank, const Action& about) const {
     return did(rank, ActionKind::kBackward, about) || did(rank, ActionKind::kBackwardInput, about);
@@ -199,24 +237,11 @@ class Runner {
     if (leaf.kind == ActionKind::kBackwardWeight && !did(rank, ActionKind::kBackwardInput, leaf)) {
       return broken(rank, leaf, "no I");
     }
-    if (forward || isInputBackward(leaf.kind)) {
-      const std::optional<std::int32_t> source = rankOf(forward ? leaf.stage - 1 : leaf.stage + 1);
-      if (!source) return true;
-      Action neighbour = leaf;
-      neighbour.stage += forward ? -1 : 1;
-      if (*source == static_cast<std::int32_t>(rank)) {
-        const bool there = forward ? did(rank, ActionKind::kForward, neighbour) : didInputBackward(rank, neighbour);
-        if (!there) return broken(rank, leaf, "the neighbour stage has not run");
-        return true;
-      }
-      const Label message{forward ? ActionKind::kRecvF : ActionKind::kRecvB, leaf.stage, leaf.microbatch};
-      const std::optional<bool> here = arrived(rank, message);
-      if (!here) return broken(rank, leaf, "nothing received");
-      return here;
-    }
+    if (forward || isInputBackward(leaf.kind)) return hasInputs(rank, leaf);
     if (isWaitSend(leaf.kind)) return sendsDone(rank, leaf);
     if (leaf.kind == ActionKind::kReduceGrad) {
       for (Action about = leaf; training_ && ++about.microbatch < plan_.numMicrobatches;) {
+        if (!isRunBy(about.stage, about.microbatch)) continue;
         if (!didWeightBackward(rank, about)) return broken(rank, leaf, "gradients are missing");
       }
       if (!ranks_[rank].reduced.insert(leaf.stage).second) return broken(rank, leaf, "reduced again");
@@ -227,15 +252,36 @@ class Runner {
     return true;
   }
 
+  std::optional<bool> hasInputs(std::size_t rank, const Action& leaf) {
+    const bool forward = isForward(leaf.kind);
+    bool all = true;
+    for (const std::int32_t source : ends(leaf.stage, !forward)) {
+      Action there = leaf;
+      there.stage = source;
+      if (rankOf(source) == static_cast<std::int32_t>(rank)) {
+        const bool done = forward ? did(rank, ActionKind::kForward, there) : didInputBackward(rank, there);
+        if (!done) return broken(rank, leaf, "a stage that it needs has not run");
+        continue;
+      }
+      const Label message{forward ? ActionKind::kRecvF : ActionKind::kRecvB, leaf.stage, leaf.microbatch, source};
+      const std::optional<bool> here = arrived(rank, message);
+      if (!here) return broken(rank, leaf, "nothing received");
+      all &= *here;
+    }
+    return all;
+  }
+
   std::optional<bool> sendsDone(std::size_t rank, const Action& wait) {
     bool any = false;
     bool all = true;
     for (ActionKind kind : {ActionKind::kSendF, ActionKind::kSendB}) {
       if (wait.kind == ActionKind::kWaitSendF && kind == ActionKind::kSendB) continue;
       if (wait.kind == ActionKind::kWaitSendB && kind == ActionKind::kSendF) continue;
-      const std::optional<bool> done = arrived(rank, {kind, wait.stage, wait.microbatch});
-      any |= done.has_value();
-      all &= done.value_or(true);
+      for (const std::int32_t other : ends(wait.stage, goesOut(kind))) {
+        const std::optional<bool> done = arrived(rank, {kind, wait.stage, wait.microbatch, other});
+        any |= done.has_value();
+        all &= done.value_or(true);
+      }
     }
     if (!any) return broken(rank, wait, "nothing was sent");
     return all;
@@ -253,6 +299,7 @@ class Runner {
     for (std::int32_t stage = 0; stage < plan_.numStages; ++stage) {
       const auto rank = static_cast<std::size_t>(plan_.rankOfStage[stage]);
       for (std::int32_t microbatch = 0; microbatch < plan_.numMicrobatches; ++microbatch) {
+        if (!isRunBy(stage, microbatch)) continue;
         const Action about{stage, ActionKind::kForward, microbatch, {}};
         if (!did(rank, ActionKind::kForward, about)) return "a forward is missing";
         if (training_ && (!didInputBackward(rank, about) || !didWeightBackward(rank, about))) {
@@ -267,6 +314,8 @@ class Runner {
   ChannelModel model_;
   std::mt19937_64& random_;
   std::vector<Rank> ranks_;
+  std::vector<std::vector<std::int32_t>> before_;  // [stage]
+  std::vector<std::vector<std::int32_t>> after_;
   bool training_ = false;
   std::string wrong_;
 };

@@ -107,6 +107,56 @@ TEST(Structure, RefusesMessagesInTheWrongPlace) {
             "rank 0, step 2 (0RECV_B0): sends a gradient in a plan that has no backward");
 }
 
+TEST(Structure, RefusesMessagesOverEdgesThatAreNotThere) {
+  constexpr std::string_view kSkips = "0F0,0SEND_F0>2\n1F0\n2RECV_F0<0,2F0\n";
+  EXPECT_NE(refusal(kSkips, {0, 1, 2}).find("0SEND_F0>2 has no other rank to talk to"), std::string::npos);
+  Plan plan = planOf(kSkips);
+  plan.edges = {{0, 2}};
+  EXPECT_EQ(refusal(plan), "ok");
+  plan.edges = {{0, 1}};
+  EXPECT_NE(refusal(plan).find("0SEND_F0>2 has no other rank to talk to"), std::string::npos);
+  plan.edges = {{0, 2}, {1, 2}};
+  EXPECT_EQ(refusal(plan), "2RECV_F0 is missing on rank 2; expected it because 2F0 consumes what it brings");
+  plan.ranks[0][1].other = 1;
+  EXPECT_EQ(
+      refusal(plan),
+      "rank 0, step 1 (0SEND_F0>1): 0SEND_F0>1 names stage 1, which is the one that is meant where none is named; "
+      "expected no name");
+  plan.ranks[0][1].other = 3;
+  EXPECT_NE(refusal(plan).find("0SEND_F0>3 has no other rank to talk to"), std::string::npos);
+  plan.ranks[0][0].other = 2;
+  EXPECT_NE(refusal(plan).find("stage 2 given as the other one; expected it of sends and receives"), std::string::npos);
+}
+
+TEST(Structure, AStageNeedsAllThatLeadToItAndTheGradientsOfAllThatItLeadsTo) {
+  Plan plan = planOf("0F0,2F0,1F0,2B0,1B0,0B0\n");
+  plan.edges = {{0, 1}, {0, 2}};
+  EXPECT_EQ(refusal(plan), "ok");
+  plan.edges = {{0, 2}, {1, 2}};
+  EXPECT_EQ(refusal(plan), "rank 0, step 1 (2F0): needs 1F0, which comes only in step 2; expected it before");
+  plan = planOf("0F0,1F0,2F0,1B0,0B0,2B0\n");
+  plan.edges = {{0, 1}, {0, 2}};
+  EXPECT_EQ(refusal(plan), "rank 0, step 4 (0B0): needs 2B0, which comes only in step 5; expected it before");
+}
+
+TEST(Structure, AStageRunsItsOwnMicrobatchesOnly) {
+  Plan plan = planOf("0F0,0F1,0B0,0B1,0REDUCE_GRAD\n1F2,1B2,1REDUCE_GRAD\n");
+  plan.edges.emplace();
+  EXPECT_EQ(refusal(plan),
+            "stage 0, microbatch 2: the forward is missing; expected every stage to run every microbatch");
+  plan.microbatchesOfStage = {{0, 2}, {2, 3}};
+  EXPECT_EQ(refusal(plan), "ok");
+  plan.microbatchesOfStage = {{0, 2}, {1, 3}};
+  EXPECT_EQ(refusal(plan),
+            "stage 1, microbatch 1: the forward is missing; expected every stage to run every microbatch of its own");
+  plan.microbatchesOfStage = {{0, 1}, {2, 3}};
+  EXPECT_EQ(refusal(plan), "rank 0, step 1 (0F1): microbatch 1 is not the stage's; expected 0 to 0");
+  plan.microbatchesOfStage = {{0, 2}, {2, 2}};
+  EXPECT_EQ(refusal(plan), "microbatchesOfStage has 2 to before 2 for stage 1; expected at least one of 0 to 2");
+  plan.microbatchesOfStage = {{0, 2}};
+  EXPECT_EQ(refusal(plan), "microbatchesOfStage has 1 entries; expected none, or one per stage, 2");
+}
+
 TEST(Structure, RefusesMalformedComposites) {
   Plan plan = planOf("0F0\n");
   plan.ranks[0].push_back({kNoStage, ActionKind::kBatchP2p, kNoMicrobatch, {}});

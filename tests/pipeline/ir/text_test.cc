@@ -5,7 +5,7 @@
 #include <random>
 #include <sstream>
 
-#include "pipeline/ir/action_kind.h"
+#include "pipeline/ir/message.h"
 #include "tests/pipeline/ir/plan_fixtures.h"
 
 namespace farandole::pipeline {
@@ -18,7 +18,10 @@ Action randomPlain(std::mt19937_64& random) {
     const auto kind = static_cast<ActionKind>(random() % kNumKinds);
     if (isComposite(kind)) continue;
     const auto stage = static_cast<std::int32_t>(random() % 2000);
-    return {stage, kind, hasMicrobatch(kind) ? static_cast<std::int32_t>(random() % 100000) : kNoMicrobatch, {}};
+    Action action{stage, kind, hasMicrobatch(kind) ? static_cast<std::int32_t>(random() % 100000) : kNoMicrobatch, {}};
+    const auto other = static_cast<std::int32_t>(random() % 2000);
+    if (isMessage(kind) && random() % 2 == 0 && other != neighbourOf(kind, stage)) action.other = other;
+    return action;
   }
 }
 
@@ -54,6 +57,28 @@ TEST(ActionText, ReadsOurOwnActions) {
   EXPECT_EQ(*wait, (Action{0, ActionKind::kWaitSend, 1, {}}));
 }
 
+TEST(ActionText, NamesTheOtherStageWhereItIsNotTheChainsNeighbour) {
+  EXPECT_EQ(toString(makeMessage(ActionKind::kSendF, {2, 5}, 1)), "2SEND_F1>5");
+  EXPECT_EQ(toString(makeMessage(ActionKind::kRecvF, {2, 5}, 1)), "5RECV_F1<2");
+  EXPECT_EQ(toString(makeMessage(ActionKind::kSendB, {2, 5}, 1)), "5SEND_B1>2");
+  EXPECT_EQ(toString(makeMessage(ActionKind::kRecvB, {2, 5}, 1)), "2RECV_B1<5");
+  EXPECT_EQ(toString(makeMessage(ActionKind::kSendF, {2, 3}, 1)), "2SEND_F1");
+  EXPECT_EQ(toString(makeMessage(ActionKind::kRecvF, {3, 2}, 1)), "2RECV_F1<3");
+  const Result<Action> batch = parseAction("(2SEND_F1>5;2RECV_B0<5)BATCH_P2P");
+  ASSERT_TRUE(batch) << batch.status().toString();
+  EXPECT_EQ(*batch, makeComposite(ActionKind::kBatchP2p, {makeMessage(ActionKind::kSendF, {2, 5}, 1),
+                                                          makeMessage(ActionKind::kRecvB, {2, 5}, 0)}));
+}
+
+TEST(ActionText, RefusesOtherStagesThatItDoesNotWrite) {
+  EXPECT_NE(errorOf("2SEND_F1>3").find("stage 3 is the one that is meant where none is named"), std::string::npos);
+  EXPECT_NE(errorOf("2RECV_F1<1").find("stage 1 is the one"), std::string::npos);
+  EXPECT_NE(errorOf("2SEND_F1<5").find("unexpected '<5' at the end"), std::string::npos);
+  EXPECT_NE(errorOf("2WAIT_SEND1>5").find("unexpected '>5' at the end"), std::string::npos);
+  EXPECT_NE(errorOf("2F1>5").find("unexpected '>5' at the end"), std::string::npos);
+  EXPECT_NE(errorOf("2SEND_F1>").find("the other stage is not a number"), std::string::npos);
+}
+
 TEST(ActionText, EveryLineThatTorchWroteComesBackUnchanged) {
   std::istringstream lines(readGolden("actions.txt"));
   int numLines = 0;
@@ -81,7 +106,7 @@ TEST(ActionText, RandomlyDamagedTextIsEitherRefusedOrWrittenBackAsItIs) {
   const std::uint64_t seed = testSeed();
   SCOPED_TRACE("FARANDOLE_TEST_SEED=" + std::to_string(seed));
   std::mt19937_64 random(seed);
-  constexpr std::string_view kAlphabet = "0123456789FBIWSENDRCV_();, ";
+  constexpr std::string_view kAlphabet = "0123456789FBIWSENDRCV_();, <>";
   int numRefused = 0;
   for (int i = 0; i < 20000; ++i) {
     std::string text = toString(randomAction(random));

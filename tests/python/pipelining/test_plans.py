@@ -24,6 +24,25 @@ def test_csv_and_action_texts_round_trip() -> None:
         Plan.from_actions([["0X1"]], [0], 2)
 
 
+def test_stages_form_any_graph_that_goes_up() -> None:
+    made = plan("1F1B", 3, 4, edges=[(0, 1), (1, 2), (0, 2)])
+    assert made.edges == [(0, 1), (1, 2), (0, 2)]
+    assert plan("1F1B", 3, 4).edges is None
+    lowered = lower(made, "fifo_per_edge")
+    assert "0SEND_F0>2" in lowered.actions[0]
+    assert Plan.from_csv(lowered.to_csv(), lowered.rank_of_stage, lowered.edges) == lowered
+    with pytest.raises(ValueError, match="edge 2 -> 1; expected edges from lower to higher stages"):
+        plan("1F1B", 3, 4, edges=[(2, 1)])
+
+
+def test_dual_pipe_gives_each_copy_half_of_the_microbatches() -> None:
+    made = plan("DualPipe", 4, 4, num_ranks=2)
+    assert made.edges == [(0, 1), (2, 3)]
+    assert made.microbatches_of_stage == [(0, 2), (0, 2), (2, 4), (2, 4)]
+    lowered = lower(made, "tagged")
+    validate(Plan.from_actions(lowered.actions, lowered.rank_of_stage, 4, lowered.edges, lowered.microbatches_of_stage))
+
+
 def test_lowered_plans_validate_and_a_deadlock_is_refused() -> None:
     lowered = lower(plan("1F1B", 4, 8))
     for channel in ("tagged", "fifo_per_edge", "one_queue_per_rank"):
