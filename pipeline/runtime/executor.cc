@@ -18,7 +18,7 @@ Result<std::unique_ptr<Executor>> Executor::create(const Plan& lowered, int rank
   }
   bool same = config.stages.size() == program->stages.size();
   for (std::size_t i = 0; same && i < config.stages.size(); ++i) {
-    same = config.stages[i].index == program->stages[i] && config.stages[i].forward;
+    same = config.stages[i].index == program->stages[i].index && config.stages[i].forward;
   }
   if (!same) {
     return Status::invalidArgument("stages are not those that the plan places on rank " + std::to_string(rank) +
@@ -40,15 +40,8 @@ Executor::Executor(Program program, const c10::intrusive_ptr<c10d::Backend>& bac
       failure_(config_.rankName.empty() ? "rank " + std::to_string(program_.rank) : config_.rankName, stages_,
                program_.hasBackward),
       compute_(program_, config_, traffic_, failure_) {
-  const auto isLocal = [this](std::int32_t index) {
-    return index >= 0 && index < program_.numStages && program_.rankOfStage[index] == program_.rank;
-  };
   for (std::size_t i = 0; i < config_.stages.size(); ++i) {
-    stages_.emplace_back(std::move(config_.stages[i]), program_.numStages, program_.numMicrobatches);
-    Stage& stage = stages_.back();
-    stage.previousIsLocal = isLocal(stage.spec.index - 1);
-    stage.nextIsLocal = isLocal(stage.spec.index + 1);
-    stage.splitsBackward = program_.splitsBackward[i];
+    stages_.emplace_back(std::move(config_.stages[i]), program_.stages[i], program_.numMicrobatches);
   }
   trace_.steps.reserve(program_.steps.size());
 }
@@ -114,7 +107,7 @@ Status Executor::replay() {
     switch (step.op) {
       case StepOp::kForward: FARANDOLE_RETURN_IF_ERROR(forward(step, time)); break;
       case StepOp::kBackward:
-      case StepOp::kBackwardInput: traffic_.awaitGradient(stages_[step.stage], step.microbatch); [[fallthrough]];
+      case StepOp::kBackwardInput: traffic_.awaitGradients(stages_[step.stage], step.microbatch); [[fallthrough]];
       case StepOp::kBackwardWeight:
         time.start = now();
         compute_.backward(stages_[step.stage], step);
@@ -145,14 +138,14 @@ Status Executor::conclude() {
 
 Status Executor::forward(const Step& step, TimedStep& time) {
   Stage& stage = stages_[step.stage];
-  if (!stage.isFirst) {
+  if (!stage.isFirst()) {
     FARANDOLE_RETURN_IF_ERROR(agree());
-    if (Status status = traffic_.awaitActivation(stage, step.microbatch); !status.isOk()) {
+    if (Status status = traffic_.awaitActivations(stage, step.microbatch); !status.isOk()) {
       broken_ = status;  // what else is on the wire is unknown
       failure_.abandon(failure_.rankName() + ": " + status.toString());
       return status;
     }
-    if (stage.slots[step.microbatch].inputPoisoned) failure_.stopAt(stage);
+    if (stage.slots[step.microbatch].isInputPoisoned()) failure_.stopAt(stage);
   }
   time.start = now();
   compute_.forward(stage, step.microbatch, learning_);

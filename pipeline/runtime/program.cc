@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <span>
 
+#include "pipeline/ir/message.h"
+#include "pipeline/ir/stage_graph.h"
 #include "pipeline/ir/text.h"
 #include "pipeline/runtime/message_tag.h"
 
@@ -22,6 +24,7 @@ class Digest {
     add(action.stage);
     add(static_cast<std::int64_t>(action.kind));
     add(action.microbatch);
+    add(action.other);
     add(static_cast<std::int64_t>(action.parts.size()));
     for (const Action& part : action.parts) add(part);
   }
@@ -36,6 +39,11 @@ std::uint64_t digestOf(const Plan& plan) {
   digest.add(plan.numStages);
   digest.add(plan.numMicrobatches);
   for (std::int32_t rank : plan.rankOfStage) digest.add(rank);
+  digest.add(plan.edges ? static_cast<std::int64_t>(plan.edges->size()) : -1);
+  for (const StageEdge& edge : plan.edges.value_or(std::vector<StageEdge>())) {
+    digest.add(edge.from);
+    digest.add(edge.to);
+  }
   for (const std::vector<Action>& actions : plan.ranks) {
     digest.add(static_cast<std::int64_t>(actions.size()));
     for (const Action& action : actions) digest.add(action);
@@ -45,16 +53,18 @@ std::uint64_t digestOf(const Plan& plan) {
 
 class Compiler {
  public:
-  Compiler(const Plan& plan, int rank) : plan_(plan) {
+  Compiler(const Plan& plan, const StageGraph& graph, int rank) : plan_(plan), graph_(graph) {
     program_.rank = rank;
-    program_.numStages = plan.numStages;
     program_.numMicrobatches = plan.numMicrobatches;
-    program_.rankOfStage = plan.rankOfStage;
     program_.digest = digestOf(plan);
     for (std::int32_t stage = 0; stage < plan.numStages; ++stage) {
-      if (plan.rankOfStage[stage] == rank) program_.stages.push_back(stage);
+      if (plan.rankOfStage[stage] != rank) continue;
+      program_.stages.push_back({stage, false, linksOf(stage, true), linksOf(stage, false)});
     }
-    program_.splitsBackward.resize(program_.stages.size(), false);
+    for (ProgramStage& stage : program_.stages) {
+      for (StageLink& link : stage.into) locate(link, &ProgramStage::outOf);
+      for (StageLink& link : stage.outOf) locate(link, &ProgramStage::into);
+    }
   }
 
   Result<Program> run() {
@@ -95,9 +105,38 @@ class Compiler {
     return Status::internal("action " + toString(action) + " is of no known kind");
   }
 
+  std::vector<StageLink> linksOf(std::int32_t stage, bool into) const {
+    std::vector<StageLink> links;
+    for (const std::int32_t number : into ? graph_.into(stage) : graph_.outOf(stage)) {
+      const StageEdge& edge = graph_.edge(number);
+      const std::int32_t other = into ? edge.from : edge.to;
+      links.push_back({number, other, plan_.rankOfStage[other]});
+    }
+    std::ranges::sort(links, {}, &StageLink::other);
+    return links;
+  }
+
+  // Where the other end is on this rank.
+  void locate(StageLink& link, std::vector<StageLink> ProgramStage::*otherSide) const {
+    const std::int32_t local = findStage(link.other);
+    if (local == StageLink::kElsewhere) return;
+    link.local = local;
+    link.place = findLink(program_.stages[local].*otherSide, link.edge);
+  }
+
+  std::int32_t findStage(std::int32_t index) const {
+    const auto found = std::ranges::find(program_.stages, index, &ProgramStage::index);
+    if (found == program_.stages.end()) return StageLink::kElsewhere;
+    return static_cast<std::int32_t>(found - program_.stages.begin());
+  }
+
+  static std::int32_t findLink(const std::vector<StageLink>& links, std::int32_t edge) {
+    return static_cast<std::int32_t>(std::ranges::find(links, edge, &StageLink::edge) - links.begin());
+  }
+
   Result<std::int32_t> localStage(const Action& action) const {
-    const auto found = std::find(program_.stages.begin(), program_.stages.end(), action.stage);
-    if (found == program_.stages.end()) {
+    const std::int32_t stage = findStage(action.stage);
+    if (stage == StageLink::kElsewhere) {
       return Status::invalidArgument("action " + toString(action) + ": its stage does not live on rank " +
                                      std::to_string(program_.rank));
     }
@@ -105,7 +144,7 @@ class Compiler {
       return Status::invalidArgument("action " + toString(action) + ": expected a microbatch below " +
                                      std::to_string(plan_.numMicrobatches));
     }
-    return static_cast<std::int32_t>(found - program_.stages.begin());
+    return stage;
   }
 
   Status addStep(const Action& action, StepOp op) {
@@ -116,7 +155,7 @@ class Compiler {
     step.stage = *stage;
     step.microbatch = action.microbatch;
     if (op == StepOp::kBackward || op == StepOp::kBackwardInput) program_.hasBackward = true;
-    if (op == StepOp::kBackwardInput) program_.splitsBackward[*stage] = true;
+    if (op == StepOp::kBackwardInput) program_.stages[*stage].splitsBackward = true;
     program_.steps.push_back(step);
     program_.labels.push_back(toString(action));
     return Status::ok();
@@ -131,17 +170,18 @@ class Compiler {
     for (const Action& part : parts) {
       Result<std::int32_t> stage = localStage(part);
       if (!stage) return stage.status();
-      const bool towardsNext = part.kind == ActionKind::kSendF || part.kind == ActionKind::kRecvB;
-      const std::int32_t neighbour = part.stage + (towardsNext ? 1 : -1);
-      if (neighbour < 0 || neighbour >= plan_.numStages || plan_.rankOfStage[neighbour] == program_.rank) {
+      const std::int32_t edge = edgeOf(graph_, part);
+      if (edge == StageGraph::kNoEdge || peerRank(plan_, part) == program_.rank) {
         return Status::invalidArgument("action " + toString(part) + " of rank " + std::to_string(program_.rank) +
                                        ": there is no stage on another rank to talk to");
       }
-      if (step.peer >= 0 && step.peer != plan_.rankOfStage[neighbour]) {
+      if (step.peer >= 0 && step.peer != peerRank(plan_, part)) {
         return Status::invalidArgument("action " + toString(action) + ": expected a single peer in a batch");
       }
-      step.peer = plan_.rankOfStage[neighbour];
-      program_.transfers.push_back({part.kind, *stage, part.microbatch});
+      step.peer = peerRank(plan_, part);
+      const ProgramStage& own = program_.stages[*stage];
+      const std::int32_t link = findLink(isWhereEdgeBegins(part.kind) ? own.outOf : own.into, edge);
+      program_.transfers.push_back({part.kind, *stage, part.microbatch, link});
     }
     program_.steps.push_back(step);
     program_.labels.push_back(toString(action));
@@ -163,6 +203,7 @@ class Compiler {
   }
 
   const Plan& plan_;
+  const StageGraph& graph_;
   Program program_;
 };
 
@@ -181,11 +222,13 @@ Result<Program> compileProgram(const Plan& plan, int rank) {
                                    std::to_string(kMaxStages) + " stages, all placed, and 1 to " +
                                    std::to_string(kMaxMicrobatches) + " microbatches");
   }
-  if (plan.edges || !plan.microbatchesOfStage.empty()) {
-    return Status::invalidArgument(
-        "the plan is not for a chain of stages that run all microbatches, as the executor needs it");
+  const Result<StageGraph> graph = StageGraph::make(plan);
+  if (!graph) return graph.status();
+  if (graph->numEdges() > kMaxEdges) {
+    return Status::invalidArgument("the plan has " + std::to_string(graph->numEdges()) +
+                                   " edges between stages, expected at most " + std::to_string(kMaxEdges));
   }
-  return Compiler(plan, rank).run();
+  return Compiler(plan, *graph, rank).run();
 }
 
 }  // namespace farandole::pipeline

@@ -32,17 +32,35 @@ struct TransferRef {
   ActionKind kind = ActionKind::kSendF;  // kSendF, kRecvF, kSendB or kRecvB
   std::int32_t stage = 0;                // as in Step
   std::int32_t microbatch = 0;
+  std::int32_t link = 0;  // of the stage's outOf for kSendF and kRecvB, of its into for the others
+};
+
+// An edge of the graph of stages, as one of its two stages sees it.
+struct StageLink {
+  static constexpr std::int32_t kElsewhere = -1;
+
+  std::int32_t edge = 0;            // its number in the graph
+  std::int32_t other = 0;           // the stage at the other end
+  std::int32_t rank = 0;            // where that one lives
+  std::int32_t local = kElsewhere;  // as in Step, where that is here
+  std::int32_t place = 0;           // the link's place in that one's list
+
+  bool isLocal() const { return local != kElsewhere; }
+};
+
+// One of the rank's stages. Links are in the order of the stages at their other ends.
+struct ProgramStage {
+  std::int32_t index = 0;
+  bool splitsBackward = false;  // I and W of it are apart, of any microbatch
+  std::vector<StageLink> into, outOf;
 };
 
 // A lowered plan, compiled for one rank: flat arrays that the executor replays.
 struct Program {
   std::int32_t rank = 0;
-  std::int32_t numStages = 0;
   std::int32_t numMicrobatches = 0;
   bool hasBackward = false;
-  std::vector<std::int32_t> rankOfStage;
-  std::vector<std::int32_t> stages;  // the rank's stages, ascending
-  std::vector<bool> splitsBackward;  // [stages] whether I and W of the stage are apart, of any microbatch
+  std::vector<ProgramStage> stages;  // the rank's, ascending
   std::vector<Step> steps;
   std::vector<TransferRef> transfers;
   std::vector<std::string> labels;  // [steps] the action's text

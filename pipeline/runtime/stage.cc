@@ -28,20 +28,44 @@ void Transfer::release() {
   headerPosted = posted = false;
 }
 
+Stage::Stage(StageSpec given, const ProgramStage& program, int numMicrobatches)
+    : spec(std::move(given)), program(program), slots(numMicrobatches) {
+  for (MicrobatchSlot& slot : slots) {
+    slot.into.resize(program.into.size());
+    slot.outOf.resize(program.outOf.size());
+  }
+  for (const StageLink& link : program.outOf) {
+    const auto found = spec.outputsTo.find(link.other);
+    selected_.push_back(found == spec.outputsTo.end() ? nullptr : &found->second);
+  }
+}
+
+std::span<const std::int32_t> Stage::outputsOver(std::size_t link, std::size_t numOutputs) {
+  if (selected_[link] != nullptr) return *selected_[link];
+  while (all_.size() < numOutputs) all_.push_back(static_cast<std::int32_t>(all_.size()));
+  return {all_.data(), numOutputs};
+}
+
 void Stage::reset(bool shapes) {
   for (MicrobatchSlot& slot : slots) {
-    for (Transfer* transfer :
-         {&slot.receiveActivation, &slot.sendActivation, &slot.receiveGradient, &slot.sendGradient}) {
-      transfer->release();
+    for (IncomingEdge& edge : slot.into) {
+      edge.receiveActivation.release();
+      edge.sendGradient.release();
+      edge.isPoisoned = false;
+    }
+    for (OutgoingEdge& edge : slot.outOf) {
+      edge.sendActivation.release();
+      edge.receiveGradient.release();
+      edge.outputs.clear();
+      edge.grads.clear();
     }
     slot.inputs.clear();
-    slot.outputs.clear();
     slot.roots.clear();
     slot.outputGrads.clear();
     slot.deferred = {};
     slot.hookedOps.clear();
-    slot.inputPoisoned = slot.outputPoisoned = false;
-    if (shapes) slot.inputsKnown = slot.outputsKnown = false;
+    slot.outputPoisoned = false;
+    if (shapes) slot.outputsKnown = false;
   }
   if (shapes) savesThroughHooks = isBackwardWhole = false;
 }

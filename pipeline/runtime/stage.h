@@ -4,13 +4,17 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "pipeline/runtime/p2p_channel.h"
+#include "pipeline/runtime/program.h"
 #include "pipeline/runtime/split_backward.h"
 #include "pipeline/runtime/tensor_meta.h"
 
@@ -22,9 +26,13 @@ struct StageSpec {
   std::int32_t index = 0;
 
   // Computes one microbatch. `inputs` is empty for the first stage, which has
-  // its own. `outputs` go to the next stage; the last stage returns its loss
-  // alone when it trains, and may return nothing otherwise. May throw.
+  // its own; a stage with several stages before it gets their tensors one after another, the lowest stage's first.
+  // `outputs` go to the stages after it; a last stage returns its loss alone when it trains, and may return nothing
+  // otherwise. May throw.
   std::function<void(int microbatch, const std::vector<at::Tensor>& inputs, std::vector<at::Tensor>& outputs)> forward;
+
+  // Which outputs go to a stage, by their places; all of them to one that is not named.
+  std::map<std::int32_t, std::vector<std::int32_t>> outputsTo;
 
   // Optional: turns gradient reduction across replicas off before the first
   // forward of a step, and on before the last backward.
@@ -53,43 +61,67 @@ struct Transfer {
   void release();
 };
 
+// State of one microbatch on an edge into a stage.
+struct IncomingEdge {
+  std::vector<TensorMeta> metas;  // known once learned
+  bool isPoisoned = false;        // only while learning: nothing flows on this edge
+  Transfer receiveActivation, sendGradient;
+};
+
+// State of one microbatch on an edge out of a stage. Tensors and gradients are moved here where both stages are on this
+// rank.
+struct OutgoingEdge {
+  Transfer sendActivation, receiveGradient;
+  std::vector<at::Tensor> outputs;  // for a stage on this rank
+  std::vector<at::Tensor> grads;    // of the outputs that need one
+};
+
 // State of one microbatch in one stage, kept from step to step so that a
 // steady step allocates nothing but tensors.
 struct MicrobatchSlot {
-  std::vector<TensorMeta> inputMetas, outputMetas;  // known once learned
-  bool inputsKnown = false, outputsKnown = false;
-  bool inputPoisoned = false, outputPoisoned = false;  // only while learning: nothing flows on that edge
+  std::vector<IncomingEdge> into;   // as ProgramStage::into
+  std::vector<OutgoingEdge> outOf;  // as ProgramStage::outOf
+  std::vector<TensorMeta> outputMetas;
+  bool outputsKnown = false;
+  bool outputPoisoned = false;  // only while learning: nothing flows on the edges out of the stage
 
-  Transfer receiveActivation, sendActivation, receiveGradient, sendGradient;
   std::vector<at::Tensor> inputs;              // the leaves that forward was given
-  std::vector<at::Tensor> outputs;             // for a next stage on the same rank
-  torch::autograd::edge_list roots;            // of the outputs that need a gradient
-  torch::autograd::variable_list outputGrads;  // from a next stage on the same rank, or the loss' seed
+  torch::autograd::edge_list roots;            // of the outputs that need a gradient, edge by edge
+  torch::autograd::variable_list outputGrads;  // of roots
   DeferredBackward deferred;                   // between I and W
   std::vector<std::uint64_t> hookedOps;        // of the forward: see SavedTensorHookWatch
+
+  bool isInputPoisoned() const {
+    return std::ranges::any_of(into, [](const IncomingEdge& edge) { return edge.isPoisoned; });
+  }
 };
 
 // One stage of this rank. Owned and used by the executor.
 class Stage {
  public:
-  Stage(StageSpec spec, int numStages, int numMicrobatches)
-      : spec(std::move(spec)),
-        isFirst(this->spec.index == 0),
-        isLast(this->spec.index == numStages - 1),
-        slots(numMicrobatches) {}
+  // `program` is this stage's and outlives it.
+  Stage(StageSpec spec, const ProgramStage& program, int numMicrobatches);
+
+  bool isFirst() const { return program.into.empty(); }
+  bool isLast() const { return program.outOf.empty(); }
+
+  // The places of the outputs that go over an edge, for so many outputs.
+  std::span<const std::int32_t> outputsOver(std::size_t link, std::size_t numOutputs);
 
   // Forgets what a step left; with `shapes`, also what was learned.
   void reset(bool shapes);
 
   StageSpec spec;
-  bool isFirst, isLast;
-  bool previousIsLocal = false, nextIsLocal = false;
-  bool splitsBackward = false;     // the plan has I and W of it
+  const ProgramStage& program;
+  std::vector<MicrobatchSlot> slots;
   bool savesThroughHooks = false;  // as a step that learned shapes has seen
   bool isSplit = false;            // some I of this step has left something for W
   bool isBackwardWhole = false;    // its I computes everything, for its reduction needs one backward to be the last
   bool isUnsplittableTold = false;
-  std::vector<MicrobatchSlot> slots;
+
+ private:
+  std::vector<const std::vector<std::int32_t>*> selected_;  // [outOf] null: all outputs
+  std::vector<std::int32_t> all_;                           // 0, 1, ...
 };
 
 }  // namespace farandole::pipeline

@@ -28,6 +28,18 @@ Status checkSendable(const std::vector<at::Tensor>& outputs) {
   return Status::ok();
 }
 
+Status checkSelection(const std::map<std::int32_t, std::vector<std::int32_t>>& outputsTo, std::size_t numOutputs) {
+  for (const auto& [stage, outputs] : outputsTo) {
+    for (const std::int32_t output : outputs) {
+      if (output >= 0 && static_cast<std::size_t>(output) < numOutputs) continue;
+      return Status::invalidArgument("the module returned " + std::to_string(numOutputs) +
+                                     " tensors, expected more: output " + std::to_string(output) + " goes to stage " +
+                                     std::to_string(stage));
+    }
+  }
+  return Status::ok();
+}
+
 std::vector<TensorMeta> metasOf(const std::vector<at::Tensor>& tensors) {
   std::vector<TensorMeta> metas;
   metas.reserve(tensors.size());
@@ -68,13 +80,15 @@ void StageCompute::forward(Stage& stage, std::int32_t microbatch, bool learning)
   outputs_.clear();
   if (failure_.isFailed()) return;
   MicrobatchSlot& slot = stage.slots[microbatch];
-  if (learning && stage.spec.declaredInputs && !stage.isFirst) {
-    if (Status status = checkDeclared("inputs", *stage.spec.declaredInputs, slot.inputMetas); !status.isOk()) {
+  if (learning && stage.spec.declaredInputs && !stage.isFirst()) {
+    std::vector<TensorMeta> metas;
+    for (const IncomingEdge& edge : slot.into) metas.insert(metas.end(), edge.metas.begin(), edge.metas.end());
+    if (Status status = checkDeclared("inputs", *stage.spec.declaredInputs, metas); !status.isOk()) {
       return failure_.fail(stage, microbatch, std::string(status.message()));
     }
   }
   // The first stage has no gradients of inputs to split from.
-  const bool watches = stage.splitsBackward && !stage.isFirst && (learning || stage.savesThroughHooks);
+  const bool watches = stage.program.splitsBackward && !stage.isFirst() && (learning || stage.savesThroughHooks);
   if (!watches) return runForward(stage, microbatch);
   {
     const SavedTensorHookWatch watch(slot.hookedOps);
@@ -93,7 +107,7 @@ void StageCompute::runForward(Stage& stage, std::int32_t microbatch) {
 
 void StageCompute::handOver(Stage& stage, std::int32_t microbatch) {
   MicrobatchSlot& slot = stage.slots[microbatch];
-  if (stage.isLast) {
+  if (stage.isLast()) {
     takeLoss(stage, microbatch);
   } else {
     checkOutputs(stage, microbatch);
@@ -104,8 +118,10 @@ void StageCompute::handOver(Stage& stage, std::int32_t microbatch) {
         for (const TensorMeta& meta : slot.outputMetas) outputs_.push_back(meta.zeros());
       }
     } else if (program_.hasBackward) {
-      for (const at::Tensor& output : outputs_) {
-        if (output.requires_grad()) slot.roots.push_back(torch::autograd::impl::gradient_edge(output));
+      for (std::size_t link = 0; link < slot.outOf.size(); ++link) {
+        for (const std::int32_t i : stage.outputsOver(link, outputs_.size())) {
+          if (outputs_[i].requires_grad()) slot.roots.push_back(torch::autograd::impl::gradient_edge(outputs_[i]));
+        }
       }
     }
     traffic_.setOutputs(stage, microbatch, outputs_);
@@ -141,6 +157,7 @@ void StageCompute::checkOutputs(Stage& stage, std::int32_t microbatch) {
   if (!slot.outputsKnown) {
     slot.outputMetas = metasOf(outputs_);
     Status fits = encodeHeader(slot.outputMetas).status();
+    if (fits.isOk()) fits = checkSelection(stage.spec.outputsTo, outputs_.size());
     if (fits.isOk() && stage.spec.declaredOutputs) {
       fits = checkDeclared("outputs", *stage.spec.declaredOutputs, slot.outputMetas);
     }
@@ -210,14 +227,17 @@ void StageCompute::takeUnsplittable(Stage& stage) {
 
 void StageCompute::returnInputGrads(Stage& stage, std::int32_t microbatch) {
   MicrobatchSlot& slot = stage.slots[microbatch];
-  if (stage.isFirst || slot.inputPoisoned) return;
-  grads_.resize(slot.inputMetas.size());
-  for (std::size_t i = 0; i < grads_.size(); ++i) {
-    grads_[i] = at::Tensor();
-    if (!slot.inputMetas[i].requiresGrad) continue;
-    // Taken out, since the input itself may live on until W.
-    if (!failure_.isFailed()) grads_[i] = std::move(slot.inputs[i].mutable_grad());
-    if (!grads_[i].defined()) grads_[i] = slot.inputMetas[i].zeros();
+  if (stage.isFirst()) return;
+  grads_.clear();
+  for (const IncomingEdge& edge : slot.into) {
+    if (edge.isPoisoned) continue;
+    for (const TensorMeta& meta : edge.metas) {
+      at::Tensor grad;
+      // Taken out, since the input itself may live on until W.
+      if (meta.requiresGrad && !failure_.isFailed()) grad = std::move(slot.inputs[grads_.size()].mutable_grad());
+      if (meta.requiresGrad && !grad.defined()) grad = meta.zeros();
+      grads_.push_back(std::move(grad));
+    }
   }
   traffic_.setInputGrads(stage, microbatch, grads_);
   grads_.clear();

@@ -6,20 +6,40 @@ namespace farandole::pipeline {
 
 namespace {
 
-Message headerMessage(bool isSend, at::Tensor header, std::int32_t sendingStage, std::int32_t microbatch) {
+Message headerMessage(bool isSend, at::Tensor header, std::int32_t edge, std::int32_t microbatch) {
   Message message;
   message.isSend = isSend;
   message.isOnce = true;
-  message.tag = messageTag(Traffic::kHeader, sendingStage, microbatch, 0);
+  message.tag = messageTag(Traffic::kHeader, edge, microbatch, 0);
   message.tensor[0] = std::move(header);
   return message;
 }
 
-void setMessage(Message& message, bool isSend, at::Tensor tensor, std::int32_t tag) {
-  message.isSend = isSend;
-  message.tag = tag;
-  message.tensor[0] = std::move(tensor);
-}
+// One message of a transfer after another; those of earlier steps are used again.
+class MessageWriter {
+ public:
+  MessageWriter(Transfer& transfer, bool isSend, Traffic traffic, std::int32_t edge, std::int32_t microbatch)
+      : messages_(transfer.messages), isSend_(isSend), traffic_(traffic), edge_(edge), microbatch_(microbatch) {}
+  MessageWriter(const MessageWriter&) = delete;
+  MessageWriter& operator=(const MessageWriter&) = delete;
+  ~MessageWriter() { messages_.resize(count_); }
+
+  // `place`: of the tensor among those of the edge.
+  void add(at::Tensor tensor, std::size_t place) {
+    if (messages_.size() <= count_) messages_.emplace_back();
+    Message& message = messages_[count_++];
+    message.isSend = isSend_;
+    message.tag = messageTag(traffic_, edge_, microbatch_, static_cast<std::int32_t>(place));
+    message.tensor[0] = std::move(tensor);
+  }
+
+ private:
+  std::vector<Message>& messages_;
+  const bool isSend_;
+  const Traffic traffic_;
+  const std::int32_t edge_, microbatch_;
+  std::size_t count_ = 0;
+};
 
 // The bytes that the peer expects: dense, and not a lazy conjugate or negative.
 at::Tensor wireForm(const at::Tensor& tensor) { return tensor.detach().resolve_conj().resolve_neg().contiguous(); }
@@ -58,38 +78,51 @@ void StageTraffic::releaseSent() {
 void StageTraffic::addToBatch(const TransferRef& ref, std::int32_t peer) {
   Stage& stage = stages_[ref.stage];
   MicrobatchSlot& slot = stage.slots[ref.microbatch];
-  const std::int32_t index = stage.spec.index;
   switch (ref.kind) {
-    case ActionKind::kRecvF:
+    case ActionKind::kRecvF: {
+      IncomingEdge& edge = slot.into[ref.link];
+      const std::int32_t number = stage.program.into[ref.link].edge;
+      Transfer& transfer = edge.receiveActivation;
       if (learning_) {
-        slot.receiveActivation.header = headerMessage(false, emptyHeader(), index - 1, ref.microbatch);
-        slot.receiveActivation.headerPosted = true;
-        batch_.push_back(&*slot.receiveActivation.header);
+        transfer.header = headerMessage(false, emptyHeader(), number, ref.microbatch);
+        transfer.headerPosted = true;
+        batch_.push_back(&*transfer.header);
       } else {
-        prepareReceive(slot.receiveActivation, slot.inputMetas, false, Traffic::kActivation, index - 1, ref.microbatch);
-        addMessages(slot.receiveActivation);
+        prepareActivation(edge, number, ref.microbatch);
+        addMessages(transfer);
       }
       return;
-    case ActionKind::kSendF:
-      if (learning_) {
-        // The executor has checked that the metas fit a header.
-        at::Tensor header = slot.outputPoisoned ? poisonedHeader() : *encodeHeader(slot.outputMetas);
-        slot.sendActivation.header = headerMessage(true, std::move(header), index, ref.microbatch);
-        batch_.push_back(&*slot.sendActivation.header);
-      }
-      if (!slot.outputPoisoned) addMessages(slot.sendActivation);
-      sending_.push_back(&slot.sendActivation);
-      return;
+    }
+    case ActionKind::kSendF: addActivation(stage, ref); return;
     case ActionKind::kRecvB:
       // Before the forward of a step that learns nothing is known: awaitGradient() posts then.
       if (slot.outputPoisoned || !slot.outputsKnown) return;
-      prepareReceive(slot.receiveGradient, slot.outputMetas, true, Traffic::kGradient, index + 1, ref.microbatch);
-      addMessages(slot.receiveGradient);
+      prepareGradients(stage, ref.link, ref.microbatch);
+      addMessages(slot.outOf[ref.link].receiveGradient);
       return;
     default:
-      if (!slot.inputPoisoned) addMessages(slot.sendGradient);
+      if (!slot.into[ref.link].isPoisoned) addMessages(slot.into[ref.link].sendGradient);
       return;
   }
+}
+
+void StageTraffic::addActivation(Stage& stage, const TransferRef& ref) {
+  MicrobatchSlot& slot = stage.slots[ref.microbatch];
+  Transfer& transfer = slot.outOf[ref.link].sendActivation;
+  if (learning_) {
+    // The executor has checked that the metas fit a header.
+    std::vector<TensorMeta> metas;
+    if (!slot.outputPoisoned) {
+      for (const std::int32_t i : stage.outputsOver(ref.link, slot.outputMetas.size())) {
+        metas.push_back(slot.outputMetas[i]);
+      }
+    }
+    at::Tensor header = slot.outputPoisoned ? poisonedHeader() : *encodeHeader(metas);
+    transfer.header = headerMessage(true, std::move(header), stage.program.outOf[ref.link].edge, ref.microbatch);
+    batch_.push_back(&*transfer.header);
+  }
+  if (!slot.outputPoisoned) addMessages(transfer);
+  sending_.push_back(&transfer);
 }
 
 void StageTraffic::addMessages(Transfer& transfer) {
@@ -102,107 +135,148 @@ void StageTraffic::flushBatch(std::int32_t peer) {
   batch_.clear();
 }
 
-void StageTraffic::prepareReceive(Transfer& transfer, const std::vector<TensorMeta>& metas, bool gradientsOnly,
-                                  Traffic traffic, std::int32_t sendingStage, std::int32_t microbatch) {
-  std::size_t count = 0;
-  for (std::size_t i = 0; i < metas.size(); ++i) {
-    if (gradientsOnly && !metas[i].requiresGrad) continue;
-    if (transfer.messages.size() <= count) transfer.messages.emplace_back();
-    setMessage(transfer.messages[count++], false, store_.take(metas[i]),
-               messageTag(traffic, sendingStage, microbatch, static_cast<std::int32_t>(i)));
-  }
-  transfer.messages.resize(count);
+void StageTraffic::prepareActivation(IncomingEdge& edge, std::int32_t number, std::int32_t microbatch) {
+  MessageWriter writer(edge.receiveActivation, false, Traffic::kActivation, number, microbatch);
+  for (std::size_t i = 0; i < edge.metas.size(); ++i) writer.add(store_.take(edge.metas[i]), i);
 }
 
-Status StageTraffic::awaitActivation(Stage& stage, std::int32_t microbatch) {
-  if (stage.previousIsLocal) {
-    takeLocalInputs(stage, microbatch);
-    return Status::ok();
-  }
+void StageTraffic::prepareGradients(Stage& stage, std::size_t link, std::int32_t microbatch) {
   MicrobatchSlot& slot = stage.slots[microbatch];
-  Transfer& transfer = slot.receiveActivation;
-  if (learning_) {
-    transfer.waitHeader();
-    auto metas = decodeHeader(transfer.header->tensor[0]);
-    if (!metas) return metas.status();
-    slot.inputPoisoned = !metas->has_value();
-    if (slot.inputPoisoned) return Status::ok();
-    slot.inputMetas = std::move(**metas);
-    slot.inputsKnown = true;
-    const std::int32_t peer = program_.rankOfStage[stage.spec.index - 1];
-    prepareReceive(transfer, slot.inputMetas, false, Traffic::kActivation, stage.spec.index - 1, microbatch);
-    addMessages(transfer);
-    flushBatch(peer);
+  const std::span<const std::int32_t> outputs = stage.outputsOver(link, slot.outputMetas.size());
+  MessageWriter writer(slot.outOf[link].receiveGradient, false, Traffic::kGradient, stage.program.outOf[link].edge,
+                       microbatch);
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    const TensorMeta& meta = slot.outputMetas[outputs[i]];
+    if (meta.requiresGrad) writer.add(store_.take(meta), i);
   }
-  transfer.wait();
-  slot.inputs.resize(slot.inputMetas.size());
-  for (std::size_t i = 0; i < slot.inputs.size(); ++i) {
-    slot.inputs[i] = transfer.messages[i].tensor[0].detach();
-    if (slot.inputMetas[i].requiresGrad && program_.hasBackward) slot.inputs[i].set_requires_grad(true);
+}
+
+Status StageTraffic::awaitActivations(Stage& stage, std::int32_t microbatch) {
+  MicrobatchSlot& slot = stage.slots[microbatch];
+  slot.inputs.clear();
+  for (std::size_t i = 0; i < slot.into.size(); ++i) {
+    IncomingEdge& edge = slot.into[i];
+    const StageLink& link = stage.program.into[i];
+    if (link.isLocal()) {
+      takeLocal(link, edge, microbatch, slot.inputs);
+    } else {
+      FARANDOLE_RETURN_IF_ERROR(receive(link, edge, microbatch));
+      if (edge.isPoisoned) continue;
+      for (const Message& message : edge.receiveActivation.messages) slot.inputs.push_back(message.tensor[0].detach());
+    }
+  }
+  if (slot.isInputPoisoned() || !program_.hasBackward) return Status::ok();
+  std::size_t input = 0;
+  for (const IncomingEdge& edge : slot.into) {
+    for (const TensorMeta& meta : edge.metas) {
+      if (meta.requiresGrad) slot.inputs[input].set_requires_grad(true);
+      ++input;
+    }
   }
   return Status::ok();
 }
 
-void StageTraffic::takeLocalInputs(Stage& stage, std::int32_t microbatch) {
-  MicrobatchSlot& from = stages_[&stage - stages_.data() - 1].slots[microbatch];
+Status StageTraffic::receive(const StageLink& link, IncomingEdge& edge, std::int32_t microbatch) {
+  Transfer& transfer = edge.receiveActivation;
+  if (learning_) {
+    transfer.waitHeader();
+    auto metas = decodeHeader(transfer.header->tensor[0]);
+    if (!metas) return metas.status();
+    edge.isPoisoned = !metas->has_value();
+    if (edge.isPoisoned) return Status::ok();
+    edge.metas = std::move(**metas);
+    prepareActivation(edge, link.edge, microbatch);
+    addMessages(transfer);
+    flushBatch(link.rank);
+  }
+  transfer.wait();
+  return Status::ok();
+}
+
+void StageTraffic::takeLocal(const StageLink& link, IncomingEdge& edge, std::int32_t microbatch,
+                             std::vector<at::Tensor>& inputs) {
+  Stage& from = stages_[link.local];
+  MicrobatchSlot& source = from.slots[microbatch];
+  edge.isPoisoned = source.outputPoisoned;
+  if (learning_) {
+    edge.metas.clear();
+    for (const std::int32_t i : from.outputsOver(link.place, source.outputMetas.size())) {
+      if (!edge.isPoisoned) edge.metas.push_back(source.outputMetas[i]);
+    }
+  }
+  std::vector<at::Tensor>& outputs = source.outOf[link.place].outputs;
+  for (at::Tensor& output : outputs) inputs.push_back(std::move(output));
+  outputs.clear();
+}
+
+void StageTraffic::awaitGradients(Stage& stage, std::int32_t microbatch) {
+  if (stage.isLast()) return;
   MicrobatchSlot& slot = stage.slots[microbatch];
-  slot.inputPoisoned = from.outputPoisoned;
-  if (learning_) slot.inputMetas = from.outputMetas;
-  slot.inputsKnown = from.outputsKnown;
-  slot.inputs.swap(from.outputs);
-  from.outputs.clear();
-  if (!program_.hasBackward) return;
-  for (std::size_t i = 0; i < slot.inputs.size(); ++i) {
-    if (slot.inputMetas[i].requiresGrad) slot.inputs[i].set_requires_grad(true);
+  slot.outputGrads.clear();
+  if (slot.outputPoisoned) return;
+  for (std::size_t i = 0; i < slot.outOf.size(); ++i) {
+    OutgoingEdge& edge = slot.outOf[i];
+    if (!stage.program.outOf[i].isLocal()) {
+      awaitGradient(stage, i, microbatch);
+      for (const Message& message : edge.receiveGradient.messages) slot.outputGrads.push_back(message.tensor[0]);
+    }
+    for (at::Tensor& grad : edge.grads) slot.outputGrads.push_back(std::move(grad));
+    edge.grads.clear();
   }
 }
 
-void StageTraffic::awaitGradient(Stage& stage, std::int32_t microbatch) {
-  if (stage.isLast || stage.nextIsLocal) return;
-  MicrobatchSlot& slot = stage.slots[microbatch];
-  Transfer& transfer = slot.receiveGradient;
-  slot.outputGrads.clear();
-  if (slot.outputPoisoned) return;
+void StageTraffic::awaitGradient(Stage& stage, std::size_t link, std::int32_t microbatch) {
+  Transfer& transfer = stage.slots[microbatch].outOf[link].receiveGradient;
   if (!transfer.posted) {
-    prepareReceive(transfer, slot.outputMetas, true, Traffic::kGradient, stage.spec.index + 1, microbatch);
+    prepareGradients(stage, link, microbatch);
     addMessages(transfer);
-    flushBatch(program_.rankOfStage[stage.spec.index + 1]);
+    flushBatch(stage.program.outOf[link].rank);
   }
   transfer.wait();
-  for (const Message& message : transfer.messages) slot.outputGrads.push_back(message.tensor[0]);
 }
 
 void StageTraffic::setOutputs(Stage& stage, std::int32_t microbatch, const std::vector<at::Tensor>& outputs) {
-  if (stage.nextIsLocal) {
-    for (const at::Tensor& output : outputs) stage.slots[microbatch].outputs.push_back(output.detach());
-    return;
-  }
-  Transfer& transfer = stage.slots[microbatch].sendActivation;
-  transfer.messages.resize(outputs.size());
-  for (std::size_t i = 0; i < outputs.size(); ++i) {
-    setMessage(transfer.messages[i], true, wireForm(outputs[i]),
-               messageTag(Traffic::kActivation, stage.spec.index, microbatch, static_cast<std::int32_t>(i)));
+  MicrobatchSlot& slot = stage.slots[microbatch];
+  for (std::size_t link = 0; link < slot.outOf.size(); ++link) {
+    OutgoingEdge& edge = slot.outOf[link];
+    const std::span<const std::int32_t> over =
+        outputs.empty() ? std::span<const std::int32_t>() : stage.outputsOver(link, outputs.size());
+    if (stage.program.outOf[link].isLocal()) {
+      edge.outputs.clear();
+      for (const std::int32_t i : over) {
+        // What others read, too, this one may change in place where autograd does not keep it from that.
+        const bool isOwn = slot.outOf.size() == 1 || (program_.hasBackward && outputs[i].requires_grad());
+        edge.outputs.push_back(isOwn ? outputs[i].detach() : outputs[i].detach().clone());
+      }
+    } else {
+      MessageWriter writer(edge.sendActivation, true, Traffic::kActivation, stage.program.outOf[link].edge, microbatch);
+      for (std::size_t i = 0; i < over.size(); ++i) writer.add(wireForm(outputs[over[i]]), i);
+    }
   }
 }
 
 void StageTraffic::setInputGrads(Stage& stage, std::int32_t microbatch, std::vector<at::Tensor>& grads) {
-  if (stage.previousIsLocal) {
-    MicrobatchSlot& to = stages_[&stage - stages_.data() - 1].slots[microbatch];
-    to.outputGrads.clear();
-    for (at::Tensor& grad : grads) {
-      if (grad.defined()) to.outputGrads.push_back(std::move(grad));
-    }
-    return;
-  }
   MicrobatchSlot& slot = stage.slots[microbatch];
-  std::size_t count = 0;
-  for (std::size_t i = 0; i < slot.inputMetas.size(); ++i) {
-    if (!slot.inputMetas[i].requiresGrad) continue;
-    if (slot.sendGradient.messages.size() <= count) slot.sendGradient.messages.emplace_back();
-    setMessage(slot.sendGradient.messages[count++], true, wireForm(grads[i]),
-               messageTag(Traffic::kGradient, stage.spec.index, microbatch, static_cast<std::int32_t>(i)));
+  std::size_t input = 0;
+  for (std::size_t i = 0; i < slot.into.size(); ++i) {
+    IncomingEdge& edge = slot.into[i];
+    const StageLink& link = stage.program.into[i];
+    if (edge.isPoisoned) continue;
+    const std::size_t first = input;
+    input += edge.metas.size();
+    if (link.isLocal()) {
+      std::vector<at::Tensor>& to = stages_[link.local].slots[microbatch].outOf[link.place].grads;
+      to.clear();
+      for (std::size_t place = first; place < input; ++place) {
+        if (grads[place].defined()) to.push_back(std::move(grads[place]));
+      }
+    } else {
+      MessageWriter writer(edge.sendGradient, true, Traffic::kGradient, link.edge, microbatch);
+      for (std::size_t place = first; place < input; ++place) {
+        if (grads[place].defined()) writer.add(wireForm(grads[place]), place - first);
+      }
+    }
   }
-  slot.sendGradient.messages.resize(count);
 }
 
 void StageTraffic::waitSends(const Step& step) {
@@ -210,32 +284,42 @@ void StageTraffic::waitSends(const Step& step) {
   // proven for waiting here: finishStep() waits instead.
   if (learning_) return;
   MicrobatchSlot& slot = stages_[step.stage].slots[step.microbatch];
-  if (step.activation) slot.sendActivation.wait();
-  if (step.gradient) slot.sendGradient.wait();
+  for (OutgoingEdge& edge : slot.outOf) {
+    if (step.activation) edge.sendActivation.wait();
+  }
+  for (IncomingEdge& edge : slot.into) {
+    if (step.gradient) edge.sendGradient.wait();
+  }
 }
 
 void StageTraffic::releaseInputs(MicrobatchSlot& slot) {
   slot.inputs.clear();
   slot.outputGrads.clear();
-  giveBack(slot.receiveActivation, store_);
-  // A gradient that came back proves that the activation has arrived.
-  if (!slot.receiveGradient.messages.empty() && slot.receiveGradient.posted) {
-    slot.sendActivation.wait();
-    slot.sendActivation.release();
+  for (IncomingEdge& edge : slot.into) giveBack(edge.receiveActivation, store_);
+  for (OutgoingEdge& edge : slot.outOf) {
+    // A gradient that came back proves that the activation has arrived.
+    if (!edge.receiveGradient.messages.empty() && edge.receiveGradient.posted) {
+      edge.sendActivation.wait();
+      edge.sendActivation.release();
+    }
+    giveBack(edge.receiveGradient, store_);
   }
-  giveBack(slot.receiveGradient, store_);
 }
 
 void StageTraffic::finishStep() {
   sending_.clear();
   for (Stage& stage : stages_) {
     for (MicrobatchSlot& slot : stage.slots) {
-      slot.sendActivation.wait();
-      slot.sendGradient.wait();
-      slot.receiveActivation.wait();
-      slot.receiveGradient.wait();
-      slot.sendActivation.release();
-      slot.sendGradient.release();
+      for (OutgoingEdge& edge : slot.outOf) {
+        edge.sendActivation.wait();
+        edge.receiveGradient.wait();
+        edge.sendActivation.release();
+      }
+      for (IncomingEdge& edge : slot.into) {
+        edge.sendGradient.wait();
+        edge.receiveActivation.wait();
+        edge.sendGradient.release();
+      }
     }
   }
 }

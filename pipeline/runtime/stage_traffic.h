@@ -29,14 +29,14 @@ class StageTraffic {
 
   void post(const Step& step);
 
-  // Sets the inputs of a stage that is not the first, or inputPoisoned. An error when a header makes no sense.
-  Status awaitActivation(Stage& stage, std::int32_t microbatch);
+  // Sets the slot's inputs, unless one of its edges is poisoned. An error when a header makes no sense.
+  Status awaitActivations(Stage& stage, std::int32_t microbatch);
 
   // Sets the slot's outputGrads where it is not the loss that they come from.
-  void awaitGradient(Stage& stage, std::int32_t microbatch);
+  void awaitGradients(Stage& stage, std::int32_t microbatch);
 
-  // Hands tensors to the neighbour: at once where it lives on this rank, else to what post() will send, detached and
-  // contiguous. The stage has such a neighbour.
+  // Hands tensors to the stages after or before: at once where those live on this rank, else to what post() will send,
+  // detached and contiguous. `grads` are one for each input, undefined where none is needed.
   void setOutputs(Stage& stage, std::int32_t microbatch, const std::vector<at::Tensor>& outputs);
   void setInputGrads(Stage& stage, std::int32_t microbatch, std::vector<at::Tensor>& grads);
 
@@ -52,13 +52,16 @@ class StageTraffic {
   void reset(bool shapes);
 
  private:
-  void takeLocalInputs(Stage& stage, std::int32_t microbatch);
+  Status receive(const StageLink& link, IncomingEdge& edge, std::int32_t microbatch);
+  void takeLocal(const StageLink& link, IncomingEdge& edge, std::int32_t microbatch, std::vector<at::Tensor>& inputs);
+  void awaitGradient(Stage& stage, std::size_t link, std::int32_t microbatch);
   void releaseSent();
   void addToBatch(const TransferRef& ref, std::int32_t peer);
+  void addActivation(Stage& stage, const TransferRef& ref);
+  void prepareActivation(IncomingEdge& edge, std::int32_t number, std::int32_t microbatch);
+  void prepareGradients(Stage& stage, std::size_t link, std::int32_t microbatch);
   void addMessages(Transfer& transfer);
   void flushBatch(std::int32_t peer);
-  void prepareReceive(Transfer& transfer, const std::vector<TensorMeta>& metas, bool gradientsOnly, Traffic traffic,
-                      std::int32_t sendingStage, std::int32_t microbatch);
 
   const Program& program_;
   std::vector<Stage>& stages_;

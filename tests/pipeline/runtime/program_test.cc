@@ -84,7 +84,7 @@ TEST(Program, MarksTheLastBackwardsOfAStageOfBothHalvesAndWhole) {
                     act(ActionKind::kBackward, 1), act(ActionKind::kBackwardWeight, 0)}}};
   const Program program = *compileProgram(plan, 0);
   EXPECT_TRUE(program.hasBackward);
-  EXPECT_TRUE(program.splitsBackward[0]);
+  EXPECT_TRUE(program.stages[0].splitsBackward);
   const std::vector<Step>& steps = program.steps;
   EXPECT_FALSE(steps[2].lastInputBackward);
   EXPECT_TRUE(steps[3].lastInputBackward);
