@@ -11,7 +11,7 @@ from farandole import _C
 COMPUTE_KINDS = ("F", "B", "I", "W", "OVERLAP_F_B")
 COMMUNICATION = "communication"
 
-_PLAIN = re.compile(r"(\d+)([A-Z_]+?)(\d*)")
+_PLAIN = re.compile(r"(\d+)([A-Z_]+?)(\d*)([<>]\d+)?")  # of messages the last may name the other stage
 _COMPOSITE = re.compile(r"\((.*)\)([A-Z0-9_]+)")
 
 

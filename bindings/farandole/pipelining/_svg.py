@@ -147,7 +147,7 @@ class _Picture:
         if height < _FONT:
             return
         for label in (box.label, box.label[1:]):  # "F12", else "12"
-            if label and _LETTER * len(label) < room:
+            if _LETTER * len(label) < room:
                 middle = self._x((box.start + box.end) / 2)
                 self._write(middle, self.y + 0.7 * _BAR, label, fill=_INK, anchor="middle")
                 return
