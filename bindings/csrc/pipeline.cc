@@ -2,6 +2,7 @@
 
 #include "bindings/csrc/layers.h"
 #include "bindings/csrc/pipeline_executor.h"
+#include "bindings/csrc/pipeline_timeline.h"
 #include "pipeline/ir/csv.h"
 #include "pipeline/ir/draw.h"
 #include "pipeline/ir/message.h"
@@ -217,6 +218,7 @@ void bindPipeline(py::module_& module) {
         if (!status.isOk()) throw py::value_error(status.toString());
       },
       py::arg("plan"), py::arg("channel"));
+  bindPipelineTimeline(module);
   bindPipelineExecutor(module);
 }
 

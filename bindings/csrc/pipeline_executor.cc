@@ -1,5 +1,6 @@
 #include "bindings/csrc/pipeline_executor.h"
 
+#include <chrono>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "bindings/csrc/python_stage.h"
@@ -95,6 +96,7 @@ class PythonExecutor {
     Status status;
     {
       const py::gil_scoped_release released;
+      began_ = std::chrono::steady_clock::now();
       status = executor_->step(relearn);
     }
     inputs_ = {};
@@ -111,6 +113,9 @@ class PythonExecutor {
     }
     if (!status.isOk()) raise(status);
   }
+
+  // When the last step began, on the clock of Python's time.monotonic().
+  double lastStepBegan() const { return std::chrono::duration<double>(began_.time_since_epoch()).count(); }
 
   // [(action, start, end)] in seconds.
   py::list lastStepTrace() const {
@@ -132,6 +137,7 @@ class PythonExecutor {
   }
 
   bool running_ = false;
+  std::chrono::steady_clock::time_point began_;
   StepInputs inputs_;
   RaisedError raised_;
   std::unique_ptr<pipeline::Executor> executor_;
@@ -153,6 +159,7 @@ void bindPipelineExecutor(py::module_& module) {
            py::arg("loss_kwargs"), py::arg("outputs"), py::arg("losses"), py::arg("relearn"))
       .def("refuse", &PythonExecutor::refuse, py::arg("reason"))
       .def("last_step_trace", &PythonExecutor::lastStepTrace)
+      .def_property_readonly("last_step_began", &PythonExecutor::lastStepBegan)
       .def_property_readonly("last_step_seconds", &PythonExecutor::lastStepSeconds)
       .def_property_readonly("last_compute_seconds", &PythonExecutor::lastComputeSeconds);
 }

@@ -13,7 +13,6 @@ bool hasBackward(const std::vector<Action>& actions) {
   });
 }
 
-// What the action frees once it is done.
 double freedBy(ActionKind kind, const StageMemory& stage) {
   switch (kind) {
     case ActionKind::kBackward: return stage.activations;
@@ -25,17 +24,29 @@ double freedBy(ActionKind kind, const StageMemory& stage) {
 
 }  // namespace
 
+double memoryTaken(const Action& action, const std::vector<StageMemory>& stages) {
+  double taken = 0;
+  for (const Action& leaf : leaves(action)) taken += isForward(leaf.kind) ? stages[leaf.stage].activations : 0;
+  return taken;
+}
+
+double memoryFreed(const Action& action, const std::vector<StageMemory>& stages) {
+  double freed = 0;
+  for (const Action& leaf : leaves(action)) {
+    if (isCompute(leaf.kind)) freed += freedBy(leaf.kind, stages[leaf.stage]);
+  }
+  return freed;
+}
+
 std::vector<double> peakMemory(const Plan& plan, const std::vector<StageMemory>& stages) {
   std::vector<double> peaks;
   for (const std::vector<Action>& actions : plan.ranks) {
     double held = 0;
     double peak = 0;
     for (const Action& action : hasBackward(actions) ? actions : std::vector<Action>()) {
-      for (const Action& leaf : leaves(action)) held += isForward(leaf.kind) ? stages[leaf.stage].activations : 0;
+      held += memoryTaken(action, stages);
       peak = std::max(peak, held);
-      for (const Action& leaf : leaves(action)) {
-        if (isCompute(leaf.kind)) held -= freedBy(leaf.kind, stages[leaf.stage]);
-      }
+      held -= memoryFreed(action, stages);
     }
     peaks.push_back(peak);
   }

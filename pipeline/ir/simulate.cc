@@ -168,6 +168,7 @@ class Simulation {
 
   SimulationResult finish() {
     SimulationResult result;
+    result.transfer = transfer_;
     for (RankState& state : ranks_) {
       result.makespan = std::max(result.makespan, state.clock);
       result.ranks.push_back(std::move(state.timeline));

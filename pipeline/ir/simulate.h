@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <vector>
 
 #include "backend/common/status.h"
@@ -42,7 +43,8 @@ struct RankTimeline {
 };
 
 struct SimulationResult {
-  double makespan = 0;  // seconds
+  double makespan = 0;             // seconds
+  std::optional<double> transfer;  // seconds per message; none in a measured step
   std::vector<RankTimeline> ranks;
 
   // The mean over ranks.

@@ -11,6 +11,10 @@ anything: :func:`plan`, :func:`auto_plan`, :func:`validate`, :func:`simulate`.
 """
 
 from farandole._C import Plan, SimulationResult
+from farandole.pipelining._captions import draw_text
+from farandole.pipelining._chrome_trace import chrome_trace
+from farandole.pipelining._measured import gather_timeline, profile_costs
+from farandole.pipelining._memory import MemoryCurve, memory_over_time
 from farandole.pipelining._plans import (
     AutoPlan,
     PlanCandidate,
@@ -39,9 +43,11 @@ from farandole.pipelining._schedules import (
     get_schedule_class,
 )
 from farandole.pipelining._stage import PipelineStage
+from farandole.pipelining._svg import draw_svg
 
 __all__ = [
     "AutoPlan",
+    "MemoryCurve",
     "PipelineScheduleMulti",
     "PipelineScheduleSingle",
     "PipelineStage",
@@ -61,9 +67,15 @@ __all__ = [
     "ScheduleZBVZeroBubble",
     "SimulationResult",
     "auto_plan",
+    "chrome_trace",
+    "draw_svg",
+    "draw_text",
+    "gather_timeline",
     "get_schedule_class",
     "lower",
+    "memory_over_time",
     "plan",
+    "profile_costs",
     "schedule_names",
     "simulate",
     "validate",

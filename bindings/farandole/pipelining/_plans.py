@@ -162,7 +162,7 @@ def simulate(
     """
     if isinstance(seconds, Mapping):
         return _C.simulate_plan(plan, dict(seconds), transfer)
-    return _C.simulate_plan(plan, [tuple(stage) for stage in seconds], transfer)
+    return _C.simulate_plan(plan, [_numbers("seconds", stage, 4) for stage in seconds], transfer)
 
 
 def _channel(name: str) -> _C.ChannelModel:

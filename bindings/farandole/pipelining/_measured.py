@@ -1,0 +1,78 @@
+"""Steps as they were: gathered from all ranks, and what they cost."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import torch.distributed as dist
+
+from farandole import _C
+from farandole.pipelining._clocks import clock_offset
+from farandole.pipelining._rows import parse
+from farandole.pipelining._schedule import PipelineSchedule
+
+_KINDS = ("F", "B", "I", "W")  # as simulate() takes their costs
+
+
+def gather_timeline(schedule: PipelineSchedule) -> _C.SimulationResult:
+    """The schedule's last step as all ranks saw it, on every rank. All ranks of the pipeline's group call it.
+
+    The step begins, at 0 s, with the rank that began first, and ends with the last action of any rank; what ranks do
+    after their last action (agreeing that nobody failed) is not part of it. Clocks of several hosts are compared by
+    messages, to half of a round trip.
+
+        measured = gather_timeline(schedule)
+        predicted = simulate(schedule.plan(), profile_costs(measured))
+        Path("step.svg").write_text(draw_svg({"predicted": predicted, "measured": measured}))
+
+    Raises:
+        RuntimeError: a rank has not run a step yet; on all ranks.
+    """
+    stage, run = schedule._stages[0], schedule._last_run
+    offset = clock_offset(stage.group, stage.device)
+    began = 0.0 if run is None else run.executor.last_step_began - offset
+    ranks: list[Any] = [None] * stage.group_size
+    dist.all_gather_object(ranks, (began, schedule.last_step_trace()), group=stage.group)
+    idle = [rank for rank, (_, trace) in enumerate(ranks) if not trace]
+    if idle:
+        raise RuntimeError(f"gather_timeline() on ranks {idle} before their first step, expected it after one")
+    zero = min(began for began, _ in ranks)
+    return _C.measured_step(
+        [[(action, start + began - zero, end + began - zero) for action, start, end in trace] for began, trace in ranks]
+    )
+
+
+def profile_costs(*steps: _C.SimulationResult) -> list[tuple[float, float, float, float]]:
+    """What the actions of each stage took, for :func:`simulate` and :func:`auto_plan`.
+
+    Args:
+        *steps: measured steps of one plan, each with all ranks (:func:`gather_timeline`).
+
+    Returns:
+        For each stage the median seconds of its F, B, I and W, over microbatches and steps; 0 for those that it does
+        not run.
+
+    Raises:
+        ValueError: a stage runs nothing, or runs something only as part of an OVERLAP_F_B.
+    """
+    taken: dict[tuple[int, str], list[float]] = {}
+    run = set()
+    for step in steps:
+        for rank in step.ranks:
+            for text, start, end in rank.actions:
+                action = parse(text)
+                run |= {(leaf.stage, leaf.kind) for leaf in action.parts or (action,) if leaf.kind in _KINDS}
+                if action.kind in _KINDS:
+                    taken.setdefault((action.stage, action.kind), []).append(end - start)
+    costs = []
+    for stage in range(1 + max((stage for stage, _ in run), default=-1)):
+        kinds = [kind for kind in _KINDS if (stage, kind) in run]
+        alone = [kind for kind in kinds if (stage, kind) in taken]
+        if not kinds or kinds != alone:
+            raise ValueError(
+                f"stage {stage} runs {kinds} and, not overlapped, {alone}; expected to see each kind alone"
+            )
+        medians = [statistics.median(taken.get((stage, kind), [0.0])) for kind in _KINDS]
+        costs.append((medians[0], medians[1], medians[2], medians[3]))
+    return costs
