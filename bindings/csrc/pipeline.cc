@@ -153,7 +153,8 @@ void bindPlan(py::module_& module) {
                   py::arg("num_microbatches"), py::arg("edges") = py::none(),
                   py::arg("microbatches_of_stage") = py::none())
       .def_property_readonly("has_communication", &pipeline::hasCommunication)
-      .def("forwards", [](const Plan& plan) { return pipeline::forwardsOf(plan); }, "The plan's forwards alone.")
+      .def(
+          "forwards", [](const Plan& plan) { return pipeline::forwardsOf(plan); }, "The plan's forwards alone.")
       .def("to_csv", [](const Plan& plan) { return pipeline::toCsv(plan); })
       .def_static(
           "from_csv",

@@ -23,12 +23,14 @@ std::optional<std::vector<pipeline::TensorMeta>> toMetas(const std::optional<Dec
 
 std::shared_ptr<PythonStage> makeStage(int index, bool isFirst, bool isLast, py::object module, py::object lossFn,
                                        const std::optional<DeclaredTensors>& inputs,
-                                       const std::optional<DeclaredTensors>& outputs, py::object requireGradSync,
-                                       py::object abandonGradSync) {
+                                       const std::optional<DeclaredTensors>& outputs,
+                                       std::map<std::int32_t, std::vector<std::int32_t>> outputsTo,
+                                       py::object requireGradSync, py::object abandonGradSync) {
   pipeline::StageSpec spec;
   spec.index = index;
   spec.declaredInputs = toMetas(inputs);
   spec.declaredOutputs = toMetas(outputs);
+  spec.outputsTo = std::move(outputsTo);
   if (!requireGradSync.is_none()) {
     // Shared, so that copies and the end of the function object need no GIL.
     auto callable = std::make_shared<py::object>(std::move(requireGradSync));
@@ -149,7 +151,7 @@ void bindPipelineExecutor(py::module_& module) {
   py::class_<PythonStage, std::shared_ptr<PythonStage>>(module, "PipelineStage")
       .def(py::init(&makeStage), py::kw_only(), py::arg("index"), py::arg("is_first"), py::arg("is_last"),
            py::arg("module"), py::arg("loss_fn"), py::arg("declared_inputs"), py::arg("declared_outputs"),
-           py::arg("require_grad_sync"), py::arg("abandon_grad_sync"));
+           py::arg("outputs_to"), py::arg("require_grad_sync"), py::arg("abandon_grad_sync"));
   py::class_<PythonExecutor>(module, "PipelineExecutor")
       .def(py::init<const pipeline::Plan&, int, const c10::intrusive_ptr<c10d::ProcessGroup>&,
                     const std::vector<std::shared_ptr<PythonStage>>&, double, std::string, std::string>(),

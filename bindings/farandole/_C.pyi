@@ -146,6 +146,7 @@ class PipelineStage:
         module: Callable[..., Any],
         loss_fn: Callable[..., torch.Tensor] | None,
         declared_inputs: list[tuple[list[int], torch.dtype]] | None,
+        outputs_to: dict[int, list[int]],
         declared_outputs: list[tuple[list[int], torch.dtype]] | None,
         require_grad_sync: Callable[[bool], None] | None,
         abandon_grad_sync: Callable[[str], None] | None,

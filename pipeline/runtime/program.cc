@@ -44,6 +44,10 @@ std::uint64_t digestOf(const Plan& plan) {
     digest.add(edge.from);
     digest.add(edge.to);
   }
+  for (const MicrobatchRange& range : plan.microbatchesOfStage) {
+    digest.add(range.begin);
+    digest.add(range.end);
+  }
   for (const std::vector<Action>& actions : plan.ranks) {
     digest.add(static_cast<std::int64_t>(actions.size()));
     for (const Action& action : actions) digest.add(action);

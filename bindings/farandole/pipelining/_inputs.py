@@ -42,6 +42,8 @@ class InputSplitter:
     """Makes the inputs of the steps of a rank's stages; raises ValueError or TypeError for what does not fit."""
 
     stages: list[PipelineStage]
+    first_stages: list[PipelineStage]  # of those, the ones that take the step's arguments
+    has_last: bool  # one of them takes the targets
     n_microbatches: int
     args_chunk_spec: tuple[Any, ...] | None
     kwargs_chunk_spec: dict[str, Any] | None
@@ -51,21 +53,13 @@ class InputSplitter:
             inputs = self._take_microbatches(batch)
         else:
             inputs = self._split(batch)
-        if not self._has_last:
+        if not self.has_last:
             inputs.targets = None
         inputs.signature.append([stage.submod.training for stage in self.stages])
-        for stage in self.stages:
-            if stage.is_first and stage.declared_inputs is not None:
+        for stage in self.first_stages:
+            if stage.declared_inputs is not None:
                 _check_declared(inputs.args, stage.declared_inputs)
         return inputs
-
-    @property
-    def _has_first(self) -> bool:
-        return any(stage.is_first for stage in self.stages)
-
-    @property
-    def _has_last(self) -> bool:
-        return any(stage.is_last for stage in self.stages)
 
     def _take_microbatches(self, batch: Batch) -> Inputs:
         count = self.n_microbatches
@@ -75,16 +69,16 @@ class InputSplitter:
         _check_pre_split(batch.kwarg_mbs, "kwarg_mbs", count, dict)
         _check_pre_split(batch.target_mbs, "target_mbs", count, object)
         arg_mbs = [()] * count if batch.arg_mbs is None else batch.arg_mbs
-        described = signature(arg_mbs if self._has_first else None, batch.kwarg_mbs)
+        described = signature(arg_mbs if self.first_stages else None, batch.kwarg_mbs)
         return Inputs(arg_mbs, batch.kwarg_mbs, batch.target_mbs, batch.loss_kwargs, described)
 
     def _split(self, batch: Batch) -> Inputs:
         count = self.n_microbatches
-        args = batch.args if self._has_first else ()
-        args_spec = self.args_chunk_spec if self._has_first else None
+        args = batch.args if self.first_stages else ()
+        args_spec = self.args_chunk_spec if self.first_stages else None
         arg_mbs, kwarg_mbs = split_inputs(args, batch.kwargs, count, args_spec, self.kwargs_chunk_spec)
         targets = None
-        if batch.target is not None and self._has_last:
+        if batch.target is not None and self.has_last:
             if not isinstance(batch.target, torch.Tensor):
                 raise TypeError(
                     f"target is a {type(batch.target).__name__}, expected a tensor (or target_mbs, one per microbatch)"

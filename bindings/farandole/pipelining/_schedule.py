@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ class _Run:
     """A compiled plan for training or for evaluation, and the inputs whose shapes it has learned."""
 
     executor: _C.PipelineExecutor
+    splitter: InputSplitter
+    last_microbatches: list[int]  # those whose losses and outputs are made here
     signature: list[Any] | None = None
 
 
@@ -37,6 +39,11 @@ class ScheduleConfig:
     output_merge_spec: dict[str, Any] | tuple[Any, ...] | None
     scale_grads: bool
     backward_requires_autograd: bool = True
+    edges: Sequence[Edge] | None = None
+
+
+Edge = tuple[int, int] | tuple[int, int, Sequence[int]]
+"""(from, to): what a stage returns is given to another one; or (from, to, outputs), only those, by their places."""
 
 
 class PipelineSchedule:
@@ -52,9 +59,9 @@ class PipelineSchedule:
         self._grad_syncs = [GradSync.of(stage.submod) for stage in self._stages]
         self._n_microbatches = n_microbatches
         self._loss_fn = loss_fn
-        self._splitter = InputSplitter(self._stages, n_microbatches, config.args_chunk_spec, config.kwargs_chunk_spec)
-        self._output_merge_spec = config.output_merge_spec
-        self._backward_requires_autograd = config.backward_requires_autograd
+        self._config = config
+        self._edges = None if config.edges is None else [(edge[0], edge[1]) for edge in config.edges]
+        self._outputs_to = _selected(config.edges or ())
         self.scale_grads = config.scale_grads
         self._lowered: dict[bool, _C.Plan] = {}  # by whether it is forward only
         self._runs: dict[bool, _Run] = {}
@@ -154,16 +161,16 @@ class PipelineSchedule:
     def _run(self, train: bool, batch: Batch, losses: list[Any] | None, return_outputs: bool) -> Any:
         run = self._last_run = self._compiled(train)
         try:
-            if train and self._backward_requires_autograd and not torch.is_grad_enabled():
+            if train and self._config.backward_requires_autograd and not torch.is_grad_enabled():
                 raise RuntimeError("step() was called with gradients disabled, expected them enabled: or call eval()")
             if losses is not None and not isinstance(losses, list):
                 raise TypeError(f"losses is a {type(losses).__name__}, expected a list")
-            inputs = self._splitter.prepare(batch)
-            self._check_targets(train, inputs, losses)
+            inputs = run.splitter.prepare(batch)
+            self._check_targets(train, inputs, losses, run)
         except Exception as error:
             self._refuse(run, error)
             raise
-        if self._has_last:
+        if run.last_microbatches:
             inputs.outputs = [None] * self._n_microbatches if return_outputs else None
             inputs.losses = [None] * self._n_microbatches if losses is not None else None
         relearn = inputs.signature != run.signature
@@ -179,41 +186,53 @@ class PipelineSchedule:
         )
         run.signature = inputs.signature
         if losses is not None and inputs.losses is not None:
-            losses[:] = inputs.losses
-        return None if inputs.outputs is None else merge_outputs(inputs.outputs, self._output_merge_spec)
-
-    @property
-    def _has_last(self) -> bool:
-        return any(stage.is_last for stage in self._stages)
+            losses[:] = [inputs.losses[i] for i in run.last_microbatches]
+        return (
+            None
+            if inputs.outputs is None
+            else merge_outputs([inputs.outputs[i] for i in run.last_microbatches], self._config.output_merge_spec)
+        )
 
     def _compiled(self, train: bool) -> _Run:
         if train not in self._runs:
-            first, count = self._stages[0], self._n_microbatches
+            plan = self.plan(forward_only=not train)
+            ends = _Ends.of(plan)
+            first = self._stages[0]
             indices = ", ".join(str(stage.stage_index) for stage in self._stages)
             described = f"{type(self).__name__} {'step' if train else 'forward only'}, stage {indices}"
             executor = _C.PipelineExecutor(
-                plan=self.plan(forward_only=not train),
+                plan=plan,
                 rank=first.group_rank,
                 group=first.group,
-                stages=[self._native(i, train) for i in range(len(self._stages))],
-                loss_scale=1 / count if self.scale_grads else 1.0,
-                description=f"{described}, n_microbatches={count}",
+                stages=[self._native(i, train, ends) for i in range(len(self._stages))],
+                loss_scale=1 / ends.microbatches_of_one_model if self.scale_grads else 1.0,
+                description=f"{described}, n_microbatches={self._n_microbatches}",
                 rank_name=_rank_name(first),
             )
-            self._runs[train] = _Run(executor)
+            last = ends.microbatches_that_end_in([stage.stage_index for stage in self._stages])
+            splitter = InputSplitter(
+                self._stages,
+                [stage for stage in self._stages if stage.stage_index in ends.first],
+                bool(last),
+                self._n_microbatches,
+                self._config.args_chunk_spec,
+                self._config.kwargs_chunk_spec,
+            )
+            self._runs[train] = _Run(executor, splitter, last)
         return self._runs[train]
 
-    def _native(self, index: int, train: bool) -> _C.PipelineStage:
+    def _native(self, index: int, train: bool, ends: _Ends) -> _C.PipelineStage:
         stage = self._stages[index]
         sync = self._grad_syncs[index] if train else None
         return _C.PipelineStage(
             index=stage.stage_index,
-            is_first=stage.is_first,
-            is_last=stage.is_last,
+            is_first=stage.stage_index in ends.first,
+            is_last=stage.stage_index in ends.last,
             module=stage.submod,
             loss_fn=self._loss_fn,
             declared_inputs=stage.declared_inputs,
             declared_outputs=stage.declared_outputs,
+            outputs_to=self._outputs_to.get(stage.stage_index, {}),
             require_grad_sync=sync.require if sync is not None else None,
             abandon_grad_sync=sync.abandon if sync is not None else None,
         )
@@ -233,8 +252,8 @@ class PipelineSchedule:
                 f"{'that stage' if len(expected) == 1 else 'those stages'} on rank {first.group_rank} of the group"
             )
 
-    def _check_targets(self, train: bool, inputs: Inputs, losses: list[Any] | None) -> None:
-        if not self._has_last:
+    def _check_targets(self, train: bool, inputs: Inputs, losses: list[Any] | None, run: _Run) -> None:
+        if not run.last_microbatches:
             return
         if inputs.targets is None and (train or (losses is not None and self._loss_fn is not None)):
             raise ValueError("target is None, expected the targets of the batch on the last stage, for loss_fn")
@@ -245,6 +264,49 @@ class PipelineSchedule:
         # The others are told before this rank raises; what they then see is of no interest here.
         with contextlib.suppress(RuntimeError):
             run.executor.refuse(f"stage {self._stages[0].stage_index}: {type(error).__name__}: {error}")
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """Where microbatches enter and leave a plan's graph of stages."""
+
+    first: set[int]
+    last: dict[int, range]  # by stage: the microbatches that it runs
+
+    @classmethod
+    def of(cls, plan: _C.Plan) -> _Ends:
+        edges = plan.edges
+        if edges is None:
+            edges = [(stage, stage + 1) for stage in range(plan.num_stages - 1)]
+        stages = set(range(plan.num_stages))
+        ranges = plan.microbatches_of_stage or [(0, plan.num_microbatches)] * plan.num_stages
+        last = {stage: range(*ranges[stage]) for stage in sorted(stages - {begin for begin, _ in edges})}
+        seen: dict[int, int] = {}
+        for stage, microbatches in last.items():
+            for microbatch in microbatches:
+                if seen.setdefault(microbatch, stage) != stage:
+                    raise ValueError(
+                        f"microbatch {microbatch} ends in stages {seen[microbatch]} and {stage}, expected one last "
+                        "stage for each, which computes its loss"
+                    )
+        return cls(stages - {end for _, end in edges}, last)
+
+    @property
+    def microbatches_of_one_model(self) -> int:
+        """Of each copy of the model, where a plan has several: its gradients are means over those."""
+        return len(next(iter(self.last.values())))
+
+    def microbatches_that_end_in(self, stages: list[int]) -> list[int]:
+        return sorted(microbatch for stage in stages for microbatch in self.last.get(stage, ()))
+
+
+def _selected(edges: Sequence[Edge]) -> dict[int, dict[int, list[int]]]:
+    """By stage, for each stage that gets some of its outputs, which."""
+    selected: dict[int, dict[int, list[int]]] = {}
+    for edge in edges:
+        if len(edge) == 3:
+            selected.setdefault(edge[0], {})[edge[1]] = list(edge[2])
+    return selected
 
 
 def _listed(stages: list[int]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 
 from farandole import _C
 from farandole.pipelining import _plans
-from farandole.pipelining._schedule import PipelineSchedule, ScheduleConfig
+from farandole.pipelining._schedule import Edge, PipelineSchedule, ScheduleConfig
 from farandole.pipelining._stage import PipelineStage
 
 
@@ -29,6 +29,10 @@ class PipelineScheduleSingle(PipelineSchedule):
         scale_grads: divide gradients by n_microbatches, for losses that average. The division is
             part of the backward (the gradient of each loss is 1 / n_microbatches), so that
             gradients of an earlier step that are still there keep their scale.
+        edges: where stages are not a chain: for each stage whose output another one takes ``(from, to)``, or
+            ``(from, to, outputs)`` where it takes only some of them, by their places in what the module returns; from
+            lower to higher stages. A module is called with the tensors of all stages before it, the lowest's first.
+            Stages without one before them get the arguments of the step; each microbatch has one last stage.
 
     Raises:
         ValueError, NotImplementedError: arguments that cannot run, or cannot yet.
@@ -46,6 +50,8 @@ class PipelineScheduleSingle(PipelineSchedule):
         kwargs_chunk_spec: dict[str, Any] | None = None,
         output_merge_spec: dict[str, Any] | tuple[Any, ...] | None = None,
         scale_grads: bool = True,
+        *,
+        edges: Sequence[Edge] | None = None,
     ):
         if not isinstance(stage, PipelineStage):
             raise TypeError(f"stage is a {type(stage).__name__}, expected a farandole.pipelining.PipelineStage")
@@ -55,7 +61,13 @@ class PipelineScheduleSingle(PipelineSchedule):
                 f"{type(self).__name__} runs one stage per rank, and the group has that many"
             )
         config = ScheduleConfig(
-            n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads
+            n_microbatches,
+            loss_fn,
+            args_chunk_spec,
+            kwargs_chunk_spec,
+            output_merge_spec,
+            scale_grads,
+            edges=edges,
         )
         super().__init__([stage], config)
         if self.schedule_name:
@@ -63,7 +75,11 @@ class PipelineScheduleSingle(PipelineSchedule):
 
     def compute_plan(self, *, forward_only: bool) -> _C.Plan:
         return _plans.plan(
-            self.schedule_name, self._stages[0].num_stages, self._n_microbatches, forward_only=forward_only
+            self.schedule_name,
+            self._stages[0].num_stages,
+            self._n_microbatches,
+            forward_only=forward_only,
+            edges=self._edges,
         )
 
 
@@ -94,6 +110,8 @@ class PipelineScheduleMulti(PipelineSchedule):
         output_merge_spec: dict[str, Any] | tuple[Any, ...] | None = None,
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
+        *,
+        edges: Sequence[Edge] | None = None,
     ):
         _check_stages(stages)
         config = ScheduleConfig(
@@ -104,6 +122,7 @@ class PipelineScheduleMulti(PipelineSchedule):
             output_merge_spec,
             scale_grads,
             backward_requires_autograd,
+            edges,
         )
         super().__init__(stages, config)
         self._plan: _C.Plan | None = None
@@ -114,7 +133,7 @@ class PipelineScheduleMulti(PipelineSchedule):
     def compute_plan(self, *, forward_only: bool) -> _C.Plan:
         plan = self._plan
         if plan is None and self.pipeline_order:
-            plan = _plan_of_order(self.pipeline_order)
+            plan = _plan_of_order(self.pipeline_order, self._edges)
         if plan is not None:
             return plan.forwards() if forward_only else plan
         if not self.schedule_name:
@@ -136,7 +155,7 @@ class PipelineScheduleMulti(PipelineSchedule):
         """
         if format not in ("compute_only", "compute_comms"):
             raise ValueError(f"format is {format!r}, expected 'compute_only' or 'compute_comms'")
-        plan = _C.Plan.from_csv(Path(filename).read_text())
+        plan = _C.Plan.from_csv(Path(filename).read_text(), edges=self._edges)
         if plan.has_communication != (format == "compute_comms"):
             raise ValueError(
                 f"{filename} has {'' if plan.has_communication else 'no '}communication, expected it "
@@ -162,15 +181,20 @@ class PipelineScheduleMulti(PipelineSchedule):
 
     def _named_plan(self, num_stages: int, num_ranks: int, forward_only: bool) -> _C.Plan:
         return _plans.plan(
-            self.schedule_name, num_stages, self._n_microbatches, num_ranks=num_ranks, forward_only=forward_only
+            self.schedule_name,
+            num_stages,
+            self._n_microbatches,
+            num_ranks=num_ranks,
+            forward_only=forward_only,
+            edges=self._edges,
         )
 
 
-def _plan_of_order(order: dict[int, list[Any]]) -> _C.Plan:
+def _plan_of_order(order: dict[int, list[Any]], edges: list[tuple[int, int]] | None) -> _C.Plan:
     if sorted(order) != list(range(len(order))):
         raise ValueError(f"pipeline_order has the ranks {sorted(order)}, expected 0 to {len(order) - 1}")
     rows = [[str(action) for action in order[rank] if action is not None] for rank in range(len(order))]
-    return _C.Plan.from_csv("\n".join(",".join(row) for row in rows))
+    return _C.Plan.from_csv("\n".join(",".join(row) for row in rows), edges=edges)
 
 
 def _check_stages(stages: Any) -> None:
@@ -192,6 +216,8 @@ class ScheduleFromPlan(PipelineScheduleMulti):
     Args:
         stages: this rank's stages, in any order.
         plan: with or without communication; the same on all ranks.
+        outputs_to: of stages that do not give all that they return to a stage: by (from, to) the places of what they
+            do give it.
 
     The others as for :class:`PipelineScheduleMulti`; the number of microbatches is the plan's.
 
@@ -208,6 +234,8 @@ class ScheduleFromPlan(PipelineScheduleMulti):
         kwargs_chunk_spec: dict[str, Any] | None = None,
         output_merge_spec: dict[str, Any] | tuple[Any, ...] | None = None,
         scale_grads: bool = True,
+        *,
+        outputs_to: dict[tuple[int, int], Sequence[int]] | None = None,
     ):
         if not isinstance(plan, _C.Plan):
             raise TypeError(f"plan is a {type(plan).__name__}, expected a farandole.pipelining.Plan")
@@ -219,6 +247,7 @@ class ScheduleFromPlan(PipelineScheduleMulti):
             kwargs_chunk_spec,
             output_merge_spec,
             scale_grads,
+            edges=[(*edge, outputs) for edge, outputs in (outputs_to or {}).items()] or None,
         )
         self._use(plan)
 
@@ -274,6 +303,7 @@ class ScheduleInterleaved1F1B(PipelineScheduleMulti):
             num_ranks=num_ranks,
             forward_only=forward_only,
             microbatch_group=self._microbatch_group,
+            edges=self._edges,
         )
 
 
@@ -296,6 +326,7 @@ class ScheduleLoopedBFS(PipelineScheduleMulti):
         *,
         args_chunk_spec: tuple[Any, ...] | None = None,
         kwargs_chunk_spec: dict[str, Any] | None = None,
+        edges: Sequence[Edge] | None = None,
     ):
         super().__init__(
             stages,
@@ -306,6 +337,7 @@ class ScheduleLoopedBFS(PipelineScheduleMulti):
             output_merge_spec,
             scale_grads,
             backward_requires_autograd,
+            edges=edges,
         )
 
 
@@ -339,6 +371,22 @@ class ScheduleDualPipeV(PipelineScheduleMulti):
     schedule_name = "DualPipeV"
 
 
+class ScheduleDualPipe(PipelineScheduleMulti):
+    """Two copies of a model in opposite directions (DualPipe, DeepSeek-V3 2024).
+
+    Rank i of p has stage i, of the first copy, and stage 2p - 1 - i, which is stage p - 1 - i of the second:
+    ``num_stages`` is 2p. The first half of the microbatches runs through the first copy, from rank 0 on, the second
+    half through the other one, from rank p - 1 on. Both these ranks give the whole batch and all targets, and each has
+    the losses and outputs of the microbatches that end there.
+
+    With ``scale_grads`` a copy's gradients are means over its half of the microbatches: with both copies of a stage
+    wrapped for data parallelism over the two ranks that have them (i and p - 1 - i, a group for each stage; both ranks
+    wrap the stages in the same order), they become means over the batch.
+    """
+
+    schedule_name = "DualPipe"
+
+
 _CLASSES: dict[str, type[PipelineSchedule]] = {
     "1F1B": Schedule1F1B,
     "GPipe": ScheduleGPipe,
@@ -351,6 +399,7 @@ _CLASSES: dict[str, type[PipelineSchedule]] = {
     "ZBV": ScheduleZBVZeroBubble,
     "V-Half": ScheduleVHalf,
     "V-Min": ScheduleVMin,
+    "DualPipe": ScheduleDualPipe,
     "DualPipeV": ScheduleDualPipeV,
     "PipelineScheduleSingle": PipelineScheduleSingle,
     "PipelineScheduleMulti": PipelineScheduleMulti,
