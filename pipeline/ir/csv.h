@@ -10,7 +10,8 @@
 namespace farandole::pipeline {
 
 // One line per rank, actions between commas: the files that torch's schedules
-// write with _dump_csv and read with _load_csv, in both of its formats.
+// write with _dump_csv and read with _load_csv, in both of its formats. Edges
+// and what each stage runs are not in it: a plan that is read is a chain's.
 std::string toCsv(const Plan& plan);
 
 // Reads such a file. Blank cells are torch's idle slots and are dropped; the

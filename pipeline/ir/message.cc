@@ -38,10 +38,6 @@ std::span<const std::int32_t> outputEdges(const StageGraph& graph, ActionKind ki
   return {};
 }
 
-std::span<const std::int32_t> sendEdges(const StageGraph& graph, ActionKind send, std::int32_t stage) {
-  return send == ActionKind::kSendF ? graph.outOf(stage) : graph.into(stage);
-}
-
 bool hasCommunication(const Plan& plan) {
   return std::any_of(plan.ranks.begin(), plan.ranks.end(), [](const std::vector<Action>& actions) {
     return std::any_of(actions.begin(), actions.end(), [](const Action& action) { return isPost(action.kind); });

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
 
@@ -23,6 +24,8 @@ constexpr ActionKind otherEnd(ActionKind kind) {
     default: return ActionKind::kSendB;
   }
 }
+
+constexpr bool isGradient(ActionKind message) { return message == ActionKind::kSendB || message == ActionKind::kRecvB; }
 
 // Whether the action is at the end of the edge where this comes from: of SEND_F and RECV_B.
 constexpr bool isWhereEdgeBegins(ActionKind kind) { return kind == ActionKind::kSendF || kind == ActionKind::kRecvB; }
@@ -64,12 +67,26 @@ constexpr ActionKind sendFor(ActionKind compute) {
   return isForward(compute) ? ActionKind::kSendF : ActionKind::kSendB;
 }
 
-// Whether a WAIT_SEND is for sends of this kind, and the edges that the stage sends those over.
+// The edges that a stage has messages of this kind over.
+inline std::span<const std::int32_t> messageEdges(const StageGraph& graph, ActionKind kind, std::int32_t stage) {
+  return isWhereEdgeBegins(kind) ? graph.outOf(stage) : graph.into(stage);
+}
+
+// Whether a WAIT_SEND is for sends of this kind.
 constexpr bool waitsFor(ActionKind wait, ActionKind send) {
   if (wait == ActionKind::kWaitSend) return isSend(send);
   return wait == (send == ActionKind::kSendF ? ActionKind::kWaitSendF : ActionKind::kWaitSendB);
 }
-std::span<const std::int32_t> sendEdges(const StageGraph& graph, ActionKind send, std::int32_t stage);
+
+// Messages by number, both ends the same one.
+inline std::size_t numMessages(const Plan& plan, const StageGraph& graph) {
+  return 2 * static_cast<std::size_t>(graph.numEdges()) * static_cast<std::size_t>(plan.numMicrobatches);
+}
+inline std::size_t messageNumber(const Plan& plan, const StageGraph& graph, ActionKind kind, std::int32_t edge,
+                                 std::int32_t microbatch) {
+  const auto row = static_cast<std::size_t>(isGradient(kind) ? graph.numEdges() + edge : edge);
+  return row * static_cast<std::size_t>(plan.numMicrobatches) + static_cast<std::size_t>(microbatch);
+}
 
 // Whether any action of the plan is a send, a receive or a batch of them.
 bool hasCommunication(const Plan& plan);

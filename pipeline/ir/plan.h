@@ -13,7 +13,7 @@ struct StageEdge {
   std::int32_t from = 0;
   std::int32_t to = 0;
 
-  auto operator<=>(const StageEdge&) const = default;
+  bool operator==(const StageEdge&) const = default;
 };
 
 // Microbatches from `begin` to `end` - 1.

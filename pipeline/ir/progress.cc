@@ -11,14 +11,7 @@ Progress::Progress(const Plan& plan, const ActionIndex& index, ChannelModel mode
     numSteps += plan.ranks[rank].size();
   }
   posts_.resize(numSteps);
-  sidesStarted_.resize(2 * static_cast<std::size_t>(graph_.numEdges()) *
-                       static_cast<std::size_t>(plan.numMicrobatches));
-}
-
-std::size_t Progress::messageId(ActionKind kind, std::int32_t edge, std::int32_t microbatch) const {
-  const bool gradient = kind == ActionKind::kSendB || kind == ActionKind::kRecvB;
-  const auto row = static_cast<std::size_t>(gradient ? graph_.numEdges() + edge : edge);
-  return row * static_cast<std::size_t>(plan_.numMicrobatches) + static_cast<std::size_t>(microbatch);
+  sidesStarted_.resize(numMessages(plan, graph_));
 }
 
 std::int32_t Progress::nextPost(std::int32_t rank, std::int32_t step) const {
@@ -37,7 +30,7 @@ std::int32_t Progress::firstIncomplete(const Action& action, std::int32_t rank, 
     if (!isWaitSend(leaf.kind)) continue;
     for (ActionKind kind : {ActionKind::kSendF, ActionKind::kSendB}) {
       if (!waitsFor(leaf.kind, kind)) continue;
-      for (const std::int32_t edge : sendEdges(graph_, kind, leaf.stage)) {
+      for (const std::int32_t edge : messageEdges(graph_, kind, leaf.stage)) {
         const std::int32_t posted = index_.messageStep(kind, edge, leaf.microbatch);
         if (posted != ActionIndex::kAbsent && posted < step && !isComplete(rank, posted)) return posted;
       }
@@ -73,7 +66,7 @@ void Progress::startPosts() {
     post(place.rank, place.step).state = State::kStarted;
     for (const Action& leaf : leaves(plan_.ranks[place.rank][place.step])) {
       const std::int32_t edge = edgeOf(graph_, leaf);
-      if (++sidesStarted_[messageId(leaf.kind, edge, leaf.microbatch)] < 2) continue;
+      if (++sidesStarted_[messageNumber(plan_, graph_, leaf.kind, edge, leaf.microbatch)] < 2) continue;
       completeEnd(place.rank, place.step);
       completeEnd(peerRank(plan_, leaf), index_.messageStep(otherEnd(leaf.kind), edge, leaf.microbatch));
     }

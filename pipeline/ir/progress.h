@@ -46,7 +46,8 @@ class Progress {
 
   // Whether both ends of a send or receive have started.
   bool isTransferred(const Action& message) const {
-    return sidesStarted_[messageId(message.kind, edgeOf(graph_, message), message.microbatch)] == 2;
+    const std::int32_t edge = edgeOf(graph_, message);
+    return sidesStarted_[messageNumber(plan_, graph_, message.kind, edge, message.microbatch)] == 2;
   }
 
  private:
@@ -68,7 +69,6 @@ class Progress {
 
   const Post& post(std::int32_t rank, std::int32_t step) const { return posts_[ranks_[rank].firstPost + step]; }
   Post& post(std::int32_t rank, std::int32_t step) { return posts_[ranks_[rank].firstPost + step]; }
-  std::size_t messageId(ActionKind kind, std::int32_t edge, std::int32_t microbatch) const;
   std::int32_t nextPost(std::int32_t rank, std::int32_t step) const;
   std::int32_t firstIncomplete(const Action& action, std::int32_t rank, std::int32_t step) const;
   void advance(std::int32_t rank);
@@ -81,7 +81,7 @@ class Progress {
   ChannelModel model_;
   std::vector<RankState> ranks_;
   std::vector<Post> posts_;                 // one per step of every rank, used where the step posts
-  std::vector<std::uint8_t> sidesStarted_;  // [direction][edge][microbatch]
+  std::vector<std::uint8_t> sidesStarted_;  // [number of a message]
   std::vector<std::int32_t> runnable_;      // ranks
   std::vector<Place> startable_;            // posts
 };

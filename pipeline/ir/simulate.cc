@@ -27,11 +27,9 @@ class Simulation {
         transfer_(transfer),
         lowered_(lowered),
         ranks_(plan.ranks.size()) {
-    const std::size_t perDirection =
-        static_cast<std::size_t>(graph_.numEdges()) * static_cast<std::size_t>(plan.numMicrobatches);
-    sent_.assign(2 * perDirection, kUnknown);
+    sent_.assign(numMessages(plan, graph_), kUnknown);
     // Without receives in the plan they count as posted from the beginning.
-    received_.assign(2 * perDirection, lowered ? kUnknown : 0.0);
+    received_.assign(numMessages(plan, graph_), lowered ? kUnknown : 0.0);
   }
 
   Result<SimulationResult> run() {
@@ -53,11 +51,8 @@ class Simulation {
     bool waiting = false;
   };
 
-  // A message is known by its direction, edge and microbatch.
-  std::size_t slot(ActionKind kind, std::int32_t edge, std::int32_t microbatch) const {
-    const bool gradient = kind == ActionKind::kSendB || kind == ActionKind::kRecvB;
-    const auto row = static_cast<std::size_t>(gradient ? graph_.numEdges() + edge : edge);
-    return row * static_cast<std::size_t>(plan_.numMicrobatches) + static_cast<std::size_t>(microbatch);
+  std::size_t number(ActionKind kind, std::int32_t edge, std::int32_t microbatch) const {
+    return messageNumber(plan_, graph_, kind, edge, microbatch);
   }
 
   // NaN while one end is not posted.
@@ -72,17 +67,17 @@ class Simulation {
     double time = 0;
     for (const std::int32_t edge : inputEdges(graph_, leaf.kind, leaf.stage)) {
       if (!crossesRanks(plan_, graph_.edge(edge))) continue;
-      const double there = arrival(slot(receiveFor(leaf.kind), edge, leaf.microbatch));
+      const double there = arrival(number(receiveFor(leaf.kind), edge, leaf.microbatch));
       if (std::isnan(there)) return there;
       time = std::max(time, there);
     }
     if (!isWaitSend(leaf.kind)) return time;
     for (ActionKind kind : {ActionKind::kSendF, ActionKind::kSendB}) {
       if (!waitsFor(leaf.kind, kind)) continue;
-      for (const std::int32_t edge : sendEdges(graph_, kind, leaf.stage)) {
+      for (const std::int32_t edge : messageEdges(graph_, kind, leaf.stage)) {
         const std::int32_t posted = index_.messageStep(kind, edge, leaf.microbatch);
         if (posted == ActionIndex::kAbsent || posted > step) continue;
-        const double done = arrival(slot(kind, edge, leaf.microbatch));
+        const double done = arrival(number(kind, edge, leaf.microbatch));
         if (std::isnan(done)) return done;
         time = std::max(time, done);
       }
@@ -98,7 +93,7 @@ class Simulation {
 
   void post(ActionKind kind, std::int32_t edge, std::int32_t microbatch, double time) {
     const StageEdge& ends = graph_.edge(edge);
-    (isSend(kind) ? sent_ : received_)[slot(kind, edge, microbatch)] = time;
+    (isSend(kind) ? sent_ : received_)[number(kind, edge, microbatch)] = time;
     wake(plan_.rankOfStage[isWhereEdgeBegins(kind) ? ends.to : ends.from]);
   }
 
@@ -186,7 +181,7 @@ class Simulation {
   double transfer_;
   bool lowered_;
   std::vector<RankState> ranks_;
-  std::vector<double> sent_;      // [direction][edge][microbatch], seconds
+  std::vector<double> sent_;      // [number of a message], seconds
   std::vector<double> received_;  // the same for the receives
   std::vector<std::int32_t> runnable_;
 };

@@ -79,7 +79,7 @@ StageGraph::EdgeLists StageGraph::listBy(std::int32_t numStages, std::int32_t St
 Result<StageGraph> StageGraph::make(const Plan& plan) {
   std::vector<StageEdge> edges = plan.edges ? *plan.edges : chain(plan.numStages);
   for (const StageEdge& edge : edges) FARANDOLE_RETURN_IF_ERROR(checkEdge(plan, edge));
-  std::ranges::sort(edges);
+  std::ranges::sort(edges, {}, [](const StageEdge& edge) { return std::pair(edge.from, edge.to); });
   const auto twice = std::ranges::adjacent_find(edges);
   if (twice != edges.end()) {
     return Status::invalidArgument("edge " + name(*twice) +

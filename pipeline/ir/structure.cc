@@ -108,7 +108,7 @@ class StructureCheck {
 
   Status checkMessages(std::int32_t stage, std::int32_t microbatch) const {
     for (ActionKind kind : {ActionKind::kSendF, ActionKind::kRecvF, ActionKind::kSendB, ActionKind::kRecvB}) {
-      for (const std::int32_t edge : isWhereEdgeBegins(kind) ? graph_.outOf(stage) : graph_.into(stage)) {
+      for (const std::int32_t edge : messageEdges(graph_, kind, stage)) {
         const std::int32_t step = index_.messageStep(kind, edge, microbatch);
         if (step != kAbsent) FARANDOLE_RETURN_IF_ERROR(checkMessage(kind, edge, microbatch, step));
       }
@@ -117,14 +117,13 @@ class StructureCheck {
   }
 
   Status checkMessage(ActionKind kind, std::int32_t edge, std::int32_t microbatch, std::int32_t step) const {
-    const bool isGradient = kind == ActionKind::kSendB || kind == ActionKind::kRecvB;
     const Action message = makeMessage(kind, graph_.edge(edge), microbatch);
     const std::int32_t rank = plan_.rankOfStage[message.stage];
     if (lowering_ == Lowering::kCompute) {
       return Status::invalidArgument(describeStep(plan_, rank, step) +
                                      ": the plan already has communication; expected compute actions only");
     }
-    if (isGradient && !index_.hasBackward()) {
+    if (isGradient(kind) && !index_.hasBackward()) {
       return Status::invalidArgument(describeStep(plan_, rank, step) +
                                      ": sends a gradient in a plan that has no backward");
     }
@@ -133,8 +132,8 @@ class StructureCheck {
                                                std::to_string(step) + " needs its other end");
     }
     if (!isSend(kind)) return Status::ok();
-    const Action maker =
-        isGradient ? inputBackward(message.stage, microbatch) : action(ActionKind::kForward, message.stage, microbatch);
+    const Action maker = isGradient(kind) ? inputBackward(message.stage, microbatch)
+                                          : action(ActionKind::kForward, message.stage, microbatch);
     return requireOrder(maker, message);
   }
 
@@ -174,7 +173,7 @@ class StructureCheck {
   Status checkWaitSend(const Action& wait, std::int32_t rank, std::int32_t step) const {
     for (ActionKind kind : {ActionKind::kSendF, ActionKind::kSendB}) {
       if (!waitsFor(wait.kind, kind)) continue;
-      for (const std::int32_t edge : sendEdges(graph_, kind, wait.stage)) {
+      for (const std::int32_t edge : messageEdges(graph_, kind, wait.stage)) {
         const std::int32_t sendStep = index_.messageStep(kind, edge, wait.microbatch);
         if (sendStep != kAbsent && sendStep < step) return Status::ok();
       }

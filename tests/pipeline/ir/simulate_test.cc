@@ -174,6 +174,28 @@ TEST(Simulate, RandomDurationsAgreeWithRelaxationOfTheDependencyGraph) {
   }
 }
 
+TEST(Simulate, AStageWaitsForTheLastThatItNeeds) {
+  Plan compute = planOf("0F0,0B0\n1F0,1B0\n2F0,2B0\n3F0,3B0\n");
+  compute.edges = {{0, 1}, {0, 2}, {1, 3}, {2, 3}};
+  const SimulationCosts costs{{{1, 1, 0, 0}, {2, 2, 0, 0}, {5, 3, 0, 0}, {1, 1, 0, 0}}, 0.5};
+  for (const Plan& plan : {compute, *insertCommunication(compute)}) {
+    const SimulationResult result = simulated(plan, costs);
+    const auto ends = [&](std::int32_t rank) { return result.ranks[rank].actions.back().end; };
+    // 0 -> 2 -> 3 by 1 + 0.5 + 5 + 0.5, and back by 0.5 + 3 + 0.5; 1 is done in less.
+    EXPECT_DOUBLE_EQ(result.makespan, 14);
+    EXPECT_DOUBLE_EQ(ends(1), 11.5);
+    EXPECT_DOUBLE_EQ(ends(2), 12.5);
+  }
+}
+
+TEST(Simulate, AWaitForSendsEndsWithTheLastOfThem) {
+  Plan plan = planOf("0F0,0SEND_F0,0SEND_F0>2,0WAIT_SEND_F0\n1RECV_F0,1F0\n3F0,2RECV_F0<0,2F0\n");
+  plan.edges = {{0, 1}, {0, 2}};
+  const SimulationCosts costs{{{1, 0, 0, 0}, {1, 0, 0, 0}, {1, 0, 0, 0}, {4, 0, 0, 0}}, 0.5};
+  // 2 receives after 3's forward.
+  EXPECT_DOUBLE_EQ(simulated(plan, costs).ranks[0].actions.back().end, 4.5);
+}
+
 TEST(Simulate, RefusesWhatCannotRunAndImpossibleCosts) {
   const SimulationCosts costs = evenCosts(2);
   const auto refusal = [&](const Plan& plan) { return simulate(plan, costs).status().toString(); };

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <numeric>
 #include <optional>
 #include <random>
 
@@ -43,8 +44,8 @@ TEST(StageGraph, ListsTheEdgesOfEveryStage) {
   for (int i = 0; i < 200; ++i) {
     const auto numStages = static_cast<std::int32_t>(1 + random() % 9);
     // Any order of stages will do, not only their own.
-    std::vector<std::int32_t> order;
-    for (std::int32_t stage = 0; stage < numStages; ++stage) order.push_back(stage);
+    std::vector<std::int32_t> order(static_cast<std::size_t>(numStages));
+    std::iota(order.begin(), order.end(), 0);
     std::ranges::shuffle(order, random);
     std::vector<StageEdge> edges = randomEdges(numStages, random);
     for (StageEdge& edge : edges) edge = {order[edge.from], order[edge.to]};

@@ -152,9 +152,9 @@ TEST(ListSchedule, GoesOnWhereOneMicrobatchHasRoom) {
   for (int i = 0; i < 300; ++i) {
     const auto p = static_cast<std::int32_t>(1 + random() % 5);
     const auto numStages = static_cast<std::int32_t>(p + random() % 8);
-    std::vector<std::int32_t> rankOfStage;
+    std::vector<std::int32_t> rankOfStage(static_cast<std::size_t>(numStages));
     for (std::int32_t stage = 0; stage < numStages; ++stage) {
-      rankOfStage.push_back(stage < p ? stage : static_cast<std::int32_t>(random() % p));
+      rankOfStage[stage] = stage < p ? stage : static_cast<std::int32_t>(random() % p);
     }
     MeasuredCosts costs = randomCosts(numStages, random);
     std::vector<double> least(p);

@@ -76,7 +76,8 @@ TEST(DualPipe, WaitsAsLongAsPublished) {
       double longest = 0;
       for (const RankTimeline& rank : run->ranks) longest = std::max(longest, run->makespan - rank.busy);
       // (p / 2 - 1) (F&B + B - 3 W)
-      EXPECT_DOUBLE_EQ(longest, (options.numRanks / 2 - 1) * (pair + 2 - 3)) << "F&B " << pair;
+      const std::int32_t numTimes = options.numRanks / 2 - 1;
+      EXPECT_DOUBLE_EQ(longest, numTimes * (pair + 2 - 3)) << "F&B " << pair;
     }
   });
 }
