@@ -41,6 +41,15 @@ class SleepingStage(nn.Module):
         return _SleepInBackward.apply(x, self._seconds) * weight
 
 
+def sleep_often(rank: Rank, seconds: float, count: int) -> float:
+    """Runs on all ranks: the seconds that a sleep of so many really takes."""
+    dist.barrier(rank.groups["farandole"])
+    start = time.monotonic()
+    for _ in range(count):
+        time.sleep(seconds)
+    return (time.monotonic() - start) / count
+
+
 def run_steps(rank: Rank, name: str, plan: str, seconds: float, count: int) -> list[float]:
     """Runs on all ranks: the seconds of each step, after one that warms up."""
     if name not in rank.state:
