@@ -25,13 +25,11 @@ from farandole.pipelining._plans import (
     simulate,
     validate,
 )
+from farandole.pipelining._schedule_bases import PipelineScheduleMulti, PipelineScheduleSingle, ScheduleFromPlan
 from farandole.pipelining._schedules import (
-    PipelineScheduleMulti,
-    PipelineScheduleSingle,
     Schedule1F1B,
     ScheduleDualPipe,
     ScheduleDualPipeV,
-    ScheduleFromPlan,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,

@@ -16,6 +16,7 @@ from farandole.pipelining._grad_sync import GradSync
 from farandole.pipelining._inputs import Batch, Inputs, InputSplitter
 from farandole.pipelining._microbatches import merge_outputs
 from farandole.pipelining._stage import PipelineStage
+from farandole.pipelining._stage_edges import Edge, Ends, outputs_by_stage
 
 
 @dataclass
@@ -42,10 +43,6 @@ class ScheduleConfig:
     edges: Sequence[Edge] | None = None
 
 
-Edge = tuple[int, int] | tuple[int, int, Sequence[int]]
-"""(from, to): what a stage returns is given to another one; or (from, to, outputs), only those, by their places."""
-
-
 class PipelineSchedule:
     """Runs steps of a plan over the stages of this rank. Made by the classes below it."""
 
@@ -61,7 +58,7 @@ class PipelineSchedule:
         self._loss_fn = loss_fn
         self._config = config
         self._edges = None if config.edges is None else [(edge[0], edge[1]) for edge in config.edges]
-        self._outputs_to = _selected(config.edges or ())
+        self._outputs_to = outputs_by_stage(config.edges or ())
         self.scale_grads = config.scale_grads
         self._lowered: dict[bool, _C.Plan] = {}  # by whether it is forward only
         self._runs: dict[bool, _Run] = {}
@@ -196,7 +193,7 @@ class PipelineSchedule:
     def _compiled(self, train: bool) -> _Run:
         if train not in self._runs:
             plan = self.plan(forward_only=not train)
-            ends = _Ends.of(plan)
+            ends = Ends.of(plan)
             first = self._stages[0]
             indices = ", ".join(str(stage.stage_index) for stage in self._stages)
             described = f"{type(self).__name__} {'step' if train else 'forward only'}, stage {indices}"
@@ -221,7 +218,7 @@ class PipelineSchedule:
             self._runs[train] = _Run(executor, splitter, last)
         return self._runs[train]
 
-    def _native(self, index: int, train: bool, ends: _Ends) -> _C.PipelineStage:
+    def _native(self, index: int, train: bool, ends: Ends) -> _C.PipelineStage:
         stage = self._stages[index]
         sync = self._grad_syncs[index] if train else None
         return _C.PipelineStage(
@@ -264,49 +261,6 @@ class PipelineSchedule:
         # The others are told before this rank raises; what they then see is of no interest here.
         with contextlib.suppress(RuntimeError):
             run.executor.refuse(f"stage {self._stages[0].stage_index}: {type(error).__name__}: {error}")
-
-
-@dataclass(frozen=True)
-class _Ends:
-    """Where microbatches enter and leave a plan's graph of stages."""
-
-    first: set[int]
-    last: dict[int, range]  # by stage: the microbatches that it runs
-
-    @classmethod
-    def of(cls, plan: _C.Plan) -> _Ends:
-        edges = plan.edges
-        if edges is None:
-            edges = [(stage, stage + 1) for stage in range(plan.num_stages - 1)]
-        stages = set(range(plan.num_stages))
-        ranges = plan.microbatches_of_stage or [(0, plan.num_microbatches)] * plan.num_stages
-        last = {stage: range(*ranges[stage]) for stage in sorted(stages - {begin for begin, _ in edges})}
-        seen: dict[int, int] = {}
-        for stage, microbatches in last.items():
-            for microbatch in microbatches:
-                if seen.setdefault(microbatch, stage) != stage:
-                    raise ValueError(
-                        f"microbatch {microbatch} ends in stages {seen[microbatch]} and {stage}, expected one last "
-                        "stage for each, which computes its loss"
-                    )
-        return cls(stages - {end for _, end in edges}, last)
-
-    @property
-    def microbatches_of_one_model(self) -> int:
-        """Of each copy of the model, where a plan has several: its gradients are means over those."""
-        return len(next(iter(self.last.values())))
-
-    def microbatches_that_end_in(self, stages: list[int]) -> list[int]:
-        return sorted(microbatch for stage in stages for microbatch in self.last.get(stage, ()))
-
-
-def _selected(edges: Sequence[Edge]) -> dict[int, dict[int, list[int]]]:
-    """By stage, for each stage that gets some of its outputs, which."""
-    selected: dict[int, dict[int, list[int]]] = {}
-    for edge in edges:
-        if len(edge) == 3:
-            selected.setdefault(edge[0], {})[edge[1]] = list(edge[2])
-    return selected
 
 
 def _listed(stages: list[int]) -> str:

@@ -1,0 +1,253 @@
+"""What schedules are made of: one stage on a rank, several, or any plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from farandole import _C
+from farandole.pipelining import _plans
+from farandole.pipelining._schedule import PipelineSchedule, ScheduleConfig
+from farandole.pipelining._stage import PipelineStage
+from farandole.pipelining._stage_edges import Edge
+
+
+class PipelineScheduleSingle(PipelineSchedule):
+    """One stage per rank; rank i of the group runs stage i.
+
+    A subclass names its schedule, or overrides :meth:`compute_plan`.
+
+    Args:
+        stage: this rank's stage.
+        n_microbatches: into how many a batch is split.
+        loss_fn: ``loss_fn(output, target)`` on the last stage, once per microbatch; a tensor of one
+            element. Without it, steps are forward only.
+        args_chunk_spec, kwargs_chunk_spec, output_merge_spec: as in torch.distributed.pipelining:
+            TensorChunkSpec (or, for outputs, reducers) where dimension 0 is not the one.
+        scale_grads: divide gradients by n_microbatches, for losses that average. The division is
+            part of the backward (the gradient of each loss is 1 / n_microbatches), so that
+            gradients of an earlier step that are still there keep their scale.
+        edges: where stages are not a chain: for each stage whose output another one takes ``(from, to)``, or
+            ``(from, to, outputs)`` where it takes only some of them, by their places in what the module returns; from
+            lower to higher stages. A module is called with the tensors of all stages before it, the lowest's first.
+            Stages without one before them get the arguments of the step; each microbatch has one last stage.
+
+    Raises:
+        ValueError, NotImplementedError: arguments that cannot run, or cannot yet.
+    """
+
+    schedule_name = ""
+    """One of :func:`schedule_names`."""
+
+    def __init__(
+        self,
+        stage: PipelineStage,
+        n_microbatches: int,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        args_chunk_spec: tuple[Any, ...] | None = None,
+        kwargs_chunk_spec: dict[str, Any] | None = None,
+        output_merge_spec: dict[str, Any] | tuple[Any, ...] | None = None,
+        scale_grads: bool = True,
+        *,
+        edges: Sequence[Edge] | None = None,
+    ):
+        if not isinstance(stage, PipelineStage):
+            raise TypeError(f"stage is a {type(stage).__name__}, expected a farandole.pipelining.PipelineStage")
+        if stage.num_stages != stage.group_size:
+            raise ValueError(
+                f"num_stages is {stage.num_stages}, expected {stage.group_size}: "
+                f"{type(self).__name__} runs one stage per rank, and the group has that many"
+            )
+        config = ScheduleConfig(
+            n_microbatches,
+            loss_fn,
+            args_chunk_spec,
+            kwargs_chunk_spec,
+            output_merge_spec,
+            scale_grads,
+            edges=edges,
+        )
+        super().__init__([stage], config)
+        if self.schedule_name:
+            self.plan(forward_only=loss_fn is None)  # what cannot run is refused now
+
+    def compute_plan(self, *, forward_only: bool) -> _C.Plan:
+        return _plans.plan(
+            self.schedule_name,
+            self._stages[0].num_stages,
+            self._n_microbatches,
+            forward_only=forward_only,
+            edges=self._edges,
+        )
+
+
+class PipelineScheduleMulti(PipelineSchedule):
+    """Any number of stages per rank, placed as the plan says.
+
+    A subclass names its schedule, or overrides :meth:`compute_plan`, or fills ``pipeline_order`` as torch's do: by rank
+    a list of actions, torch's or their texts. :meth:`load_csv` replaces the plan.
+
+    Args:
+        stages: this rank's stages, in any order.
+        backward_requires_autograd: whether :meth:`step` refuses to run with gradients disabled.
+
+    The others as for :class:`PipelineScheduleSingle`. All stages of a rank are called with the keyword arguments
+    that the rank gives.
+    """
+
+    schedule_name = ""
+    """One of :func:`schedule_names`."""
+
+    def __init__(
+        self,
+        stages: list[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        args_chunk_spec: tuple[Any, ...] | None = None,
+        kwargs_chunk_spec: dict[str, Any] | None = None,
+        output_merge_spec: dict[str, Any] | tuple[Any, ...] | None = None,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        *,
+        edges: Sequence[Edge] | None = None,
+    ):
+        _check_stages(stages)
+        config = ScheduleConfig(
+            n_microbatches,
+            loss_fn,
+            args_chunk_spec,
+            kwargs_chunk_spec,
+            output_merge_spec,
+            scale_grads,
+            backward_requires_autograd,
+            edges,
+        )
+        super().__init__(stages, config)
+        self._plan: _C.Plan | None = None
+        self.pipeline_order: dict[int, list[Any]] = {}
+        if self.schedule_name:
+            self.plan(forward_only=loss_fn is None)  # what cannot run is refused now
+
+    def compute_plan(self, *, forward_only: bool) -> _C.Plan:
+        plan = self._plan
+        if plan is None and self.pipeline_order:
+            plan = _plan_of_order(self.pipeline_order, self._edges)
+        if plan is not None:
+            return plan.forwards() if forward_only else plan
+        if not self.schedule_name:
+            raise RuntimeError(
+                f"{type(self).__name__} has no plan, expected pipeline_order, load_csv() or an own compute_plan()"
+            )
+        first = self._stages[0]
+        return self._named_plan(first.num_stages, first.group_size, forward_only)
+
+    def load_csv(self, filename: str | Path, format: str = "compute_only") -> None:
+        """Takes the plan of torch.distributed.pipelining's CSV: a line per rank, an action per cell.
+
+        Args:
+            filename: of the file, the same on all ranks.
+            format: "compute_only", where the communication is inserted, or "compute_comms", where it is there already.
+
+        Raises:
+            ValueError: the plan is wrong, or not for these stages, ranks and microbatches.
+        """
+        if format not in ("compute_only", "compute_comms"):
+            raise ValueError(f"format is {format!r}, expected 'compute_only' or 'compute_comms'")
+        plan = _C.Plan.from_csv(Path(filename).read_text(), edges=self._edges)
+        if plan.has_communication != (format == "compute_comms"):
+            raise ValueError(
+                f"{filename} has {'' if plan.has_communication else 'no '}communication, expected it "
+                f"{'with' if format == 'compute_comms' else 'without'}, as format={format!r} says"
+            )
+        self._use(plan)
+
+    _load_csv = load_csv  # torch's name
+
+    def _use(self, plan: _C.Plan) -> None:
+        if plan.num_microbatches != self._n_microbatches:
+            raise ValueError(
+                f"the plan has {plan.num_microbatches} microbatches, expected n_microbatches={self._n_microbatches}"
+            )
+        before = self._plan, self._lowered
+        self._plan, self._lowered = plan, {}
+        try:
+            self.plan(forward_only=self._loss_fn is None)
+        except ValueError:
+            self._plan, self._lowered = before
+            raise
+        self._runs.clear()
+
+    def _named_plan(self, num_stages: int, num_ranks: int, forward_only: bool) -> _C.Plan:
+        return _plans.plan(
+            self.schedule_name,
+            num_stages,
+            self._n_microbatches,
+            num_ranks=num_ranks,
+            forward_only=forward_only,
+            edges=self._edges,
+        )
+
+
+def _plan_of_order(order: dict[int, list[Any]], edges: list[tuple[int, int]] | None) -> _C.Plan:
+    if sorted(order) != list(range(len(order))):
+        raise ValueError(f"pipeline_order has the ranks {sorted(order)}, expected 0 to {len(order) - 1}")
+    rows = [[str(action) for action in order[rank] if action is not None] for rank in range(len(order))]
+    return _C.Plan.from_csv("\n".join(",".join(row) for row in rows), edges=edges)
+
+
+def _check_stages(stages: Any) -> None:
+    if not isinstance(stages, (list, tuple)) or not stages:
+        raise TypeError(f"stages is {stages!r}, expected a list of at least one farandole.pipelining.PipelineStage")
+    for i, stage in enumerate(stages):
+        if not isinstance(stage, PipelineStage):
+            raise TypeError(f"stages[{i}] is a {type(stage).__name__}, expected a farandole.pipelining.PipelineStage")
+        if stage.num_stages != stages[0].num_stages or stage.group is not stages[0].group:
+            raise ValueError(f"stages[{i}] has another num_stages or group than stages[0], expected the same")
+    indices = [stage.stage_index for stage in stages]
+    if len(set(indices)) != len(indices):
+        raise ValueError(f"stages have the indices {indices}, expected each stage once")
+
+
+class ScheduleFromPlan(PipelineScheduleMulti):
+    """Runs a plan of the user's: from :func:`auto_plan`, ``Plan.from_csv``, ``Plan.from_actions`` or any function.
+
+    Args:
+        stages: this rank's stages, in any order.
+        plan: with or without communication; the same on all ranks.
+        outputs_to: of stages that do not give all that they return to a stage: by (from, to) the places of what they
+            do give it.
+
+    The others as for :class:`PipelineScheduleMulti`; the number of microbatches is the plan's.
+
+    Raises:
+        ValueError: the plan cannot run, or places other stages on this rank.
+    """
+
+    def __init__(
+        self,
+        stages: list[PipelineStage],
+        plan: _C.Plan,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        args_chunk_spec: tuple[Any, ...] | None = None,
+        kwargs_chunk_spec: dict[str, Any] | None = None,
+        output_merge_spec: dict[str, Any] | tuple[Any, ...] | None = None,
+        scale_grads: bool = True,
+        *,
+        outputs_to: dict[tuple[int, int], Sequence[int]] | None = None,
+    ):
+        if not isinstance(plan, _C.Plan):
+            raise TypeError(f"plan is a {type(plan).__name__}, expected a farandole.pipelining.Plan")
+        super().__init__(
+            stages,
+            plan.num_microbatches,
+            loss_fn,
+            args_chunk_spec,
+            kwargs_chunk_spec,
+            output_merge_spec,
+            scale_grads,
+            edges=[(*edge, outputs) for edge, outputs in (outputs_to or {}).items()] or None,
+        )
+        self._use(plan)
