@@ -5,6 +5,7 @@
 
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <random>
 #include <set>
 #include <string>
@@ -60,7 +61,10 @@ struct Model {
     spec.forward = [this, stage](int microbatch, const std::vector<at::Tensor>& tensors,
                                  std::vector<at::Tensor>& outputs) {
       if (stage == failStage && microbatch == failMicrobatch) throw std::runtime_error("it broke");
-      if (isLast(stage) && !isFirst(stage)) addresses.insert(tensors.at(0).data_ptr());
+      if (isLast(stage) && !isFirst(stage)) {
+        const std::lock_guard lock(addressesMutex);  // a graph may have several last stages
+        addresses.insert(tensors.at(0).data_ptr());
+      }
       outputs = apply(stage, isFirst(stage) ? std::vector<at::Tensor>{inputs[microbatch]} : tensors, weights[stage]);
       if (stage == failOutput && outputHook) outputs[0].register_hook(outputHook);
     };
@@ -114,6 +118,7 @@ struct Model {
   std::vector<at::Tensor> weights, inputs;
   bool hasTwoOutputs = false;       // but for last stages
   std::vector<Selection> selected;  // for some edges
+  std::mutex addressesMutex;
   std::set<const void*> addresses;  // of the last stage's inputs
   int failStage = -1, failMicrobatch = -1;
   int failOutput = -1;  // the stage whose outputs get the hook
