@@ -1,5 +1,7 @@
 #include "bindings/csrc/pipeline_executor.h"
 
+#include <c10/util/ScopeExit.h>
+
 #include <chrono>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -92,6 +94,10 @@ class PythonExecutor {
             py::object losses, bool relearn) {
     if (running_) throw std::runtime_error("step() was called from within a step of the same schedule");
     running_ = true;
+    const auto ended = c10::make_scope_exit([this] {
+      inputs_ = {};
+      running_ = false;
+    });
     inputs_ = {std::move(args),       std::move(kwargs),  std::move(targets),
                std::move(lossKwargs), std::move(outputs), std::move(losses)};
     raised_.clear();
@@ -101,12 +107,11 @@ class PythonExecutor {
       began_ = std::chrono::steady_clock::now();
       status = executor_->step(relearn);
     }
-    inputs_ = {};
-    running_ = false;
     if (!status.isOk()) raise(status);
   }
 
   void refuse(std::string reason) {
+    if (running_) throw std::runtime_error("step() was called from within a step of the same schedule");
     raised_.clear();
     Status status;
     {
@@ -145,9 +150,16 @@ class PythonExecutor {
   std::unique_ptr<pipeline::Executor> executor_;
 };
 
+// Of a rank that has no executor: the others learn why from the beginning of their step.
+void refuseStep(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& reason) {
+  const py::gil_scoped_release released;
+  pipeline::refuseStep(group->getBackend(c10::DeviceType::CPU), reason);
+}
+
 }  // namespace
 
 void bindPipelineExecutor(py::module_& module) {
+  module.def("refuse_pipeline_step", &refuseStep, py::arg("group"), py::arg("reason"));
   py::class_<PythonStage, std::shared_ptr<PythonStage>>(module, "PipelineStage")
       .def(py::init(&makeStage), py::kw_only(), py::arg("index"), py::arg("is_first"), py::arg("is_last"),
            py::arg("module"), py::arg("loss_fn"), py::arg("declared_inputs"), py::arg("declared_outputs"),

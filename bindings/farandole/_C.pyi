@@ -152,6 +152,8 @@ class PipelineStage:
         abandon_grad_sync: Callable[[str], None] | None,
     ) -> None: ...
 
+def refuse_pipeline_step(group: dist.ProcessGroup, reason: str) -> None: ...
+
 class PipelineExecutor:
     def __init__(
         self,

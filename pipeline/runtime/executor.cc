@@ -71,6 +71,7 @@ Status Executor::step(bool relearn) {
 Status Executor::refuse(std::string reason) {
   if (!broken_.isOk()) return broken_;
   agreed_ = false;
+  trace_ = {};
   failure_.beginStep();
   failure_.refuse(systemTimeNs(), ": " + std::move(reason));
   try {
@@ -89,6 +90,7 @@ Status Executor::agree() {
     if (!outcome.samePlan) failure_.refuse(0, " runs " + config_.description);
     const std::string text = describeFailures(agreement_.exchangeReports(failure_.report()));
     traffic_.reset(true);
+    trace_ = {};
     learned_ = false;
     return Status::invalidArgument(
         (outcome.samePlan ? "the step cannot run: " : "the ranks do not run the same step: ") + text);

@@ -50,7 +50,7 @@ class Captures {
 
 void SplitBackward::analyze(const edge_list& roots, const std::vector<at::Tensor>& inputs,
                             std::span<const std::uint64_t> hookedOps) {
-  clearScratch();
+  clear();
   for (const at::Tensor& input : inputs) {
     if (input.requires_grad()) inputs_.push_back(torch::autograd::impl::gradient_edge(input));
   }
@@ -65,7 +65,7 @@ void SplitBackward::runInput(edge_list& roots, variable_list& grads, DeferredBac
   if (!graph_.reachesInputs()) {
     deferred.roots.swap(roots);
     deferred.grads.swap(grads);
-    return clearScratch();
+    return clear();
   }
   for (std::size_t i = 0; i < roots.size(); ++i) {
     const bool isEarly = graph_.isEarly(roots[i].function.get());
@@ -102,10 +102,11 @@ void SplitBackward::runInput(edge_list& roots, variable_list& grads, DeferredBac
   }
   roots.clear();
   grads.clear();
-  clearScratch();
+  clear();
 }
 
-void SplitBackward::clearScratch() {
+void SplitBackward::clear() {
+  for (variable_list& grads : captured_) grads.clear();
   roots_.clear();
   grads_.clear();
   inputs_.clear();

@@ -38,9 +38,10 @@ class SplitBackward {
   // Adds the gradients of the weights to their .grad.
   static void runWeight(DeferredBackward& deferred);
 
- private:
-  void clearScratch();
+  // Lets go what a backward that failed, or was only analyzed, has left.
+  void clear();
 
+ private:
   BackwardGraph graph_;
   std::vector<torch::autograd::variable_list> captured_;  // by split node: what I gave it
   torch::autograd::edge_list inputs_, roots_;             // scratch

@@ -17,12 +17,13 @@ namespace {
 Status checkSendable(const std::vector<at::Tensor>& outputs) {
   for (std::size_t i = 0; i < outputs.size(); ++i) {
     const at::Tensor& output = outputs[i];
-    if (!output.defined() || output.layout() != at::kStrided || !output.device().is_cpu()) {
-      return Status::invalidArgument(
-          "output " + std::to_string(i) + " is " +
-          (output.defined() ? "a " + std::string(c10::str(output.layout())) + " tensor on " + output.device().str()
-                            : std::string("undefined")) +
-          ", expected a dense tensor on the stage's device cpu");
+    if (!output.defined() || output.layout() != at::kStrided || output.is_nested() || !output.device().is_cpu()) {
+      return Status::invalidArgument("output " + std::to_string(i) + " is " +
+                                     (output.defined() ? (output.is_nested() ? "a nested " : "a ") +
+                                                             std::string(c10::str(output.layout())) + " tensor on " +
+                                                             output.device().str()
+                                                       : std::string("undefined")) +
+                                     ", expected a dense tensor on the stage's device cpu");
     }
   }
   return Status::ok();
@@ -64,6 +65,9 @@ const char* nameOf(StepOp op) {
 }  // namespace
 
 void StageCompute::beginStep(std::vector<Stage>& stages) {
+  // What a step that failed has left.
+  outputs_.clear();
+  split_.clear();
   if (!program_.hasBackward) return;
   for (Stage& stage : stages) {
     stage.isSplit = false;
@@ -107,10 +111,12 @@ void StageCompute::runForward(Stage& stage, std::int32_t microbatch) {
 
 void StageCompute::handOver(Stage& stage, std::int32_t microbatch) {
   MicrobatchSlot& slot = stage.slots[microbatch];
-  if (stage.isLast()) {
-    takeLoss(stage, microbatch);
-  } else {
-    checkOutputs(stage, microbatch);
+  try {
+    stage.isLast() ? takeLoss(stage, microbatch) : checkOutputs(stage, microbatch);
+  } catch (...) {
+    failure_.fail(stage, microbatch, "what the module returned: " + currentError());
+  }
+  if (!stage.isLast()) {
     if (failure_.isFailed()) {
       outputs_.clear();
       slot.outputPoisoned = !slot.outputsKnown;
@@ -191,6 +197,7 @@ void StageCompute::compute(Stage& stage, const Step& step) {
   if (step.op == StepOp::kBackwardInput && !stage.isBackwardWhole) {
     split_.analyze(slot.roots, slot.inputs, slot.hookedOps);
     if (!split_.unsplittable().empty()) takeUnsplittable(stage);
+    if (stage.isBackwardWhole) split_.clear();
   }
   const bool isLast = stage.isBackwardWhole ? step.lastInputBackward : step.lastBackward;
   if (isLast && stage.spec.requireGradSync) stage.spec.requireGradSync(true);

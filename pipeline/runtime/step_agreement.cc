@@ -1,6 +1,7 @@
 #include "pipeline/runtime/step_agreement.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
@@ -82,6 +83,18 @@ std::vector<FailureReport> StepAgreement::exchangeReports(const FailureReport& m
   std::vector<FailureReport> reports;
   for (const at::Tensor& bytes : outputs[0]) reports.push_back(decode(bytes));
   return reports;
+}
+
+void refuseStep(const c10::intrusive_ptr<c10d::Backend>& backend, const std::string& reason) {
+  StepAgreement agreement(backend, backend->getSize());
+  agreement.postVote({true, true, 0});
+  agreement.awaitVote();
+  agreement.exchangeReports({true, systemTimeNs(), reason});
+}
+
+std::int64_t systemTimeNs() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::system_clock::now().time_since_epoch())
+      .count();
 }
 
 std::string describeFailures(std::vector<FailureReport> reports) {

@@ -54,6 +54,12 @@ class StepAgreement {
   c10::intrusive_ptr<c10d::Work> voteWork_;
 };
 
+// Takes part in the beginning of a step that this rank cannot even compile; all others then return the reason.
+void refuseStep(const c10::intrusive_ptr<c10d::Backend>& backend, const std::string& reason);
+
+// Of the system clock.
+std::int64_t systemTimeNs();
+
 // One text of all failures, first one first.
 std::string describeFailures(std::vector<FailureReport> reports);
 

@@ -1,13 +1,6 @@
 #include "pipeline/runtime/step_failure.h"
 
-#include <chrono>
-
 namespace farandole::pipeline {
-
-std::int64_t systemTimeNs() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::system_clock::now().time_since_epoch())
-      .count();
-}
 
 void StepFailure::beginStep() {
   isFailed_ = false;

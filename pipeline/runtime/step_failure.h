@@ -40,7 +40,4 @@ class StepFailure {
   FailureReport report_;
 };
 
-// Of the system clock.
-std::int64_t systemTimeNs();
-
 }  // namespace farandole::pipeline

@@ -55,7 +55,9 @@ class InputSplitter:
             inputs = self._split(batch)
         if not self.has_last:
             inputs.targets = None
-        inputs.signature.append([stage.submod.training for stage in self.stages])
+        for stage in self.stages:
+            # What is frozen or trained decides which tensors have a gradient.
+            inputs.signature.append((stage.submod.training, [p.requires_grad for p in stage.submod.parameters()]))
         for stage in self.first_stages:
             if stage.declared_inputs is not None:
                 _check_declared(inputs.args, stage.declared_inputs)

@@ -50,8 +50,9 @@ def profile_costs(*steps: _C.SimulationResult) -> list[tuple[float, float, float
         *steps: measured steps of one plan, each with all ranks (:func:`gather_timeline`).
 
     Returns:
-        For each stage the median seconds of its F, B, I and W, over microbatches and steps; 0 for those that it does
-        not run.
+        For each stage the median seconds of its F, B, I and W, over microbatches and steps. A B that was not run is
+        taken for as long as I and W together, an I or a W that was not for half of the B: an estimate, to be measured
+        with a schedule that splits backwards where it decides.
 
     Raises:
         ValueError: a stage runs nothing, or runs something only as part of an OVERLAP_F_B.
@@ -73,6 +74,7 @@ def profile_costs(*steps: _C.SimulationResult) -> list[tuple[float, float, float
             raise ValueError(
                 f"stage {stage} runs {kinds} and, not overlapped, {alone}; expected to see each kind alone"
             )
-        medians = [statistics.median(taken.get((stage, kind), [0.0])) for kind in _KINDS]
-        costs.append((medians[0], medians[1], medians[2], medians[3]))
+        seen = {kind: statistics.median(taken[stage, kind]) for kind in kinds}
+        whole = seen.get("B", seen.get("I", 0.0) + seen.get("W", 0.0))
+        costs.append((seen.get("F", 0.0), whole, seen.get("I", whole / 2), seen.get("W", whole / 2)))
     return costs

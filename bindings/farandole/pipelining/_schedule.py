@@ -16,7 +16,7 @@ from farandole.pipelining._grad_sync import GradSync
 from farandole.pipelining._inputs import Batch, Inputs, InputSplitter
 from farandole.pipelining._microbatches import merge_outputs
 from farandole.pipelining._stage import PipelineStage
-from farandole.pipelining._stage_edges import Edge, Ends, outputs_by_stage
+from farandole.pipelining._stage_edges import Edge, Ends, outputs_by_stage, selected_outputs
 
 
 @dataclass
@@ -58,7 +58,7 @@ class PipelineSchedule:
         self._loss_fn = loss_fn
         self._config = config
         self._edges = None if config.edges is None else [(edge[0], edge[1]) for edge in config.edges]
-        self._outputs_to = outputs_by_stage(config.edges or ())
+        self._selected = selected_outputs(config.edges)
         self.scale_grads = config.scale_grads
         self._lowered: dict[bool, _C.Plan] = {}  # by whether it is forward only
         self._runs: dict[bool, _Run] = {}
@@ -156,7 +156,13 @@ class PipelineSchedule:
         return 1 - executor.last_compute_seconds / executor.last_step_seconds
 
     def _run(self, train: bool, batch: Batch, losses: list[Any] | None, return_outputs: bool) -> Any:
-        run = self._last_run = self._compiled(train)
+        try:
+            run = self._last_run = self._compiled(train)
+        except Exception as error:
+            first = self._stages[0]
+            with contextlib.suppress(RuntimeError):
+                _C.refuse_pipeline_step(first.group, f"{_rank_name(first)}: {type(error).__name__}: {error}")
+            raise
         try:
             if train and self._config.backward_requires_autograd and not torch.is_grad_enabled():
                 raise RuntimeError("step() was called with gradients disabled, expected them enabled: or call eval()")
@@ -193,7 +199,7 @@ class PipelineSchedule:
     def _compiled(self, train: bool) -> _Run:
         if train not in self._runs:
             plan = self.plan(forward_only=not train)
-            ends = Ends.of(plan)
+            ends, outputs_to = Ends.of(plan), outputs_by_stage(self._selected, plan)
             first = self._stages[0]
             indices = ", ".join(str(stage.stage_index) for stage in self._stages)
             described = f"{type(self).__name__} {'step' if train else 'forward only'}, stage {indices}"
@@ -201,8 +207,11 @@ class PipelineSchedule:
                 plan=plan,
                 rank=first.group_rank,
                 group=first.group,
-                stages=[self._native(i, train, ends) for i in range(len(self._stages))],
-                loss_scale=1 / ends.microbatches_of_one_model if self.scale_grads else 1.0,
+                stages=[
+                    self._native(stage, sync if train else None, ends, outputs_to.get(stage.stage_index, {}))
+                    for stage, sync in zip(self._stages, self._grad_syncs, strict=True)
+                ],
+                loss_scale=1 / ends.microbatches_of_one_model() if self.scale_grads else 1.0,
                 description=f"{described}, n_microbatches={self._n_microbatches}",
                 rank_name=_rank_name(first),
             )
@@ -218,9 +227,9 @@ class PipelineSchedule:
             self._runs[train] = _Run(executor, splitter, last)
         return self._runs[train]
 
-    def _native(self, index: int, train: bool, ends: Ends) -> _C.PipelineStage:
-        stage = self._stages[index]
-        sync = self._grad_syncs[index] if train else None
+    def _native(
+        self, stage: PipelineStage, sync: GradSync | None, ends: Ends, outputs_to: dict[int, list[int]]
+    ) -> _C.PipelineStage:
         return _C.PipelineStage(
             index=stage.stage_index,
             is_first=stage.stage_index in ends.first,
@@ -229,7 +238,7 @@ class PipelineSchedule:
             loss_fn=self._loss_fn,
             declared_inputs=stage.declared_inputs,
             declared_outputs=stage.declared_outputs,
-            outputs_to=self._outputs_to.get(stage.stage_index, {}),
+            outputs_to=outputs_to,
             require_grad_sync=sync.require if sync is not None else None,
             abandon_grad_sync=sync.abandon if sync is not None else None,
         )

@@ -12,7 +12,7 @@ from farandole import _C
 from farandole.pipelining import _plans
 from farandole.pipelining._schedule import PipelineSchedule, ScheduleConfig
 from farandole.pipelining._stage import PipelineStage
-from farandole.pipelining._stage_edges import Edge
+from farandole.pipelining._stage_edges import Edge, outputs_by_stage
 
 
 class PipelineScheduleSingle(PipelineSchedule):
@@ -127,14 +127,14 @@ class PipelineScheduleMulti(PipelineSchedule):
         )
         super().__init__(stages, config)
         self._plan: _C.Plan | None = None
-        self.pipeline_order: dict[int, list[Any]] = {}
+        self._order: dict[int, list[Any]] = {}
         if self.schedule_name:
             self.plan(forward_only=loss_fn is None)  # what cannot run is refused now
 
     def compute_plan(self, *, forward_only: bool) -> _C.Plan:
         plan = self._plan
-        if plan is None and self.pipeline_order:
-            plan = _plan_of_order(self.pipeline_order, self._edges)
+        if plan is None and self._order:
+            plan = _plan_of_order(self._order, self._edges)
         if plan is not None:
             return plan.forwards() if forward_only else plan
         if not self.schedule_name:
@@ -143,6 +143,22 @@ class PipelineScheduleMulti(PipelineSchedule):
             )
         first = self._stages[0]
         return self._named_plan(first.num_stages, first.group_size, forward_only)
+
+    @property
+    def pipeline_order(self) -> dict[int, list[Any]]:
+        """By rank its actions, None among them for idle turns. Setting it replaces the plan; fill it before the step."""
+        self._forget_plan()  # for whoever fills it in place
+        return self._order
+
+    @pipeline_order.setter
+    def pipeline_order(self, order: dict[int, list[Any]]) -> None:
+        self._order = order
+        self._plan = None
+        self._forget_plan()
+
+    def _forget_plan(self) -> None:
+        self._lowered = {}
+        self._runs.clear()
 
     def load_csv(self, filename: str | Path, format: str = "compute_only") -> None:
         """Takes the plan of torch.distributed.pipelining's CSV: a line per rank, an action per cell.
@@ -248,6 +264,8 @@ class ScheduleFromPlan(PipelineScheduleMulti):
             kwargs_chunk_spec,
             output_merge_spec,
             scale_grads,
-            edges=[(*edge, outputs) for edge, outputs in (outputs_to or {}).items()] or None,
         )
+        self._edges = plan.edges
+        self._selected = {edge: list(outputs) for edge, outputs in (outputs_to or {}).items()}
+        outputs_by_stage(self._selected, plan)
         self._use(plan)

@@ -144,10 +144,17 @@ class ScheduleDualPipe(PipelineScheduleMulti):
 
     With ``scale_grads`` a copy's gradients are means over its half of the microbatches: with both copies of a stage
     wrapped for data parallelism over the two ranks that have them (i and p - 1 - i, a group for each stage; both ranks
-    wrap the stages in the same order), they become means over the batch.
+    wrap the stages in the same order), they become means over the batch. ``edges`` are those of one copy.
     """
 
     schedule_name = "DualPipe"
+
+    def __init__(self, stages: list[PipelineStage], *args: Any, **kwargs: Any):
+        super().__init__(stages, *args, **kwargs)
+        half = self._stages[0].num_stages // 2
+        self._selected |= {
+            (begin + half, end + half): outputs for (begin, end), outputs in self._selected.items()
+        }  # of the second copy
 
 
 _CLASSES: dict[str, type[PipelineSchedule]] = {

@@ -20,9 +20,7 @@ class Ends:
 
     @classmethod
     def of(cls, plan: _C.Plan) -> Ends:
-        edges = plan.edges
-        if edges is None:
-            edges = [(stage, stage + 1) for stage in range(plan.num_stages - 1)]
+        edges = edges_of(plan)
         stages = set(range(plan.num_stages))
         ranges = plan.microbatches_of_stage or [(0, plan.num_microbatches)] * plan.num_stages
         last = {stage: range(*ranges[stage]) for stage in sorted(stages - {begin for begin, _ in edges})}
@@ -36,19 +34,35 @@ class Ends:
                     )
         return cls(stages - {end for _, end in edges}, last)
 
-    @property
     def microbatches_of_one_model(self) -> int:
         """Of each copy of the model, where a plan has several: its gradients are means over those."""
-        return len(next(iter(self.last.values())))
+        counts = {stage: len(microbatches) for stage, microbatches in self.last.items()}
+        if len(set(counts.values())) != 1:
+            raise ValueError(
+                f"the last stages run {counts} microbatches (by stage), expected equally many, or scale_grads=False"
+            )
+        return next(iter(counts.values()))
 
     def microbatches_that_end_in(self, stages: list[int]) -> list[int]:
         return sorted(microbatch for stage in stages for microbatch in self.last.get(stage, ()))
 
 
-def outputs_by_stage(edges: Sequence[Edge]) -> dict[int, dict[int, list[int]]]:
+def edges_of(plan: _C.Plan) -> list[tuple[int, int]]:
+    edges = plan.edges
+    return [(stage, stage + 1) for stage in range(plan.num_stages - 1)] if edges is None else edges
+
+
+def selected_outputs(edges: Sequence[Edge] | None) -> dict[tuple[int, int], list[int]]:
+    """By edge, where it takes only some of the outputs, which."""
+    return {(edge[0], edge[1]): list(edge[2]) for edge in edges or () if len(edge) == 3}
+
+
+def outputs_by_stage(selected: dict[tuple[int, int], list[int]], plan: _C.Plan) -> dict[int, dict[int, list[int]]]:
     """By stage, for each stage that gets some of its outputs, which."""
-    selected: dict[int, dict[int, list[int]]] = {}
-    for edge in edges:
-        if len(edge) == 3:
-            selected.setdefault(edge[0], {})[edge[1]] = list(edge[2])
-    return selected
+    known = set(edges_of(plan))
+    by_stage: dict[int, dict[int, list[int]]] = {}
+    for (begin, end), outputs in selected.items():
+        if (begin, end) not in known:
+            raise ValueError(f"outputs are chosen for ({begin}, {end}), expected an edge of the plan: {sorted(known)}")
+        by_stage.setdefault(begin, {})[end] = outputs
+    return by_stage

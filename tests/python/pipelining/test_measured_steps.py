@@ -58,7 +58,7 @@ def test_the_gathered_step_is_one_on_all_ranks_and_follows_cause_and_effect(back
         assert when[f"{after}B{microbatch}"][1] <= when[f"{before}B{microbatch}"][0] + slack
     for forward, backward, of_input, of_weights in costs:
         assert FORWARD <= forward < 2 * FORWARD and BACKWARD <= backward < 2 * BACKWARD
-        assert (of_input, of_weights) == (0, 0)
+        assert (of_input, of_weights) == (backward / 2, backward / 2)  # not run, estimated
     assert predicted * 0.98 < measured < predicted * 1.5
 
 
@@ -93,7 +93,7 @@ def test_costs_are_found_again_in_the_steps_that_they_made() -> None:
             continue
         found = profile_costs(measured)
         for stage, (costs, expected) in enumerate(zip(found, given, strict=True)):
-            kinds = [kind for kind in range(4) if costs[kind] > 0]
+            kinds = [kind for kind, name in enumerate("FBIW") if f"{stage}{name}" in alone]
             assert kinds, f"{described}: stage {stage}"
             assert [costs[kind] for kind in kinds] == pytest.approx([expected[kind] for kind in kinds]), described
         assert simulate(made, found, 0.5).makespan == pytest.approx(step.makespan), described
@@ -101,6 +101,10 @@ def test_costs_are_found_again_in_the_steps_that_they_made() -> None:
 
 def test_costs_are_medians_over_steps_and_what_was_not_run_is_an_error() -> None:
     steps = [_C.measured_step([[("0F0", 0.0, last), ("0F1", last, last + 1)]]) for last in (1.0, 1.5, 9.0)]
+    whole = _C.measured_step([[("0F0", 0.0, 1.0), ("0B0", 1.0, 4.0)]])
+    assert profile_costs(whole) == [(1.0, 3.0, 1.5, 1.5)]
+    halves = _C.measured_step([[("0F0", 0.0, 1.0), ("0I0", 1.0, 2.0), ("0W0", 2.0, 4.0)]])
+    assert profile_costs(halves) == [(1.0, 3.0, 1.0, 2.0)]
     assert profile_costs(*steps) == [(1.0, 0.0, 0.0, 0.0)]
     assert profile_costs(steps[1], steps[2]) == [(1.25, 0.0, 0.0, 0.0)]
     with pytest.raises(ValueError, match=r"stage 0 runs \[\]"):

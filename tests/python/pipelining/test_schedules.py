@@ -188,6 +188,43 @@ def test_wrong_stages_are_refused_with_what_is_expected() -> None:
     run_ranks(_refuse_stages, 2, "gloo")
 
 
+class _Undecided(ScheduleInterleaved1F1B):
+    """Makes another plan, and none on rank 1 for the first step."""
+
+    attempts = 0
+
+    def compute_plan(self, *, forward_only: bool) -> Plan:
+        type(self).attempts += 1
+        if self._stages[0].group_rank == 1 and type(self).attempts == 2:  # the first is the constructor's
+            raise OSError("no plan today")
+        return plan("LoopedBFS", 4, 4, num_ranks=2, forward_only=forward_only)
+
+
+def _plan_late(rank: int, world_size: int) -> None:
+    stages = random_stages(random.Random(3), 4)
+    mine = [PipelineStage(stages[i], i, 4, "cpu") for i in (rank, rank + 2)]
+    schedule = _Undecided(mine, 4, nn.MSELoss())
+    schedule._lowered.clear()
+    with pytest.raises(OSError if rank == 1 else RuntimeError, match="no plan today"):
+        schedule.step(torch.ones(4, stages[0][0].in_features), target=torch.ones(4, 1))
+    _compare(schedule, stages, [0, 1, 0, 1], rank, 4, "after a step without a plan")
+
+    named = ScheduleInterleaved1F1B(mine, 4, nn.MSELoss())
+    named.pipeline_order = dict(enumerate(plan("LoopedBFS", 4, 4, num_ranks=2).actions))
+    assert named.plan() == plan("LoopedBFS", 4, 4, num_ranks=2).lower()
+    _compare(named, stages, [0, 1, 0, 1], rank, 4, "pipeline_order of a schedule with a name")
+
+    # What is frozen between two steps changes what has a gradient.
+    for frozen in (True, False):
+        stages[0].requires_grad_(not frozen)
+        _compare(named, stages, [0, 1, 0, 1], rank, 4, f"the first stage frozen: {frozen}")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_plan_that_one_rank_cannot_make_is_an_error_on_all_and_another_may_follow(backend: str) -> None:
+    run_ranks(_plan_late, 2, backend)
+
+
 class _Failing(nn.Module):
     """Raises in the forward, in the inputs' backward or in the weights' backward of its nth microbatch."""
 

@@ -178,6 +178,34 @@ def test_two_copies_in_opposite_directions_train_as_one_model(world_size: int) -
     run_ranks(_train_two_copies, world_size, BACKENDS[-1])
 
 
+class Tanh2(nn.Module):
+    """Two outputs, of which only the second is handed on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * 0, torch.tanh(self.go(x))
+
+
+def _choose_in_both_copies(rank: int, world_size: int) -> None:
+    torch.manual_seed(7)
+    model: list[nn.Module] = [Tanh2(), nn.Linear(WIDTH, WIDTH)]
+    batch, target = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    chain = [nn.Sequential(model[0].go, nn.Tanh()), model[1]]
+    stages = [PipelineStage(model[i % 2], i, 4, "cpu") for i in (rank, 3 - rank)]
+    schedule = ScheduleDualPipe(stages, 4, nn.MSELoss(), edges=[(0, 1, [1])])
+    mine: list[Any] = []
+    schedule.step(batch, target=target, losses=mine)
+    _, losses, _ = train_alone(chain, nn.MSELoss(), batch, target, 4)
+    assert torch.equal(torch.stack(mine), torch.stack(losses[2:] if rank == 0 else losses[:2]))
+
+
+def test_outputs_are_chosen_in_both_copies() -> None:
+    run_ranks(_choose_in_both_copies, 2, "gloo")
+
+
 def _refuse(rank: int, world_size: int) -> None:
     stage = PipelineStage(nn.Linear(2, 2), rank, 2, "cpu")
     with pytest.raises(ValueError, match="1"):
@@ -185,6 +213,10 @@ def _refuse(rank: int, world_size: int) -> None:
     forked = plan("GPipe", 2, 2, edges=[])
     with pytest.raises(ValueError, match="microbatch 0 ends in stages 0 and 1, expected one last stage for each"):
         ScheduleFromPlan([stage], forked, nn.MSELoss()).step(torch.ones(2, 2), target=torch.ones(2, 2))
+    with pytest.raises(
+        ValueError, match=r"outputs are chosen for \(0, 2\), expected an edge of the plan: \[\(0, 1\)\]"
+    ):
+        ScheduleFromPlan([stage], plan("GPipe", 2, 2), nn.MSELoss(), outputs_to={(0, 2): [0]})
     schedule = ScheduleGPipe(stage, 2, nn.MSELoss(), edges=[(0, 1, [3])])
     with pytest.raises(RuntimeError, match="stage 0, microbatch 0: the module returned 1 tensors, expected more"):
         schedule.step(torch.ones(2, 2), target=torch.ones(2, 2))
