@@ -19,6 +19,7 @@
 # When asked for, since they take minutes or a set-up of their own:
 #   collectives       four collectives beside gloo and Intel MPI
 #   oversubscribed    4 and 8 processes, beside gloo; and computing beside an idle group
+#   actions           what an action of a schedule costs, beside torch's runtime
 #   schedules         a step of every schedule on 4 ranks whose stages sleep, beside the simulated one
 #   hosts             between network namespaces, beside gloo; needs root
 #   cuda              CUDA tensors beside NCCL; needs a GPU

@@ -15,6 +15,7 @@ from rich.console import Console
 from farandole.bench import (
     _machine,
     _output,
+    actions,
     all_reduce,
     batch,
     collectives,
@@ -40,10 +41,11 @@ SUBJECTS: dict[str, Callable[[Settings, RankPair], Report]] = {
     "oversubscribed": oversubscribed.measure,
     "hosts": hosts.measure,
     "schedules": schedules.measure,
+    "actions": actions.measure,
     "cuda": cuda.measure,
 }
 # They take minutes, or a set-up of their own.
-_ONLY_WHEN_ASKED_FOR = ("collectives", "oversubscribed", "hosts", "schedules", "cuda")
+_ONLY_WHEN_ASKED_FOR = ("collectives", "oversubscribed", "hosts", "schedules", "actions", "cuda")
 _WIDTH = 160  # of the tables when they do not go to a terminal
 
 

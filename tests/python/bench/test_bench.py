@@ -151,6 +151,18 @@ def test_pipeline_measures_both_schedules_beside_their_ideals(tmp_path, capsys):
         assert medians[f"{schedule}, d=256", "farandole", "step"] > medians[f"{schedule}, d=32", "farandole", "step"]
 
 
+def test_actions_are_measured_beside_torchs_runtime(tmp_path, capsys):
+    medians = medians_of(measure(tmp_path, capsys, "actions"))
+    assert {(case, peer) for case, peer, _ in medians} == {
+        (case, peer)
+        for case in ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBV")
+        for peer in ("farandole", "torch over gloo")
+    }
+    for (case, peer, quantity), value in medians.items():
+        if quantity == "per action":  # the step waits for the other rank, the bare loop for nobody
+            assert 0 < value < medians[case, peer, "step"]
+
+
 def test_sleeping_stages_take_no_less_than_was_simulated(tmp_path, capsys):
     report = measure(tmp_path, capsys, "schedules")
     assert report["targets"]
