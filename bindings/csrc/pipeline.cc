@@ -3,6 +3,7 @@
 #include "bindings/csrc/layers.h"
 #include "bindings/csrc/pipeline_executor.h"
 #include "bindings/csrc/pipeline_timeline.h"
+#include "bindings/csrc/planning_errors.h"
 #include "pipeline/ir/csv.h"
 #include "pipeline/ir/draw.h"
 #include "pipeline/ir/message.h"
@@ -22,13 +23,6 @@ namespace {
 
 using pipeline::Plan;
 using pipeline::SimulationResult;
-
-// Planning errors are misuse: ValueError.
-template <typename T>
-T valueOf(Result<T> result) {
-  if (!result) throw py::value_error(std::string(result.status().toString()));
-  return std::move(result).value();
-}
 
 // None: the chain, or all microbatches.
 using PairList = std::optional<std::vector<std::pair<std::int32_t, std::int32_t>>>;

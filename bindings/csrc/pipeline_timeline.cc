@@ -1,5 +1,6 @@
 #include "bindings/csrc/pipeline_timeline.h"
 
+#include "bindings/csrc/planning_errors.h"
 #include "pipeline/ir/measured_step.h"
 #include "pipeline/ir/memory_curve.h"
 #include "pipeline/ir/text.h"
@@ -10,12 +11,6 @@ namespace py = pybind11;
 namespace farandole::python {
 
 namespace {
-
-template <typename T>
-T valueOf(Result<T> result) {
-  if (!result) throw py::value_error(std::string(result.status().toString()));
-  return std::move(result).value();
-}
 
 using TimedText = std::tuple<std::string, double, double>;
 

@@ -3,6 +3,7 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include "pipeline/runtime/executor_config.h"
 #include "pipeline/runtime/shape_exchange.h"
 
 namespace py = pybind11;
@@ -87,12 +88,8 @@ std::string RaisedError::describe() {
     std::string text = textOf(value);
     keep(std::move(value));
     return text;
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  } catch (const std::exception& error) {
-    return error.what();
   } catch (...) {
-    return "an exception of unknown type";
+    return pipeline::describeCurrentError();
   }
 }
 

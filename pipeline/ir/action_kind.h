@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <span>
 #include <utility>
 #include <vector>
@@ -55,6 +56,10 @@ constexpr bool hasMicrobatch(ActionKind kind) {
 // The parts of a composite action, or the action alone.
 inline std::span<const Action> leaves(const Action& action) {
   return isComposite(action.kind) ? std::span<const Action>(action.parts) : std::span<const Action>(&action, 1);
+}
+
+inline bool hasInputBackward(const Action& action) {
+  return std::ranges::any_of(leaves(action), isInputBackward, &Action::kind);
 }
 
 inline Action makeComposite(ActionKind kind, std::vector<Action> parts) {

@@ -20,15 +20,9 @@ Status checkTimes(const std::vector<TimedAction>& actions) {
   return Status::ok();
 }
 
-bool hasBackward(const std::vector<TimedAction>& actions) {
-  return std::ranges::any_of(actions, [](const TimedAction& timed) {
-    return std::ranges::any_of(leaves(timed.action), [](const Action& leaf) { return isInputBackward(leaf.kind); });
-  });
-}
-
 RankTimeline timelineOf(std::vector<TimedAction> actions) {
   RankTimeline timeline;
-  const bool keepsActivations = hasBackward(actions);
+  const bool keepsActivations = std::ranges::any_of(actions, hasInputBackward, &TimedAction::action);
   std::int32_t live = 0;
   for (const TimedAction& timed : actions) {
     if (!isCompute(timed.action.kind)) continue;

@@ -8,12 +8,6 @@
 namespace farandole::pipeline {
 namespace {
 
-bool hasBackward(const RankTimeline& rank) {
-  return std::ranges::any_of(rank.actions, [](const TimedAction& timed) {
-    return std::ranges::any_of(leaves(timed.action), [](const Action& leaf) { return isInputBackward(leaf.kind); });
-  });
-}
-
 Status checkStages(const RankTimeline& rank, std::size_t numStages) {
   for (const TimedAction& timed : rank.actions) {
     for (const Action& leaf : leaves(timed.action)) {
@@ -28,7 +22,7 @@ Status checkStages(const RankTimeline& rank, std::size_t numStages) {
 
 MemoryCurve curveOf(const RankTimeline& rank, const std::vector<StageMemory>& stages) {
   MemoryCurve curve{{{0, 0}}, 0};
-  if (!hasBackward(rank)) return curve;
+  if (std::ranges::none_of(rank.actions, hasInputBackward, &TimedAction::action)) return curve;
   const auto change = [&](double time, double bytes) {
     if (bytes != 0) curve.points.push_back({time, curve.points.back().bytes + bytes});
     curve.peak = std::max(curve.peak, curve.points.back().bytes);

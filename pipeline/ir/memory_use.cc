@@ -7,12 +7,6 @@
 namespace farandole::pipeline {
 namespace {
 
-bool hasBackward(const std::vector<Action>& actions) {
-  return std::ranges::any_of(actions, [](const Action& action) {
-    return std::ranges::any_of(leaves(action), [](const Action& leaf) { return isInputBackward(leaf.kind); });
-  });
-}
-
 double freedBy(ActionKind kind, const StageMemory& stage) {
   switch (kind) {
     case ActionKind::kBackward: return stage.activations;
@@ -43,7 +37,7 @@ std::vector<double> peakMemory(const Plan& plan, const std::vector<StageMemory>&
   for (const std::vector<Action>& actions : plan.ranks) {
     double held = 0;
     double peak = 0;
-    for (const Action& action : hasBackward(actions) ? actions : std::vector<Action>()) {
+    for (const Action& action : std::ranges::any_of(actions, hasInputBackward) ? actions : std::vector<Action>()) {
       held += memoryTaken(action, stages);
       peak = std::max(peak, held);
       held -= memoryFreed(action, stages);

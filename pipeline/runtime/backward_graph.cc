@@ -48,6 +48,8 @@ void BackwardGraph::classify(std::span<const std::uint64_t> hookedOps) {
     if (isUsers && needsWholeBackward(node)) {
       isAllEarly_ = true;
       unsplittable_ = &node;
+      splitNodes_.clear();
+      return;
     }
     if (!hasWeightEdge(node)) continue;
     if (isUsers || hasHooks(node) || std::binary_search(hookedOps.begin(), hookedOps.end(), node.sequence_nr())) {
@@ -56,12 +58,9 @@ void BackwardGraph::classify(std::span<const std::uint64_t> hookedOps) {
       splitNodes_.push_back(&node);
     }
   }
-  if (isAllEarly_) {
-    splitNodes_.clear();
-  } else if (!unsplittables_.empty()) {
-    findComponents();
-    findEarlyLeaves();
-  }
+  if (unsplittables_.empty()) return;
+  findComponents();
+  findEarlyLeaves();
 }
 
 // A function whose backward is the user's code, in Python or C++. Its class is a template, or lives in a library that

@@ -162,7 +162,7 @@ Status Executor::forward(const Step& step, TimedStep& time) {
 
 Status Executor::transportBroke(const std::string& during) {
   broken_ = Status(StatusCode::kPeerFailed, failure_.rankName() + ", during " + during + ": communication failed (" +
-                                                compute_.currentError() +
+                                                config_.describeError() +
                                                 "); the pipeline cannot be used again with this group");
   failure_.abandon(broken_.toString());
   return broken_;

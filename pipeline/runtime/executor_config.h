@@ -8,17 +8,23 @@
 
 namespace farandole::pipeline {
 
+// what() of the exception that is being caught.
+std::string describeCurrentError();
+
+// A warning of torch's.
+void warn(const std::string& text);
+
 struct ExecutorConfig {
   std::vector<StageSpec> stages;  // this rank's, ascending
   double lossScale = 1;           // the gradient of each microbatch's loss
   std::string description;        // of what is run: shown when ranks run different things
   std::string rankName;           // in errors; by default "rank N", of the plan
 
-  // Called inside a catch block: says what was thrown. Default: what().
-  std::function<std::string()> describeError;
+  // Called inside a catch block: says what was thrown.
+  std::function<std::string()> describeError = describeCurrentError;
 
-  // Told once what the user should know of a stage. Default: a warning of torch's. May throw, which fails the stage.
-  std::function<void(const std::string&)> notify;
+  // Told once what the user should know of a stage. May throw, which fails the stage.
+  std::function<void(const std::string&)> notify = warn;
 };
 
 }  // namespace farandole::pipeline

@@ -11,7 +11,7 @@ namespace {
 using torch::autograd::edge_list;
 using torch::autograd::variable_list;
 
-void execute(const edge_list& roots, const variable_list& grads, bool keepGraph, const edge_list& ends = {}) {
+void execute(const edge_list& roots, const variable_list& grads, bool keepGraph, const edge_list& ends) {
   torch::autograd::Engine::get_default_engine().execute(roots, grads, keepGraph, /*create_graph=*/false,
                                                         /*accumulate_grad=*/true, ends);
 }
@@ -48,6 +48,10 @@ class Captures {
 
 }  // namespace
 
+void runBackward(const edge_list& roots, const variable_list& grads) {
+  execute(roots, grads, /*keepGraph=*/false, /*ends=*/{});
+}
+
 void SplitBackward::analyze(const edge_list& roots, const std::vector<at::Tensor>& inputs,
                             std::span<const std::uint64_t> hookedOps) {
   clear();
@@ -55,10 +59,6 @@ void SplitBackward::analyze(const edge_list& roots, const std::vector<at::Tensor
     if (input.requires_grad()) inputs_.push_back(torch::autograd::impl::gradient_edge(input));
   }
   graph_.build(roots, inputs_, hookedOps);
-}
-
-std::string SplitBackward::unsplittable() const {
-  return graph_.unsplittable() == nullptr ? std::string() : graph_.unsplittable()->name();
 }
 
 void SplitBackward::runInput(edge_list& roots, variable_list& grads, DeferredBackward& deferred) {
@@ -113,7 +113,7 @@ void SplitBackward::clear() {
 }
 
 void SplitBackward::runWeight(DeferredBackward& deferred) {
-  if (!deferred.roots.empty()) execute(deferred.roots, deferred.grads, /*keepGraph=*/false);
+  if (!deferred.roots.empty()) runBackward(deferred.roots, deferred.grads);
   deferred.roots.clear();
   deferred.grads.clear();
 }

@@ -6,7 +6,6 @@
 
 #include <cstdint>
 #include <span>
-#include <string>
 #include <vector>
 
 #include "pipeline/runtime/backward_graph.h"
@@ -19,6 +18,9 @@ struct DeferredBackward {
   torch::autograd::variable_list grads;
 };
 
+// The whole backward: adds gradients to the .grad of all leaves, and frees the graph.
+void runBackward(const torch::autograd::edge_list& roots, const torch::autograd::variable_list& grads);
+
 // Runs the backward of a stage in two halves, as zero-bubble schedules need it (Qi et al. 2023): the gradients of the
 // inputs, which the stage before waits for, and later those of the weights.
 //
@@ -29,8 +31,8 @@ class SplitBackward {
   void analyze(const torch::autograd::edge_list& roots, const std::vector<at::Tensor>& inputs,
                std::span<const std::uint64_t> hookedOps);
 
-  // The name of a node that runs in I alone, with the gradients of the weights that it feeds; empty when there is none.
-  std::string unsplittable() const;
+  // The node that runs in I alone, with the gradients of the weights that it feeds; null when there is none.
+  const Node* unsplittable() const { return graph_.unsplittable(); }
 
   // Adds gradients to the inputs' .grad, and to the weights' where a node cannot be split.
   void runInput(torch::autograd::edge_list& roots, torch::autograd::variable_list& grads, DeferredBackward& deferred);

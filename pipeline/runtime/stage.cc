@@ -25,7 +25,7 @@ void Transfer::releaseTensors() {
 void Transfer::release() {
   header.reset();
   for (Message& message : messages) message.release();
-  headerPosted = posted = false;
+  posted = false;
 }
 
 Stage::Stage(StageSpec given, const ProgramStage& program, int numMicrobatches)

@@ -49,7 +49,7 @@ struct StageSpec {
 struct Transfer {
   std::optional<Message> header;  // only while learning
   std::vector<Message> messages;
-  bool headerPosted = false, posted = false;
+  bool posted = false;
 
   // Waits for all that is under way; throws what the transport throws.
   void wait();

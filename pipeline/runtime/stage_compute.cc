@@ -1,9 +1,7 @@
 #include "pipeline/runtime/stage_compute.h"
 
-#include <c10/util/Exception.h>
-#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
 
-#include <optional>
 #include <utility>
 
 #include "pipeline/runtime/saved_tensor_hooks.h"
@@ -75,7 +73,7 @@ void StageCompute::beginStep(std::vector<Stage>& stages) {
     try {
       stage.spec.requireGradSync(false);
     } catch (...) {
-      failure_.fail(stage, 0, "switching gradient reduction: " + currentError());
+      failure_.fail(stage, 0, "switching gradient reduction: " + config_.describeError());
     }
   }
 }
@@ -105,7 +103,7 @@ void StageCompute::runForward(Stage& stage, std::int32_t microbatch) {
   try {
     stage.spec.forward(microbatch, stage.slots[microbatch].inputs, outputs_);
   } catch (...) {
-    failure_.fail(stage, microbatch, "forward: " + currentError());
+    failure_.fail(stage, microbatch, "forward: " + config_.describeError());
   }
 }
 
@@ -114,7 +112,7 @@ void StageCompute::handOver(Stage& stage, std::int32_t microbatch) {
   try {
     stage.isLast() ? takeLoss(stage, microbatch) : checkOutputs(stage, microbatch);
   } catch (...) {
-    failure_.fail(stage, microbatch, "what the module returned: " + currentError());
+    failure_.fail(stage, microbatch, "what the module returned: " + config_.describeError());
   }
   if (!stage.isLast()) {
     if (failure_.isFailed()) {
@@ -182,7 +180,7 @@ void StageCompute::backward(Stage& stage, const Step& step) {
     try {
       compute(stage, step);
     } catch (...) {
-      failure_.fail(stage, step.microbatch, nameOf(step.op) + currentError());
+      failure_.fail(stage, step.microbatch, nameOf(step.op) + config_.describeError());
     }
   }
   if (failure_.isFailed()) slot.deferred = {};
@@ -196,7 +194,7 @@ void StageCompute::compute(Stage& stage, const Step& step) {
   MicrobatchSlot& slot = stage.slots[step.microbatch];
   if (step.op == StepOp::kBackwardInput && !stage.isBackwardWhole) {
     split_.analyze(slot.roots, slot.inputs, slot.hookedOps);
-    if (!split_.unsplittable().empty()) takeUnsplittable(stage);
+    if (split_.unsplittable() != nullptr) takeUnsplittable(stage);
     if (stage.isBackwardWhole) split_.clear();
   }
   const bool isLast = stage.isBackwardWhole ? step.lastInputBackward : step.lastBackward;
@@ -206,8 +204,7 @@ void StageCompute::compute(Stage& stage, const Step& step) {
     split_.runInput(slot.roots, slot.outputGrads, slot.deferred);
     stage.isSplit = true;
   } else if (!slot.roots.empty()) {
-    torch::autograd::Engine::get_default_engine().execute(slot.roots, slot.outputGrads, /*keep_graph=*/false,
-                                                          /*create_graph=*/false, /*accumulate_grad=*/true);
+    runBackward(slot.roots, slot.outputGrads);
   }
 }
 
@@ -215,21 +212,17 @@ void StageCompute::compute(Stage& stage, const Step& step) {
 void StageCompute::takeUnsplittable(Stage& stage) {
   const bool isReduced = static_cast<bool>(stage.spec.requireGradSync);
   if (isReduced && stage.isSplit) {
-    throw std::runtime_error("the backward of " + split_.unsplittable() +
+    throw std::runtime_error("the backward of " + split_.unsplittable()->name() +
                              " cannot be split, those of the microbatches before were; expected that of all or none in "
                              "a stage whose gradients are reduced between replicas");
   }
   stage.isBackwardWhole = isReduced;
   if (std::exchange(stage.isUnsplittableTold, true)) return;
-  const std::string text = "stage " + std::to_string(stage.spec.index) + ": the backward of " + split_.unsplittable() +
-                           " cannot be split without computing it twice; " +
+  const std::string text = "stage " + std::to_string(stage.spec.index) + ": the backward of " +
+                           split_.unsplittable()->name() + " cannot be split without computing it twice; " +
                            (isReduced ? "all weights of the stage" : "the weights that it feeds") +
                            " get their gradients together with the inputs";
-  if (config_.notify) {
-    config_.notify(text);
-  } else {
-    TORCH_WARN(text);
-  }
+  config_.notify(text);
 }
 
 void StageCompute::returnInputGrads(Stage& stage, std::int32_t microbatch) {
@@ -248,19 +241,6 @@ void StageCompute::returnInputGrads(Stage& stage, std::int32_t microbatch) {
   }
   traffic_.setInputGrads(stage, microbatch, grads_);
   grads_.clear();
-}
-
-std::string StageCompute::currentError() const {
-  if (config_.describeError) return config_.describeError();
-  try {
-    throw;
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  } catch (const std::exception& error) {
-    return error.what();
-  } catch (...) {
-    return "an exception of unknown type";
-  }
 }
 
 }  // namespace farandole::pipeline

@@ -31,9 +31,6 @@ class StageCompute {
   // B, I or W.
   void backward(Stage& stage, const Step& step);
 
-  // What is being thrown, in a catch block.
-  std::string currentError() const;
-
  private:
   void runForward(Stage& stage, std::int32_t microbatch);
   void takeLoss(Stage& stage, std::int32_t microbatch);

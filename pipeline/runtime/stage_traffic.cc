@@ -85,7 +85,6 @@ void StageTraffic::addToBatch(const TransferRef& ref, std::int32_t peer) {
       Transfer& transfer = edge.receiveActivation;
       if (learning_) {
         transfer.header = headerMessage(false, emptyHeader(), number, ref.microbatch);
-        transfer.headerPosted = true;
         batch_.push_back(&*transfer.header);
       } else {
         prepareActivation(edge, number, ref.microbatch);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,11 @@ class ScheduleConfig:
 class PipelineSchedule:
     """Runs steps of a plan over the stages of this rank. Made by the classes below it."""
 
+    schedule_name = ""
+    """One of :func:`schedule_names`, where the plan has a name."""
+
+    _plan_options: Mapping[str, Any] = {}  # further ones of :func:`plan`
+
     def __init__(self, stages: list[PipelineStage], config: ScheduleConfig):
         n_microbatches, loss_fn = config.n_microbatches, config.loss_fn
         if isinstance(n_microbatches, bool) or not isinstance(n_microbatches, int) or n_microbatches < 1:
@@ -66,7 +71,17 @@ class PipelineSchedule:
 
     def compute_plan(self, *, forward_only: bool) -> _C.Plan:
         """What each rank runs in which order, with or without communication; the same on all ranks."""
-        raise NotImplementedError(f"{type(self).__name__} has no compute_plan(), expected one")
+        if not self.schedule_name:
+            raise RuntimeError(f"{type(self).__name__} has no plan, expected a schedule_name or an own compute_plan()")
+        return _plans.plan(
+            self.schedule_name,
+            self._stages[0].num_stages,
+            self._n_microbatches,
+            num_ranks=self._stages[0].group_size,
+            forward_only=forward_only,
+            edges=self._edges,
+            **self._plan_options,
+        )
 
     def step(
         self,
@@ -93,7 +108,7 @@ class PipelineSchedule:
             loss_kwargs: further keyword arguments of ``loss_fn``.
             arg_mbs, kwarg_mbs, target_mbs: instead of the above, one entry per microbatch.
             finalize_gradients: of FSDP modules, which are not supported: nothing depends on it.
-            **kwargs: of this rank's stage, split like the batch.
+            **kwargs: of this rank's stages, split like the batch.
 
         Returns:
             On the last stage the outputs of all microbatches as one; None elsewhere.

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from farandole import _C
-from farandole.pipelining import _plans
 from farandole.pipelining._schedule import PipelineSchedule, ScheduleConfig
 from farandole.pipelining._stage import PipelineStage
 from farandole.pipelining._stage_edges import Edge, outputs_by_stage
@@ -38,9 +37,6 @@ class PipelineScheduleSingle(PipelineSchedule):
     Raises:
         ValueError, NotImplementedError: arguments that cannot run, or cannot yet.
     """
-
-    schedule_name = ""
-    """One of :func:`schedule_names`."""
 
     def __init__(
         self,
@@ -74,15 +70,6 @@ class PipelineScheduleSingle(PipelineSchedule):
         if self.schedule_name:
             self.plan(forward_only=loss_fn is None)  # what cannot run is refused now
 
-    def compute_plan(self, *, forward_only: bool) -> _C.Plan:
-        return _plans.plan(
-            self.schedule_name,
-            self._stages[0].num_stages,
-            self._n_microbatches,
-            forward_only=forward_only,
-            edges=self._edges,
-        )
-
 
 class PipelineScheduleMulti(PipelineSchedule):
     """Any number of stages per rank, placed as the plan says.
@@ -97,9 +84,6 @@ class PipelineScheduleMulti(PipelineSchedule):
     The others as for :class:`PipelineScheduleSingle`. All stages of a rank are called with the keyword arguments
     that the rank gives.
     """
-
-    schedule_name = ""
-    """One of :func:`schedule_names`."""
 
     def __init__(
         self,
@@ -141,8 +125,7 @@ class PipelineScheduleMulti(PipelineSchedule):
             raise RuntimeError(
                 f"{type(self).__name__} has no plan, expected pipeline_order, load_csv() or an own compute_plan()"
             )
-        first = self._stages[0]
-        return self._named_plan(first.num_stages, first.group_size, forward_only)
+        return super().compute_plan(forward_only=forward_only)
 
     @property
     def pipeline_order(self) -> dict[int, list[Any]]:
@@ -195,16 +178,6 @@ class PipelineScheduleMulti(PipelineSchedule):
             self._plan, self._lowered = before
             raise
         self._runs.clear()
-
-    def _named_plan(self, num_stages: int, num_ranks: int, forward_only: bool) -> _C.Plan:
-        return _plans.plan(
-            self.schedule_name,
-            num_stages,
-            self._n_microbatches,
-            num_ranks=num_ranks,
-            forward_only=forward_only,
-            edges=self._edges,
-        )
 
 
 def _plan_of_order(order: dict[int, list[Any]], edges: list[tuple[int, int]] | None) -> _C.Plan:

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from farandole import _C
-from farandole.pipelining import _plans
 from farandole.pipelining._schedule import PipelineSchedule
 from farandole.pipelining._schedule_bases import PipelineScheduleMulti, PipelineScheduleSingle
 from farandole.pipelining._stage import PipelineStage
@@ -55,19 +53,8 @@ class ScheduleInterleaved1F1B(PipelineScheduleMulti):
     schedule_name = "Interleaved1F1B"
 
     def __init__(self, *args: Any, microbatch_group: int | None = None, **kwargs: Any):
-        self._microbatch_group = microbatch_group
+        self._plan_options = {"microbatch_group": microbatch_group}
         super().__init__(*args, **kwargs)
-
-    def _named_plan(self, num_stages: int, num_ranks: int, forward_only: bool) -> _C.Plan:
-        return _plans.plan(
-            self.schedule_name,
-            num_stages,
-            self._n_microbatches,
-            num_ranks=num_ranks,
-            forward_only=forward_only,
-            microbatch_group=self._microbatch_group,
-            edges=self._edges,
-        )
 
 
 class ScheduleLoopedBFS(PipelineScheduleMulti):
