@@ -159,8 +159,8 @@ def test_actions_are_measured_beside_torchs_runtime(tmp_path, capsys):
         for peer in ("farandole", "torch over gloo")
     }
     for (case, peer, quantity), value in medians.items():
-        if quantity == "per action":  # the step waits for the other rank, the bare loop for nobody
-            assert 0 < value < medians[case, peer, "step"]
+        if quantity == "per action":  # a difference of two times: on a busy machine it may be below 0
+            assert value < medians[case, peer, "step"]
 
 
 def test_sleeping_stages_take_no_less_than_was_simulated(tmp_path, capsys):
