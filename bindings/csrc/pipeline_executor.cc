@@ -27,23 +27,29 @@ std::shared_ptr<PythonStage> makeStage(int index, bool isFirst, bool isLast, py:
                                        const std::optional<DeclaredTensors>& inputs,
                                        const std::optional<DeclaredTensors>& outputs,
                                        std::map<std::int32_t, std::vector<std::int32_t>> outputsTo,
-                                       py::object requireGradSync, py::object abandonGradSync) {
+                                       py::object requireGradSync, py::object abandonGradSync,
+                                       py::object aroundBackward) {
   pipeline::StageSpec spec;
   spec.index = index;
   spec.declaredInputs = toMetas(inputs);
   spec.declaredOutputs = toMetas(outputs);
   spec.outputsTo = std::move(outputsTo);
+  // Shared, so that copies and the end of a function object need no GIL.
+  const auto shared = [](py::object& callable) { return std::make_shared<py::object>(std::move(callable)); };
+  if (!aroundBackward.is_none()) {
+    spec.aroundBackward = [callable = shared(aroundBackward)](int microbatch, bool begins) {
+      const py::gil_scoped_acquire gil;
+      (*callable)(microbatch, begins);
+    };
+  }
   if (!requireGradSync.is_none()) {
-    // Shared, so that copies and the end of the function object need no GIL.
-    auto callable = std::make_shared<py::object>(std::move(requireGradSync));
-    spec.requireGradSync = [callable](bool required) {
+    spec.requireGradSync = [callable = shared(requireGradSync)](bool required) {
       const py::gil_scoped_acquire gil;
       (*callable)(required);
     };
   }
   if (!abandonGradSync.is_none()) {
-    auto callable = std::make_shared<py::object>(std::move(abandonGradSync));
-    spec.abandonGradSync = [callable](const std::string& reason) {
+    spec.abandonGradSync = [callable = shared(abandonGradSync)](const std::string& reason) {
       const py::gil_scoped_acquire gil;
       const py::error_scope current;  // the error that is the reason may be the thread's pending one
       try {
@@ -73,12 +79,14 @@ class PythonExecutor {
  public:
   PythonExecutor(const pipeline::Plan& plan, int rank, const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                  const std::vector<std::shared_ptr<PythonStage>>& stages, double lossScale, std::string description,
-                 std::string rankName) {
+                 std::string rankName, bool areShapesDeclared, std::uint64_t alike) {
     pipeline::ExecutorConfig config;
     for (const auto& stage : stages) config.stages.push_back(PythonStage::bind(stage, &inputs_));
     config.lossScale = lossScale;
     config.description = std::move(description);
     config.rankName = std::move(rankName);
+    config.areShapesDeclared = areShapesDeclared;
+    config.alike = alike;
     config.describeError = [this] { return raised_.describe(); };
     config.notify = [](const std::string& text) {
       const py::gil_scoped_acquire gil;
@@ -163,12 +171,15 @@ void bindPipelineExecutor(py::module_& module) {
   py::class_<PythonStage, std::shared_ptr<PythonStage>>(module, "PipelineStage")
       .def(py::init(&makeStage), py::kw_only(), py::arg("index"), py::arg("is_first"), py::arg("is_last"),
            py::arg("module"), py::arg("loss_fn"), py::arg("declared_inputs"), py::arg("declared_outputs"),
-           py::arg("outputs_to"), py::arg("require_grad_sync"), py::arg("abandon_grad_sync"));
+           py::arg("outputs_to"), py::arg("require_grad_sync"), py::arg("abandon_grad_sync"),
+           py::arg("around_backward") = py::none());
   py::class_<PythonExecutor>(module, "PipelineExecutor")
       .def(py::init<const pipeline::Plan&, int, const c10::intrusive_ptr<c10d::ProcessGroup>&,
-                    const std::vector<std::shared_ptr<PythonStage>>&, double, std::string, std::string>(),
+                    const std::vector<std::shared_ptr<PythonStage>>&, double, std::string, std::string, bool,
+                    std::uint64_t>(),
            py::kw_only(), py::arg("plan"), py::arg("rank"), py::arg("group").none(true), py::arg("stages"),
-           py::arg("loss_scale"), py::arg("description"), py::arg("rank_name"))
+           py::arg("loss_scale"), py::arg("description"), py::arg("rank_name"), py::arg("shapes_declared") = false,
+           py::arg("alike") = 0)
       .def("step", &PythonExecutor::step, py::kw_only(), py::arg("args"), py::arg("kwargs"), py::arg("targets"),
            py::arg("loss_kwargs"), py::arg("outputs"), py::arg("losses"), py::arg("relearn"))
       .def("refuse", &PythonExecutor::refuse, py::arg("reason"))

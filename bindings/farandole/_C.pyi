@@ -150,6 +150,7 @@ class PipelineStage:
         declared_outputs: list[tuple[list[int], torch.dtype]] | None,
         require_grad_sync: Callable[[bool], None] | None,
         abandon_grad_sync: Callable[[str], None] | None,
+        around_backward: Callable[[int, bool], None] | None = None,
     ) -> None: ...
 
 def refuse_pipeline_step(group: dist.ProcessGroup, reason: str) -> None: ...
@@ -165,6 +166,8 @@ class PipelineExecutor:
         loss_scale: float,
         description: str,
         rank_name: str,
+        shapes_declared: bool = False,
+        alike: int = 0,
     ) -> None: ...
     def step(
         self,

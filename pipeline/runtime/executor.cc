@@ -24,6 +24,16 @@ Result<std::unique_ptr<Executor>> Executor::create(const Plan& lowered, int rank
     return Status::invalidArgument("stages are not those that the plan places on rank " + std::to_string(rank) +
                                    ", in ascending order and with a forward function each");
   }
+  for (std::size_t i = 0; config.areShapesDeclared && i < config.stages.size(); ++i) {
+    const ProgramStage& stage = program->stages[i];
+    const StageSpec& spec = config.stages[i];
+    if (stage.into.size() > 1 || stage.outOf.size() > 1 || (!stage.into.empty() && !spec.declaredInputs) ||
+        (!stage.outOf.empty() && !spec.declaredOutputs)) {
+      return Status::invalidArgument("the shapes of stage " + std::to_string(stage.index) +
+                                     " are not all declared, expected a chain of stages that declare them");
+    }
+  }
+  program->digest ^= config.alike * 0x9e3779b97f4a7c15;  // spread over all bits
   const int numRanks = lowered.numRanks();
   if (numRanks > 1 && backend->getSize() != numRanks) {
     return Status::invalidArgument("the group has " + std::to_string(backend->getSize()) + " ranks, expected " +
@@ -44,6 +54,9 @@ Executor::Executor(Program program, const c10::intrusive_ptr<c10d::Backend>& bac
     stages_.emplace_back(std::move(config_.stages[i]), program_.stages[i], program_.numMicrobatches);
   }
   trace_.steps.reserve(program_.steps.size());
+  if (!config_.areShapesDeclared) return;
+  for (Stage& stage : stages_) stage.takeDeclaredShapes(program_.hasBackward);
+  learned_ = true;
 }
 
 Status Executor::step(bool relearn) {

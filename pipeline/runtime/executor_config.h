@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <string>
 #include <vector>
@@ -19,6 +20,11 @@ struct ExecutorConfig {
   double lossScale = 1;           // the gradient of each microbatch's loss
   std::string description;        // of what is run: shown when ranks run different things
   std::string rankName;           // in errors; by default "rank N", of the plan
+
+  // What is declared holds from the first step on, so that none learns shapes unless one has failed: each stage has at
+  // most one before and one after it and declares what passes between them. Of what is floating-point gradients flow.
+  bool areShapesDeclared = false;
+  std::uint64_t alike = 0;  // what, beside the plan, must be the same on all ranks
 
   // Called inside a catch block: says what was thrown.
   std::function<std::string()> describeError = describeCurrentError;

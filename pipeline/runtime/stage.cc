@@ -46,6 +46,19 @@ std::span<const std::int32_t> Stage::outputsOver(std::size_t link, std::size_t n
   return {all_.data(), numOutputs};
 }
 
+void Stage::takeDeclaredShapes(bool hasBackward) {
+  const auto differentiable = [hasBackward](std::vector<TensorMeta> metas) {
+    for (TensorMeta& meta : metas)
+      meta.requiresGrad = hasBackward && (at::isFloatingType(meta.dtype) || at::isComplexType(meta.dtype));
+    return metas;
+  };
+  for (MicrobatchSlot& slot : slots) {
+    for (IncomingEdge& edge : slot.into) edge.metas = differentiable(*spec.declaredInputs);
+    slot.outputsKnown = !slot.outOf.empty();
+    if (slot.outputsKnown) slot.outputMetas = differentiable(*spec.declaredOutputs);
+  }
+}
+
 void Stage::reset(bool shapes) {
   for (MicrobatchSlot& slot : slots) {
     for (IncomingEdge& edge : slot.into) {

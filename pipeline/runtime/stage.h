@@ -34,6 +34,9 @@ struct StageSpec {
   // Which outputs go to a stage, by their places; all of them to one that is not named.
   std::map<std::int32_t, std::vector<std::int32_t>> outputsTo;
 
+  // Optional: called before (`begins`) and after each B, I and W that succeeded. May throw, which fails the stage.
+  std::function<void(int microbatch, bool begins)> aroundBackward;
+
   // Optional: turns gradient reduction across replicas off before the first
   // forward of a step, and on before the last backward.
   std::function<void(bool)> requireGradSync;
@@ -107,6 +110,9 @@ class Stage {
 
   // The places of the outputs that go over an edge, for so many outputs.
   std::span<const std::int32_t> outputsOver(std::size_t link, std::size_t numOutputs);
+
+  // As if a step had learned them: every microbatch has the declared shapes; gradients flow for floating-point tensors.
+  void takeDeclaredShapes(bool hasBackward);
 
   // Forgets what a step left; with `shapes`, also what was learned.
   void reset(bool shapes);

@@ -198,14 +198,17 @@ void StageCompute::compute(Stage& stage, const Step& step) {
     if (stage.isBackwardWhole) split_.clear();
   }
   const bool isLast = stage.isBackwardWhole ? step.lastInputBackward : step.lastBackward;
+  if (stage.spec.aroundBackward) stage.spec.aroundBackward(step.microbatch, true);
   if (isLast && stage.spec.requireGradSync) stage.spec.requireGradSync(true);
-  if (step.op == StepOp::kBackwardWeight) return SplitBackward::runWeight(slot.deferred);
-  if (step.op == StepOp::kBackwardInput && !stage.isBackwardWhole) {
+  if (step.op == StepOp::kBackwardWeight) {
+    SplitBackward::runWeight(slot.deferred);
+  } else if (step.op == StepOp::kBackwardInput && !stage.isBackwardWhole) {
     split_.runInput(slot.roots, slot.outputGrads, slot.deferred);
     stage.isSplit = true;
   } else if (!slot.roots.empty()) {
     runBackward(slot.roots, slot.outputGrads);
   }
+  if (stage.spec.aroundBackward) stage.spec.aroundBackward(step.microbatch, false);
 }
 
 // A reduction of gradients begins with one last backward; then weights may not get theirs in both halves.

@@ -129,7 +129,9 @@ class Ranks {
  public:
   explicit Ranks(Model& model) : Ranks(model, [&model](int stage) { return model.spec(stage); }) {}
 
-  Ranks(const Model& model, const std::function<StageSpec(int)>& spec)
+  // `adjust` may change what each rank is made with.
+  Ranks(const Model& model, const std::function<StageSpec(int)>& spec,
+        const std::function<void(int rank, ExecutorConfig&)>& adjust = {})
       : abandoned(model.plan.numRanks()), world_(std::make_shared<ThreadWorld>(model.plan.numRanks())) {
     for (int rank = 0; rank < world_->size; ++rank) {
       ExecutorConfig config;
@@ -139,6 +141,7 @@ class Ranks {
       for (StageSpec& one : config.stages) {
         one.abandonGradSync = [this, rank](const std::string& reason) { abandoned[rank].push_back(reason); };
       }
+      if (adjust) adjust(rank, config);
       backends.push_back(c10::make_intrusive<ThreadBackend>(world_, rank));
       Result<std::unique_ptr<Executor>> executor =
           Executor::create(model.plan, rank, backends.back(), std::move(config));

@@ -115,6 +115,103 @@ TEST(Executor, SendsOneMessagePerTensorOnceShapesAreKnown) {
   EXPECT_EQ(all.backends[0]->posts, 2 * kMicrobatches);
 }
 
+// The same shape in every microbatch, declared by every stage.
+StageSpec declaredSpec(Model& model, int stage) {
+  const TensorMeta meta{{2, kWidth}, at::kDouble};
+  StageSpec spec = model.spec(stage);
+  if (!model.isFirst(stage)) spec.declaredInputs = {meta};
+  if (!model.isLast(stage)) spec.declaredOutputs = {meta};
+  return spec;
+}
+
+TEST(Executor, LearnsNoShapesWhereAllAreDeclared) {
+  constexpr int kMicrobatches = 5;
+  for (const char* name : {"GPipe", "ZBV"}) {
+    const int stages = name == std::string_view("ZBV") ? 4 : 2;
+    Model model(*lower(*makePlan(name, {2, stages, kMicrobatches, false}), ChannelModel::kTagged), 7);
+    for (at::Tensor& input : model.inputs) input = at::randn({2, kWidth}, at::kDouble);
+    Ranks all(
+        model, [&](int stage) { return declaredSpec(model, stage); },
+        [](int, ExecutorConfig& config) { config.areShapesDeclared = true; });
+    all.stepOk();
+    model.expectGradients();
+    const int edges = name == std::string_view("ZBV") ? 2 : 1;             // between the ranks
+    EXPECT_EQ(all.backends[0]->posts, 2 * kMicrobatches * edges) << name;  // activations and gradients
+    // After a failure shapes are learned, and are those that were declared.
+    model.zeroGrad();
+    model.failStage = 1;
+    model.failMicrobatch = 2;
+    for (const Status& status : all.step()) EXPECT_NE(status.toString().find("it broke"), std::string::npos);
+    model.failStage = -1;
+    for (int step = 0; step < 2; ++step) {
+      model.zeroGrad();
+      all.stepOk();
+      model.expectGradients();
+    }
+  }
+}
+
+TEST(Executor, RefusesADeclarationThatLacksAShape) {
+  Model model(*lower(*makePlan("GPipe", {2, 2, 3, false})), 7);
+  const auto make = [&] {
+    const Ranks all(
+        model, [&](int stage) { return stage == 1 ? model.spec(stage) : declaredSpec(model, stage); },
+        [](int, ExecutorConfig& config) { config.areShapesDeclared = true; });
+  };
+  EXPECT_THROW(
+      {
+        try {
+          make();
+        } catch (const std::runtime_error& error) {
+          EXPECT_NE(std::string(error.what()).find("the shapes of stage 1 are not all declared"), std::string::npos);
+          throw;
+        }
+      },
+      std::runtime_error);
+}
+
+TEST(Executor, RanksThatDifferInWhatMustBeAlikeAreTold) {
+  Model model(*lower(*makePlan("1F1B", {3, 3, 4, false})), 7);
+  Ranks all(
+      model, [&](int stage) { return model.spec(stage); },
+      [](int rank, ExecutorConfig& config) {
+        config.alike = rank == 1 ? 2 : 1;
+        config.description = "step of rank " + std::to_string(rank);
+      });
+  for (const Status& status : all.step()) {
+    EXPECT_NE(status.toString().find("do not run the same step"), std::string::npos) << status.toString();
+    EXPECT_NE(status.toString().find("runs step of rank 1"), std::string::npos) << status.toString();
+  }
+}
+
+TEST(Executor, CallsWhatIsAroundEachBackward) {
+  for (const char* name : {"1F1B", "ZBV"}) {
+    Model model(*lower(*makePlan(name, {1, name == std::string_view("ZBV") ? 2 : 1, 3, false})), 7);
+    std::vector<std::string> events;
+    bool raises = false;
+    Ranks all(model, [&](int stage) {
+      StageSpec spec = model.spec(stage);
+      spec.aroundBackward = [&, stage](int microbatch, bool begins) {
+        if (raises) throw std::runtime_error("not now");
+        events.push_back(std::to_string(stage) + (begins ? " begins " : " ends ") + std::to_string(microbatch));
+      };
+      return spec;
+    });
+    all.stepOk();
+    model.expectGradients();
+    std::vector<std::string> expected;
+    for (const Step& step : all.executors[0]->program().steps) {
+      if (step.op == StepOp::kForward || !isCompute(step.op)) continue;
+      for (const char* what : {" begins ", " ends "}) {
+        expected.push_back(std::to_string(step.stage) + what + std::to_string(step.microbatch));
+      }
+    }
+    EXPECT_EQ(events, expected) << name;
+    raises = true;
+    EXPECT_NE(all.step()[0].toString().find("not now"), std::string::npos);
+  }
+}
+
 TEST(Executor, ABrokenTransportIsAnErrorNowAndLater) {
   Model model(*lower(*makePlan("1F1B", {2, 2, 4, false})), 7);
   Ranks all(model);

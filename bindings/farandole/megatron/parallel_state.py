@@ -1,0 +1,173 @@
+"""Process groups of pipeline, tensor and data parallelism, for programs without Megatron-core.
+
+The functions have the names of ``megatron.core.parallel_state``, which is used instead where it is initialized. Global
+rank = tensor rank + tp * (data rank + dp * pipeline rank), as Megatron orders them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+
+@dataclass
+class _State:
+    pipeline: dist.ProcessGroup
+    tensor: dist.ProcessGroup
+    data: dist.ProcessGroup
+    virtual_size: int | None
+    split_rank: int | None
+    virtual_rank: int | None = None
+
+
+_state: _State | None = None
+
+
+def initialize_model_parallel(
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    virtual_pipeline_model_parallel_size: int | None = None,
+    pipeline_model_parallel_split_rank: int | None = None,
+) -> None:
+    """Makes the groups; a collective over the world.
+
+    Args:
+        tensor_model_parallel_size: ranks that share each layer.
+        pipeline_model_parallel_size: ranks that share the layers.
+        virtual_pipeline_model_parallel_size: model chunks per rank; None for one.
+        pipeline_model_parallel_split_rank: the first pipeline rank of the decoder, where there are an encoder and a
+            decoder.
+
+    Raises:
+        RuntimeError: there are groups already, or no process group is initialized.
+        ValueError: sizes that do not fit the world or each other.
+    """
+    global _state
+    if _state is not None:
+        raise RuntimeError("model parallelism is initialized already, expected destroy_model_parallel() before")
+    if not dist.is_initialized():
+        raise RuntimeError("the process group is not initialized, expected init_process_group() before")
+    tp, pp, world = tensor_model_parallel_size, pipeline_model_parallel_size, dist.get_world_size()
+    for name, size in (("tensor_model_parallel_size", tp), ("pipeline_model_parallel_size", pp)):
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} is {size!r}, expected an int of at least 1")
+    if world % (tp * pp) != 0:
+        raise ValueError(
+            f"tensor_model_parallel_size * pipeline_model_parallel_size is {tp * pp}, expected a divisor of the {world} "
+            "ranks of the world"
+        )
+    virtual, split = virtual_pipeline_model_parallel_size, pipeline_model_parallel_split_rank
+    if virtual is not None and (virtual < 1 or pp == 1):
+        raise ValueError(
+            f"virtual_pipeline_model_parallel_size is {virtual} with {pp} pipeline ranks, expected at least 1, and "
+            "several ranks"
+        )
+    if split is not None and not 0 < split < pp:
+        raise ValueError(f"pipeline_model_parallel_split_rank is {split}, expected 1 to {pp - 1}")
+    dp = world // (tp * pp)
+    pipelines = [[t + tp * (d + dp * p) for p in range(pp)] for d in range(dp) for t in range(tp)]
+    tensors = [[t + tp * (d + dp * p) for t in range(tp)] for p in range(pp) for d in range(dp)]
+    replicas = [[t + tp * (d + dp * p) for d in range(dp)] for p in range(pp) for t in range(tp)]
+    groups = [dist.new_subgroups_by_enumeration(ranks)[0] for ranks in (pipelines, tensors, replicas)]
+    _state = _State(groups[0], groups[1], groups[2], virtual, split)
+
+
+def destroy_model_parallel() -> None:
+    """Forgets the groups; they end with the process group."""
+    global _state
+    _state = None
+
+
+def model_parallel_is_initialized() -> bool:
+    return _state is not None
+
+
+def _get() -> _State:
+    if _state is None:
+        raise RuntimeError("model parallelism is not initialized, expected initialize_model_parallel() before")
+    return _state
+
+
+def get_pipeline_model_parallel_group() -> dist.ProcessGroup:
+    return _get().pipeline
+
+
+def get_tensor_model_parallel_group() -> dist.ProcessGroup:
+    return _get().tensor
+
+
+def get_data_parallel_group() -> dist.ProcessGroup:
+    return _get().data
+
+
+def get_pipeline_model_parallel_world_size() -> int:
+    return _get().pipeline.size()
+
+
+def get_pipeline_model_parallel_rank() -> int:
+    return _get().pipeline.rank()
+
+
+def get_tensor_model_parallel_world_size() -> int:
+    return _get().tensor.size()
+
+
+def get_tensor_model_parallel_rank() -> int:
+    return _get().tensor.rank()
+
+
+def get_data_parallel_world_size() -> int:
+    return _get().data.size()
+
+
+def get_data_parallel_rank() -> int:
+    return _get().data.rank()
+
+
+def get_virtual_pipeline_model_parallel_world_size() -> int | None:
+    return _get().virtual_size
+
+
+def get_virtual_pipeline_model_parallel_rank() -> int | None:
+    """The chunk whose forward or backward runs; None without virtual stages."""
+    return _get().virtual_rank
+
+
+def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
+    _get().virtual_rank = rank
+
+
+def get_pipeline_model_parallel_split_rank() -> int | None:
+    return _get().split_rank
+
+
+def is_pipeline_first_stage(ignore_virtual: bool = False, vp_stage: int | None = None) -> bool:
+    """Whether this rank, and unless ``ignore_virtual`` the chunk ``vp_stage`` (by default the one that runs), is first."""
+    return get_pipeline_model_parallel_rank() == 0 and (ignore_virtual or _chunk(vp_stage) in (None, 0))
+
+
+def is_pipeline_last_stage(ignore_virtual: bool = False, vp_stage: int | None = None) -> bool:
+    """As :func:`is_pipeline_first_stage`."""
+    state = _get()
+    if state.pipeline.rank() != state.pipeline.size() - 1:
+        return False
+    return ignore_virtual or state.virtual_size is None or _chunk(vp_stage) == state.virtual_size - 1
+
+
+def is_pipeline_stage_before_split(rank: int | None = None) -> bool:
+    """Whether a pipeline rank (by default this one) has stages of the encoder; True without a split."""
+    state = _get()
+    rank = state.pipeline.rank() if rank is None else rank
+    return state.split_rank is None or rank < state.split_rank
+
+
+def is_pipeline_stage_after_split(rank: int | None = None) -> bool:
+    """Whether a pipeline rank (by default this one) has stages of the decoder; True without a split."""
+    state = _get()
+    rank = state.pipeline.rank() if rank is None else rank
+    return state.split_rank is None or rank >= state.split_rank
+
+
+def _chunk(vp_stage: int | None) -> int | None:
+    return _get().virtual_rank if vp_stage is None else vp_stage

@@ -1,0 +1,184 @@
+"""What the tests of farandole.megatron share: models of chunks, recorders, and Megatron-core itself on CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+HIDDEN, SEQUENCE, BATCH = 6, 5, 2
+
+
+class _Note(torch.autograd.Function):
+    """The identity; notes when its backward runs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, note: Callable[[], None]) -> torch.Tensor:
+        ctx.note = note
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.note()
+        return grad, None
+
+
+class Chunk(nn.Module):
+    """One chunk of a model as Megatron's are: it takes its input by set_input_tensor."""
+
+    def __init__(self, config: Any, stage: int, num_stages: int, log: list[Any] | None = None):
+        super().__init__()
+        torch.manual_seed(100 + stage)
+        self.config = config
+        self.model_type = config.model_type
+        self.stage, self.is_first, self.is_last = stage, stage == 0, stage == num_stages - 1
+        self.linear = nn.Linear(HIDDEN, HIDDEN, dtype=torch.double)
+        self.input_tensor: torch.Tensor | None = None
+        self.log = [] if log is None else log
+        self.microbatch = 0
+
+    def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
+        assert isinstance(tensors, list) and len(tensors) == 1 and (tensors[0] is None) == self.is_first
+        self.input_tensor = tensors[0]
+
+    def set_is_first_microbatch(self) -> None:
+        self.log.append(("first microbatch", self.stage))
+
+    def forward(self, x: torch.Tensor | None) -> torch.Tensor:
+        number, self.microbatch = self.microbatch, self.microbatch + 1
+        self.log.append(("F", self.stage, number))
+        given = x if self.is_first else self.input_tensor
+        assert given is not None
+        y = torch.tanh(self.linear(given))
+        if torch.is_grad_enabled():
+            y = _Note.apply(y, lambda: self.log.append(("B", self.stage, number)))
+        return y.sum(-1) if self.is_last else y * 1.25
+
+
+def forward_step(kind: str, log: list[Any], iterator: Iterator[Any], model: nn.Module, *checkpoint: bool) -> Any:
+    """Whatever the kind of its loss function says."""
+    log.append(("step", *checkpoint))
+    batch = next(iterator)
+    x, weights = (batch["x"], batch["weights"]) if batch is not None else (None, None)
+    output = model(x)
+    return output, partial(loss_func, kind, weights)
+
+
+def loss_func(kind: str, weights: torch.Tensor, output: torch.Tensor, non_loss_data: bool = False) -> Any:
+    if non_loss_data:
+        return {"max": output.detach().max()}
+    total = (output**2 * weights).sum()
+    if kind == "mean":
+        loss = total / weights.sum()
+        return loss, {"loss": loss.detach().clone()}
+    tokens = weights.sum().to(torch.int)
+    return total, tokens, {"total": total.detach().clone(), "tokens": tokens}
+
+
+def batches(seed: int, count: int) -> Iterator[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        x = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator, dtype=torch.double)
+        yield {"x": x, "weights": torch.randint(0, 3, (SEQUENCE, BATCH), generator=generator)}
+
+
+@dataclass
+class Recorder:
+    """Timers, synchronization and finalization that note when they are called."""
+
+    log: list[Any] = field(default_factory=list)
+
+    def timers(self, name: str, log_level: int | None = None) -> Any:
+        note = self.log.append
+        return SimpleNamespace(
+            start=lambda barrier=False: note(("start", name, log_level, barrier)), stop=lambda: note(("stop", name))
+        )
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.log.append("no sync")
+        yield
+        self.log.append("sync")
+
+    def grad_sync(self, parameters: Any) -> None:
+        self.log.append(("grad sync", [tuple(p.shape) for p in parameters]))
+
+    def param_sync(self, chunk: int, parameters: Any) -> None:
+        self.log.append(("param sync", chunk, len(list(parameters))))
+
+    def finalize(
+        self, models: Any, num_tokens: Any = None, pg_collection: Any = None, force_all_reduce: Any = None
+    ) -> None:
+        tokens = None if num_tokens is None else int(num_tokens)
+        self.log.append(("finalize", len(models), tokens, pg_collection is not None, force_all_reduce))
+
+
+class _OnCpu(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def megatron_on_cpu() -> Iterator[None]:
+    """Megatron-core names CUDA where it makes tensors."""
+    current, synchronize = torch.cuda.current_device, torch.cuda.synchronize
+    torch.cuda.current_device, torch.cuda.synchronize = lambda: "cpu", lambda *_: None  # type: ignore[assignment]
+    try:
+        with _OnCpu():
+            yield
+    finally:
+        torch.cuda.current_device, torch.cuda.synchronize = current, synchronize
+
+
+def import_megatron() -> Any:
+    """Megatron-core's schedules."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.pipeline_parallel import schedules
+    return schedules
+
+
+def collection_of(tp: int = 1, cp: int = 1) -> Any:
+    """What stands for process groups by Megatron-core's names: of the sizes that shapes and losses depend on."""
+    groups = {"tp": SimpleNamespace(size=lambda: tp), "cp": SimpleNamespace(size=lambda: cp)}
+    return SimpleNamespace(**groups, embd=None, pos_embd=None, pp=None, dp_cp=None)
+
+
+def gradients(models: list[nn.Module]) -> list[torch.Tensor | None]:
+    return [p.grad for model in models for p in model.parameters()]
+
+
+def assert_equal(ours: Any, theirs: Any, context: Any) -> None:
+    """Also of tensors within lists, tuples and dicts; these within 1e-12."""
+    if isinstance(theirs, torch.Tensor):
+        assert isinstance(ours, torch.Tensor), context
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12, msg=lambda text: f"{context}: {text}")
+    elif isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys(), context
+        for key, value in theirs.items():
+            assert_equal(ours[key], value, (context, key))
+    elif isinstance(theirs, (list, tuple)):
+        assert type(ours) is type(theirs), context
+        for i, value in enumerate(theirs[: len(ours)]):
+            assert_equal(ours[i], value, (context, i))
+        assert len(ours) == len(theirs), (context, ours[len(theirs) :], theirs[len(ours) :])
+    else:
+        assert ours == theirs, (context, ours, theirs)
+
+
+def world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
