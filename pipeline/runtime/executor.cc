@@ -100,13 +100,13 @@ Status Executor::agree() {
   const StepAgreement::Outcome outcome = agreement_.awaitVote();
   agreed_ = true;
   if (outcome.refused || !outcome.samePlan) {
-    if (!outcome.samePlan) failure_.refuse(0, " runs " + config_.description);
+    const bool differs = !outcome.refused;  // who refuses may have no plan
+    if (differs) failure_.refuse(0, " runs " + config_.description);
     const std::string text = describeFailures(agreement_.exchangeReports(failure_.report()));
     traffic_.reset(true);
     trace_ = {};
     learned_ = false;
-    return Status::invalidArgument(
-        (outcome.samePlan ? "the step cannot run: " : "the ranks do not run the same step: ") + text);
+    return Status::invalidArgument((differs ? "the ranks do not run the same step: " : "the step cannot run: ") + text);
   }
   learning_ = outcome.relearn;
   traffic_.beginStep(learning_);

@@ -100,6 +100,8 @@ class ForwardBackward:
             ValueError, TypeError, NotImplementedError: this rank's arguments do not fit; other ranks raise RuntimeError.
         """
         with _refusal(self._pipelined, p2p_communicator):
+            if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
+                raise ValueError(f"num_microbatches is {num_microbatches!r}, expected an int of at least 1")
             models = self._chunks(model, "model")
             iterators = self._chunks(data_iterator, "data_iterator", count=len(models))
             config = StepConfig(get_model_config(models[0]) if self._config is None else self._config)
