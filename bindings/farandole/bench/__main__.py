@@ -21,6 +21,7 @@ from farandole.bench import (
     collectives,
     cuda,
     hosts,
+    megatron,
     overlap,
     oversubscribed,
     pipeline,
@@ -42,10 +43,11 @@ SUBJECTS: dict[str, Callable[[Settings, RankPair], Report]] = {
     "hosts": hosts.measure,
     "schedules": schedules.measure,
     "actions": actions.measure,
+    "megatron": megatron.measure,
     "cuda": cuda.measure,
 }
 # They take minutes, or a set-up of their own.
-_ONLY_WHEN_ASKED_FOR = ("collectives", "oversubscribed", "hosts", "schedules", "actions", "cuda")
+_ONLY_WHEN_ASKED_FOR = ("collectives", "oversubscribed", "hosts", "schedules", "actions", "megatron", "cuda")
 _WIDTH = 160  # of the tables when they do not go to a terminal
 
 

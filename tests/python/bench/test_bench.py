@@ -163,6 +163,13 @@ def test_actions_are_measured_beside_torchs_runtime(tmp_path, capsys):
             assert value < medians[case, peer, "step"]
 
 
+def test_steps_are_measured_beside_megatron_cores(tmp_path, capsys):
+    medians = medians_of(measure(tmp_path, capsys, "megatron"))
+    assert {peer for _, peer, _ in medians} == {"farandole", "Megatron-core over gloo"}
+    assert len(medians) == 8
+    assert all(value > 0 for value in medians.values())
+
+
 def test_sleeping_stages_take_no_less_than_was_simulated(tmp_path, capsys):
     report = measure(tmp_path, capsys, "schedules")
     assert report["targets"]

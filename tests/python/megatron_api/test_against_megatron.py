@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from farandole import megatron
+from farandole.bench import _megatron_core
 from megatron_api import megatron_support as support
 from support.processes import run_ranks
 
@@ -22,8 +23,11 @@ def _config(options: dict[str, Any], virtual: int | None, recorder: support.Reco
     config = TransformerConfig(
         num_layers=size * chunks,
         hidden_size=support.HIDDEN,
-        num_attention_heads=1,
+        num_attention_heads=2,
         calculate_per_token_loss=options["per_token"],
+        tensor_model_parallel_size=options["tp"],
+        context_parallel_size=options["cp"],
+        sequence_parallel=options["sequence_parallel"] and options["tp"] > 1,
         pipeline_model_parallel_size=size,
         virtual_pipeline_model_parallel_size=virtual,
         pipeline_dtype=torch.double,
@@ -68,7 +72,9 @@ def _options(rng: random.Random, size: int, virtual: int | None) -> dict[str, An
         "param_sync": rng.random() < 0.4,
         "first_val_step": rng.choice([None, True, False]),
         "force": rng.random() < 0.3,
-        "cp": rng.choice([1, 1, 1]),
+        "cp": rng.choice([1, 1, 2]),
+        "tp": rng.choice([1, 2]),
+        "sequence_parallel": rng.random() < 0.5,
         "seed": rng.randrange(1000),
     }
 
@@ -78,8 +84,9 @@ def _run(theirs: bool, rank: int, options: dict[str, Any], virtual: int | None, 
     recorder = support.Recorder()
     config = _config(options, virtual, recorder)
     models = [support.Chunk(config, c * size + rank, size * chunks, recorder.log) for c in range(chunks)]
-    iterators = [support.batches(options["seed"], options["count"]) for _ in models]
-    schedules = support.import_megatron()
+    length = support.SEQUENCE // options["cp"] // (options["tp"] if config.sequence_parallel else 1)
+    iterators = [support.batches(options["seed"], options["count"], length) for _ in models]
+    schedules = _megatron_core.import_schedules()
     if theirs and not own_exchange:
         from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     else:
@@ -89,21 +96,20 @@ def _run(theirs: bool, rank: int, options: dict[str, Any], virtual: int | None, 
         name = "forward_backward_no_pipelining"
     else:
         name = f"forward_backward_pipelining_with{'out' if virtual is None else ''}_interleaving"
-    with support.megatron_on_cpu():
-        result = getattr(module, name)(
-            forward_step_func=partial(support.forward_step, options["kind"], recorder.log),
-            data_iterator=iterators if virtual is not None else iterators[0],
-            model=models if virtual is not None else models[0],
-            num_microbatches=options["count"],
-            seq_length=support.SEQUENCE,
-            micro_batch_size=support.BATCH,
-            forward_only=options["forward_only"],
-            collect_non_loss_data=options["collect"],
-            first_val_step=options["first_val_step"],
-            p2p_communicator=P2PCommunicator(support.world(), config) if size > 1 else None,
-            pg_collection=support.collection_of(cp=options["cp"]),
-            force_all_reduce=options["force"],
-        )
+    result = getattr(module, name)(
+        forward_step_func=partial(support.forward_step, options["kind"], recorder.log),
+        data_iterator=iterators if virtual is not None else iterators[0],
+        model=models if virtual is not None else models[0],
+        num_microbatches=options["count"],
+        seq_length=support.SEQUENCE,
+        micro_batch_size=support.BATCH,
+        forward_only=options["forward_only"],
+        collect_non_loss_data=options["collect"],
+        first_val_step=options["first_val_step"],
+        p2p_communicator=P2PCommunicator(support.world(), config) if size > 1 else None,
+        pg_collection=support.collection_of(options["tp"], options["cp"]),
+        force_all_reduce=options["force"],
+    )
     order = [entry for entry in recorder.log if not (entry[0] in ("start", "stop") and _is_exchange(entry[1]))]
     if options["forward_only"]:  # Megatron-core's never leaves no_sync_func there
         order = [entry for entry in order if entry not in ("sync", "no sync")]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from farandole import megatron
+from farandole.bench import _megatron_core
 from farandole.ddp import DistributedDataParallel
 from farandole.megatron import parallel_state
 from megatron_api import megatron_support as support
@@ -189,7 +190,7 @@ def _asks_where_it_is(rank: int, world_size: int) -> None:
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=world_size, virtual_pipeline_model_parallel_size=2
     )
-    support.import_megatron()
+    _megatron_core.import_schedules()
     from megatron.core import parallel_state as theirs
 
     config = _config()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from farandole import megatron
+from farandole.bench import _megatron_core
 from farandole.megatron import _runs, parallel_state
 from megatron_api import megatron_support as support
 from support.processes import await_all, run_ranks
@@ -213,7 +214,7 @@ def _differs(rank: int, world_size: int) -> str:
 def test_ranks_that_expect_other_shapes_are_told():
     for text in run_ranks(_differs, 2, "gloo"):
         assert "the ranks do not run the same step" in text
-        assert "seq_length=5" in text and "seq_length=6" in text
+        assert "seq_length=4" in text and "seq_length=5" in text
 
 
 def _wrong_output(rank: int, world_size: int) -> str:
@@ -228,7 +229,7 @@ def _wrong_output(rank: int, world_size: int) -> str:
 def test_an_output_that_is_not_what_the_sizes_say_is_an_error():
     for text in run_ranks(_wrong_output, 2, "farandole"):
         assert "rank 0, stage 0, microbatch 0: " in text
-        assert "float64[5, 2, 6]" in text and "float64[5, 3, 6]" in text
+        assert "float64[4, 2, 6]" in text and "float64[4, 3, 6]" in text
 
 
 class _Optimizer:
@@ -278,7 +279,7 @@ def test_the_older_function_takes_optimizer_and_timers(size, old_timers):
 
 
 def _uses_megatrons_groups(rank: int, world_size: int) -> None:
-    support.import_megatron()
+    _megatron_core.import_schedules()
     from megatron.core import parallel_state as theirs
 
     theirs.initialize_model_parallel(pipeline_model_parallel_size=2, create_gloo_process_groups=False)

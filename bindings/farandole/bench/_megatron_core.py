@@ -1,0 +1,46 @@
+"""Megatron-core itself, on CPU: as a peer of the benchmark, and as the oracle of the tests."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+
+class _Cuda:
+    """torch.cuda for whoever asks it where tensors go."""
+
+    def current_device(self) -> str:
+        return "cpu"
+
+    def synchronize(self) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+
+class _Torch:
+    """torch, with tensors that are asked for on CUDA made on the CPU."""
+
+    cuda = _Cuda()
+
+    def zeros(self, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        return torch.zeros(*args, device="cpu" if device == "cuda" else device, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def import_schedules() -> Any:
+    """``megatron.core.pipeline_parallel.schedules``, which names CUDA where it makes tensors: told to use the CPU.
+
+    Raises:
+        ImportError: Megatron-core is not installed.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what else it would use
+        from megatron.core.pipeline_parallel import p2p_communication, schedules
+    schedules.torch = p2p_communication.torch = _Torch()
+    return schedules
