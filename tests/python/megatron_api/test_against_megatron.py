@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 import time
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from farandole import megatron
+from farandole import megatron, pipelining
 from farandole.bench import _megatron_core
 from megatron_api import megatron_support as support
 from support.processes import run_ranks
@@ -149,3 +150,35 @@ def test_results_gradients_and_order_are_megatrons(backend, size, virtuals):
     print(f"seed {seed}")
     counts = run_ranks(_compare, size, backend, timeout=120, seconds=4.0, seed=seed, virtuals=virtuals)
     assert min(counts) >= 6
+
+
+def test_the_interleaved_order_is_that_of_megatrons_tables():
+    schedules = _megatron_core.import_schedules()
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    for _ in range(300):
+        size, chunks = rng.choice([2, 3, 4, 8]), rng.randint(2, 4)
+        group = size * rng.randint(1, 2)
+        count = group * rng.randint(1, 4)
+        plan = pipelining.plan("Interleaved1F1B", size * chunks, count, num_ranks=size, microbatch_group=group)
+        table = schedules.get_schedule_table(count, chunks, group)
+        for rank in range(size):
+            one = SimpleNamespace(rank=lambda rank=rank: rank, size=lambda size=size: size)
+            communicator = SimpleNamespace(pp_group=one, virtual_pipeline_model_parallel_size=chunks)
+            total, _, warmup, rest = schedules.get_pp_rank_microbatches(
+                count, chunks, group, p2p_communicator=communicator
+            )
+            forwards = [f"{chunk * size + rank}F{microbatch}" for microbatch, chunk in table]
+            backwards = [f"{(chunks - 1 - chunk) * size + rank}B{microbatch}" for microbatch, chunk in table]
+            expected = forwards[:warmup]
+            for k in range(rest):
+                expected += [forwards[warmup + k], backwards[k]]
+            expected += backwards[rest:total]
+            assert plan.actions[rank] == expected, (size, chunks, group, count, rank)
+
+
+def test_steady_1f1b_sends_and_receives_at_once_as_megatron_does():
+    actions = pipelining.lower(pipelining.plan("1F1B", 4, 6), "tagged").actions[1]
+    assert "(1SEND_F3;1RECV_B1)BATCH_P2P" in actions  # send_forward_recv_backward
+    assert "(1RECV_F4;1SEND_B1)BATCH_P2P" in actions  # send_backward_recv_forward
