@@ -26,6 +26,7 @@ from farandole.bench import (
     oversubscribed,
     pipeline,
     point_to_point,
+    predicted,
     schedules,
 )
 from farandole.bench._ranks import RankPair, transport
@@ -43,11 +44,21 @@ SUBJECTS: dict[str, Callable[[Settings, RankPair], Report]] = {
     "hosts": hosts.measure,
     "schedules": schedules.measure,
     "actions": actions.measure,
+    "predicted": predicted.measure,
     "megatron": megatron.measure,
     "cuda": cuda.measure,
 }
 # They take minutes, or a set-up of their own.
-_ONLY_WHEN_ASKED_FOR = ("collectives", "oversubscribed", "hosts", "schedules", "actions", "megatron", "cuda")
+_ONLY_WHEN_ASKED_FOR = (
+    "collectives",
+    "oversubscribed",
+    "hosts",
+    "schedules",
+    "actions",
+    "predicted",
+    "megatron",
+    "cuda",
+)
 _WIDTH = 160  # of the tables when they do not go to a terminal
 
 

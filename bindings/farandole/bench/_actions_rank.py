@@ -17,8 +17,8 @@ from farandole import pipelining
 from farandole.bench._pipeline_rank import MICROBATCHES, Case
 from farandole.bench._ranks import Rank
 
-_WIDTH = 8
-_ROWS = 2  # of a microbatch
+WIDTH = 8
+ROWS = 2  # of a microbatch
 
 
 @dataclass
@@ -54,8 +54,8 @@ def time_steps(rank: Rank, peer: str, case: Case, count: int) -> tuple[list[floa
 
 def _prepare(rank: Rank, peer: str, case: Case) -> _Prepared:
     plan = case.plan()
-    mine = {index: nn.Linear(_WIDTH, _WIDTH) for index, owner in enumerate(plan.rank_of_stage) if owner == rank.rank}
-    target = torch.ones(_ROWS * MICROBATCHES, _WIDTH)
+    mine = {index: nn.Linear(WIDTH, WIDTH) for index, owner in enumerate(plan.rank_of_stage) if owner == rank.rank}
+    target = torch.ones(ROWS * MICROBATCHES, WIDTH)
     last = plan.num_stages - 1
     many = case.stages_per_rank > 1
     schedule: Any
@@ -78,20 +78,27 @@ def _prepare(rank: Rank, peer: str, case: Case) -> _Prepared:
     ends = {"target": target} if last in mine else {}
     return _Prepared(
         lambda: schedule.step(*args, return_outputs=False, **ends),
-        lambda: _run_bare(mine, last),
+        lambda: run_bare(mine, last),
         list(mine.values()),
         len(plan.lower().actions[rank.rank]),
     )
 
 
-def _run_bare(modules: dict[int, nn.Module], last: int) -> None:
+def run_bare(modules: dict[int, nn.Module], last: int, *, splits: bool = False) -> None:
+    """With ``splits`` the engine is called twice for a microbatch, for the inputs and for the weights."""
     for index, module in modules.items():
         for _ in range(MICROBATCHES):
-            x = torch.ones(_ROWS, _WIDTH, requires_grad=index > 0)
+            x = torch.ones(ROWS, WIDTH, requires_grad=index > 0)
             output = module(x)
             if index == last:
                 output = nn.functional.mse_loss(output, x.detach())
-            _engine_run_backward((output,), (torch.ones_like(output),), False, False, (), True, accumulate_grad=True)
+            grad = (torch.ones_like(output),)
+            if splits and index > 0:
+                _engine_run_backward((output,), grad, True, False, (x,), True, accumulate_grad=True)
+                weights = tuple(module.parameters())
+                _engine_run_backward((output,), grad, False, False, weights, True, accumulate_grad=True)
+            else:
+                _engine_run_backward((output,), grad, False, False, (), True, accumulate_grad=True)
 
 
 CASES = [

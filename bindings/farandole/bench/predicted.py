@@ -1,0 +1,78 @@
+"""Steps of every schedule on two ranks beside what was predicted of them.
+
+Stages are transformer layers (d=256, 64 tokens, microbatches of 2 rows). In each round some steps are profiled; the
+prediction is the step simulated with the medians of their F, B, I and W by stage and messages that take no time; the
+steps after them are what is measured. DualPipe, whose two copies of a model take two batches, is not among them.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+from farandole import _C, pipelining
+from farandole.bench._pipeline_rank import MICROBATCHES, Case, Step, run_steps
+from farandole.bench._ranks import RANKS, RankPair
+from farandole.bench._series import Measurement, Report, Sample, Series, Target, interleave
+from farandole.bench._settings import Settings
+
+_STAGES_PER_RANK = {
+    "GPipe": 1,
+    "1F1B": 1,
+    "ZB-H1": 1,
+    "ZB-H2": 1,
+    "Interleaved1F1B": 2,
+    "LoopedBFS": 2,
+    "InterleavedZeroBubble": 2,
+    "ZBV": 2,
+    "V-Half": 2,
+    "V-Min": 2,
+    "DualPipeV": 2,
+}
+_WIDTH = 256
+_TOLERANCE = 0.1
+_STEPS = 3  # per round, after as many that are profiled
+_WARM_UP = 1
+
+
+def measure(settings: Settings, pair: RankPair) -> Report:
+    report = Report(
+        "predicted",
+        f"a step on {RANKS} ranks, {MICROBATCHES} microbatches, beside the one simulated from an earlier profile",
+        peers_as_rows=True,
+    )
+    for name, per_rank in _STAGES_PER_RANK.items():
+        series = [Series("step", name), Series("step", name, "predicted"), Series("step", name, "ratio", "ratio")]
+        case = Case(name, "", per_rank)
+        interleave(settings.rounds, [_measurement(settings, pair, case, series)], settings.tick)
+        report.series += series
+        ratio = series[2].median()
+        report.targets.append(Target(f"{name}, step / predicted", ratio, 1 + _TOLERANCE, at_most=True))
+        report.targets.append(Target(f"{name}, step / predicted", ratio, 1 - _TOLERANCE, at_most=False))
+    return report
+
+
+def _measurement(settings: Settings, pair: RankPair, case: Case, series: list[Series]) -> Measurement:
+    plan = case.plan()
+
+    def one_round() -> list[list[Sample]]:
+        count = settings.count(_STEPS)
+        ranks = pair.call(run_steps, peer="farandole", case=case, width=_WIDTH, warm_up=_WARM_UP, count=2 * count)
+        steps = list(zip(*ranks, strict=True))
+        costs = pipelining.profile_costs(*(_timeline(list(step)) for step in steps[:count]))
+        predicted = pipelining.simulate(plan, costs).makespan
+        taken = statistics.median(max(r.end for r in step) - min(r.start for r in step) for step in steps[count:])
+        return [[Sample(value, value)] for value in (taken, predicted, taken / predicted)]
+
+    return series, one_round
+
+
+def _timeline(ranks: list[Step]) -> _C.SimulationResult:
+    """One action after another: when they ran is of no interest to a profile."""
+    timelines = []
+    for rank in ranks:
+        now, actions = 0.0, []
+        for action, seconds in rank.durations.items():
+            actions.append((action, now, now + seconds))
+            now += seconds
+        timelines.append(actions)
+    return _C.measured_step(timelines)
