@@ -43,6 +43,7 @@ from farandole.pipelining._schedules import (
 )
 from farandole.pipelining._stage import PipelineStage
 from farandole.pipelining._svg import draw_svg
+from farandole.pipelining._tied_weights import TiedWeights
 
 __all__ = [
     "AutoPlan",
@@ -66,6 +67,7 @@ __all__ = [
     "ScheduleZBH2",
     "ScheduleZBVZeroBubble",
     "SimulationResult",
+    "TiedWeights",
     "auto_plan",
     "chrome_trace",
     "draw_svg",

@@ -1,0 +1,78 @@
+"""Weights that several stages use, as an embedding and the output layer do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+class TiedWeights:
+    """Parameters of which several ranks hold a copy: equal from the beginning, and kept so by summed gradients.
+
+        tied = TiedWeights([embedding.weight], group)   # on the ranks of the first and of the last stage
+        ...
+        schedule.step(...)
+        tied.sum_gradients()
+        optimizer.step()
+
+    Where both stages are on one rank (ZBV, V-Half, V-Min, DualPipeV with the first and the last one) the modules share
+    the parameter itself, and there is nothing to do. With replicas, each pipeline has a group of its own, and gradients
+    are summed after they were averaged.
+
+    Constructing is a collective of the group: shapes and dtypes are compared, and the values of one rank taken.
+
+    Args:
+        parameters: in the same order on all ranks of the group.
+        group: the ranks that hold a copy.
+        source: whose values all take, as a rank of the group.
+
+    Raises:
+        ValueError: the ranks bring different parameters (on all of them), or ``source`` is none of theirs.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, source: int = 0):
+        if not 0 <= source < group.size():
+            raise ValueError(f"source is {source}, expected a rank of the group: 0 to {group.size() - 1}")
+        self._parameters = list(parameters)
+        self._group = group
+        _compare(self._parameters, group)
+        for parameter in self._parameters:
+            dist.broadcast(parameter.data, dist.get_global_rank(group, source), group=group)
+        self._flat: dict[torch.dtype, torch.Tensor] = {}
+
+    def sum_gradients(self) -> None:
+        """Makes each ``.grad`` the sum over the group; a collective, once before each step of the optimizer.
+
+        A parameter without a gradient counts as zeros, and has one after it.
+        """
+        for dtype, parameters in self._by_dtype().items():
+            flat = self._flat.get(dtype)
+            if flat is None:
+                flat = self._flat[dtype] = torch.empty(sum(p.numel() for p in parameters), dtype=dtype)
+            parts = flat.split([p.numel() for p in parameters])
+            for parameter, part in zip(parameters, parts, strict=True):
+                part.zero_() if parameter.grad is None else part.copy_(parameter.grad.reshape(-1))
+            dist.all_reduce(flat, group=self._group)
+            for parameter, part in zip(parameters, parts, strict=True):
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+                parameter.grad.copy_(part.view(parameter.shape))
+
+    def _by_dtype(self) -> dict[torch.dtype, list[nn.Parameter]]:
+        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in self._parameters:
+            by_dtype.setdefault(parameter.dtype, []).append(parameter)
+        return by_dtype
+
+
+def _compare(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
+    mine = [(tuple(parameter.shape), str(parameter.dtype)) for parameter in parameters]
+    all_of: list[Any] = [None] * group.size()
+    dist.all_gather_object(all_of, mine, group=group)
+    for rank, theirs in enumerate(all_of):
+        if theirs != all_of[0]:
+            raise ValueError(f"parameters of rank {rank} of the group are {theirs}, expected {all_of[0]} as on rank 0")
