@@ -68,6 +68,17 @@ TEST(Schedule, TrainsAndEvaluatesAsOneProcessDoesByEverySchedule) {
   }
 }
 
+TEST(Schedule, TellsWhichStagesAPlanPlacesOnARank) {
+  ScheduleConfig config = named("ZBV", 4, 2);
+  config.backend = c10::make_intrusive<ThreadBackend>(std::make_shared<ThreadWorld>(2), 1);
+  EXPECT_EQ(*stagesHere(config), (std::vector<std::int32_t>{1, 2}));
+  config.plan = *makePlan("1F1B", {2, 2, 2});
+  EXPECT_EQ(*stagesHere(config), (std::vector<std::int32_t>{1}));
+  config.plan.reset();
+  config.numStages = 3;
+  EXPECT_EQ(stagesHere(config).status().code(), StatusCode::kInvalidArgument);
+}
+
 TEST(Schedule, TakesMicrobatchesThatAreSplitAlready) {
   const Plan plan = *makePlan("1F1B", {2, 2, 3});
   const Layers layers = makeLayers(2, 7);
