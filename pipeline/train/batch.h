@@ -17,7 +17,7 @@ struct Batch {
   std::vector<std::vector<at::Tensor>> inputMicrobatches = {};
   std::vector<at::Tensor> targetMicrobatches = {};
 
-  bool wantsOutputs = false;  // those of the last stage are to be returned there
+  bool wantsOutputs = false;  // those of the last stage are to be returned there; where they cannot, it alone is told
 };
 
 // What a step gives on the rank with the last stage; empty elsewhere. Without a graph.
