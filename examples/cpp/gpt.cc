@@ -4,8 +4,6 @@
 
 namespace example {
 
-namespace F = torch::nn::functional;
-
 BlockImpl::BlockImpl(const Shape& shape)
     : heads_(shape.heads),
       attentionNorm_(torch::nn::LayerNormOptions({shape.width})),
@@ -71,7 +69,7 @@ std::vector<at::Tensor> parametersOf(const Gpt& stages) {
 }
 
 at::Tensor lossOf(const at::Tensor& logits, const at::Tensor& target) {
-  return F::cross_entropy(logits.flatten(0, 1), target.flatten());
+  return torch::nn::functional::cross_entropy(logits.flatten(0, 1), target.flatten());
 }
 
 Sample drawSample(const Shape& shape, std::int64_t rows, std::uint64_t seed) {
