@@ -39,15 +39,24 @@ constexpr bool forwardTakesList() {
   }
 }
 
+// A module's forward() as a function.
+template <typename Module>
+struct Forward {
+  template <typename... Tensors>
+  auto operator()(const Tensors&... tensors) const -> decltype(std::declval<Module&>().forward(tensors...)) {
+    return module->forward(tensors...);
+  }
+
+  std::shared_ptr<Module> module;
+};
+
 template <typename Module>
 StageFunction forwardOf(const std::shared_ptr<Module>& module) {
   if (module == nullptr) return nullptr;
   if constexpr (forwardTakesList<Module>()) {
     return ofList([module](const std::vector<at::Tensor>& tensors) { return module->forward(tensors); });
   } else {
-    return ofArguments([module](const auto&... tensors) -> decltype(module->forward(tensors...)) {
-      return module->forward(tensors...);
-    });
+    return ofArguments(Forward<Module>{module});
   }
 }
 
