@@ -1,0 +1,91 @@
+#include "pipeline/train/schedule_config.h"
+
+#include <algorithm>
+
+#include "pipeline/ir/message.h"
+#include "pipeline/ir/stage_graph.h"
+#include "pipeline/ir/validate.h"
+#include "pipeline/passes/lower.h"
+#include "pipeline/schedules/registry.h"
+
+namespace farandole::pipeline {
+
+namespace {
+
+Result<Plan> computePlan(const ScheduleConfig& config, bool forwardOnly) {
+  if (config.plan) return forwardOnly ? forwardsOf(*config.plan) : *config.plan;
+  ScheduleOptions options;
+  options.numRanks = config.numRanks();
+  options.numStages = config.numStages == 0 ? config.numRanks() : config.numStages;
+  options.numMicrobatches = config.numMicrobatches;
+  options.forwardOnly = forwardOnly;
+  options.warmupPerStage = config.warmupPerStage;
+  options.microbatchGroup = config.microbatchGroup;
+  options.edges = config.edges;
+  return makePlan(config.name, options);
+}
+
+std::string listed(const std::vector<std::int32_t>& stages) {
+  std::string text;
+  for (const std::int32_t stage : stages) text += (text.empty() ? "" : ", ") + std::to_string(stage);
+  return text.empty() ? "none" : text;
+}
+
+std::vector<std::int32_t> stagesOn(int rank, const Plan& plan) {
+  std::vector<std::int32_t> stages;
+  for (std::int32_t stage = 0; stage < plan.numStages; ++stage) {
+    if (plan.rankOfStage[stage] == rank) stages.push_back(stage);
+  }
+  return stages;
+}
+
+Status checkPlacement(const ScheduleConfig& config, const Plan& plan) {
+  if (plan.numRanks() != config.numRanks()) {
+    return Status::invalidArgument("the plan has " + std::to_string(plan.numRanks()) + " ranks, expected " +
+                                   std::to_string(config.numRanks()) + " as the backend has");
+  }
+  std::vector<std::int32_t> given;
+  for (const ModuleStage& stage : config.stages) given.push_back(stage.index);
+  std::ranges::sort(given);
+  const std::vector<std::int32_t> expected = stagesOn(config.rank(), plan);
+  if (given == expected) return Status::ok();
+  return Status::invalidArgument("stages is " + listed(given) + " (by index), expected " + listed(expected) +
+                                 ", which the plan runs on rank " + std::to_string(config.rank()));
+}
+
+Status checkStages(const ScheduleConfig& config, const Plan& plan) {
+  const Result<StageGraph> graph = StageGraph::make(plan);
+  if (!graph) return graph.status();
+  for (const ModuleStage& stage : config.stages) {
+    FARANDOLE_RETURN_IF_ERROR(stage.check().wrapUnlessOk("stage " + std::to_string(stage.index)));
+    for (const auto& [to, outputs] : stage.outputsTo) {
+      if (to >= 0 && to < plan.numStages && graph->find(stage.index, to) != StageGraph::kNoEdge) continue;
+      return Status::invalidArgument("stage " + std::to_string(stage.index) + ": outputsTo names stage " +
+                                     std::to_string(to) + ", expected one that an edge of the plan leads to");
+    }
+  }
+  return Status::ok();
+}
+
+}  // namespace
+
+Result<std::vector<std::int32_t>> stagesHere(const ScheduleConfig& config) {
+  const Result<Plan> plan = computePlan(config, false);
+  if (!plan) return plan.status();
+  return stagesOn(config.rank(), *plan);
+}
+
+Result<Plan> planOf(const ScheduleConfig& config, bool forwardOnly) {
+  Result<Plan> plan = computePlan(config, forwardOnly);
+  if (plan && hasCommunication(*plan)) {
+    if (Status proven = validate(*plan, ChannelModel::kTagged); !proven.isOk()) return proven;
+  } else if (plan) {
+    plan = lower(*plan, ChannelModel::kTagged);
+  }
+  if (!plan) return plan;
+  if (Status fits = checkPlacement(config, *plan); !fits.isOk()) return fits;
+  if (Status fits = checkStages(config, *plan); !fits.isOk()) return fits;
+  return plan;
+}
+
+}  // namespace farandole::pipeline

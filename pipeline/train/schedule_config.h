@@ -1,0 +1,43 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <vector>
+
+#include "backend/common/status.h"
+#include "pipeline/ir/plan.h"
+#include "pipeline/train/loss.h"
+#include "pipeline/train/module_stage.h"
+
+namespace farandole::pipeline {
+
+// What a pipeline runs: a schedule by its name, or a plan; and this rank's part in it.
+struct ScheduleConfig {
+  std::string name = "1F1B";   // one of scheduleNames(); docs/schedules.md says which stages it puts where
+  std::int32_t numStages = 0;  // of the pipeline; 0: one on each rank
+  std::int32_t numMicrobatches = 0;
+  std::int32_t warmupPerStage = 1;                             // of 1F1B, see ScheduleOptions
+  std::int32_t microbatchGroup = 0;                            // of interleaved schedules, see ScheduleOptions
+  std::optional<std::vector<StageEdge>> edges = std::nullopt;  // none: each stage's outputs go to the next one
+
+  // Instead of all of those: with or without communication, the same on all ranks.
+  std::optional<Plan> plan = std::nullopt;
+
+  c10::intrusive_ptr<c10d::Backend> backend = nullptr;  // of any kind that sends CPU tensors; none: a single rank
+  std::vector<ModuleStage> stages = {};                 // this rank's, in any order
+  Loss loss = {};
+  bool scaleGrads = true;  // gradients are means over the microbatches, as their losses' mean has them; else sums
+
+  std::int32_t rank() const { return backend ? backend->getRank() : 0; }
+  std::int32_t numRanks() const { return backend ? backend->getSize() : 1; }
+};
+
+// The stages that the plan places on this rank: what `stages` is to hold.
+Result<std::vector<std::int32_t>> stagesHere(const ScheduleConfig& config);
+
+// The plan of all ranks, with communication and proven, for those stages and ranks; of forwards alone where asked for.
+Result<Plan> planOf(const ScheduleConfig& config, bool forwardOnly);
+
+}  // namespace farandole::pipeline
