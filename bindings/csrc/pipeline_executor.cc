@@ -91,7 +91,7 @@ class PythonExecutor {
   }
 
   void step(py::object args, py::object kwargs, py::object targets, py::object lossKwargs, py::object outputs,
-            py::object losses, bool relearn) {
+            py::object losses, bool relearn, const py::object& lossScales) {
     if (running_) throw std::runtime_error("step() was called from within a step of the same schedule");
     running_ = true;
     const auto ended = c10::make_scope_exit([this] {
@@ -101,11 +101,15 @@ class PythonExecutor {
     inputs_ = {std::move(args),       std::move(kwargs),  std::move(targets),
                std::move(lossKwargs), std::move(outputs), std::move(losses)};
     raised_.clear();
+    lossScales_.clear();
+    if (!lossScales.is_none()) {
+      for (const py::handle scale : lossScales) lossScales_.push_back(scale.cast<double>());
+    }
     Status status;
     {
       const py::gil_scoped_release released;
       began_ = std::chrono::steady_clock::now();
-      status = executor_->step(relearn);
+      status = executor_->step(relearn, lossScales_);
     }
     if (!status.isOk()) raise(status);
   }
@@ -146,6 +150,7 @@ class PythonExecutor {
   bool running_ = false;
   std::chrono::steady_clock::time_point began_;
   StepInputs inputs_;
+  std::vector<double> lossScales_;
   RaisedError raised_;
   std::unique_ptr<pipeline::Executor> executor_;
 };
@@ -170,7 +175,8 @@ void bindPipelineExecutor(py::module_& module) {
            py::kw_only(), py::arg("plan"), py::arg("rank"), py::arg("group").none(true), py::arg("stages"),
            py::arg("loss_scale"), py::arg("description"), py::arg("rank_name"))
       .def("step", &PythonExecutor::step, py::kw_only(), py::arg("args"), py::arg("kwargs"), py::arg("targets"),
-           py::arg("loss_kwargs"), py::arg("outputs"), py::arg("losses"), py::arg("relearn"))
+           py::arg("loss_kwargs"), py::arg("outputs"), py::arg("losses"), py::arg("relearn"),
+           py::arg("loss_scales") = py::none())
       .def("refuse", &PythonExecutor::refuse, py::arg("reason"))
       .def("last_step_trace", &PythonExecutor::lastStepTrace)
       .def_property_readonly("last_step_began", &PythonExecutor::lastStepBegan)

@@ -46,8 +46,12 @@ Executor::Executor(Program program, const c10::intrusive_ptr<c10d::Backend>& bac
   trace_.steps.reserve(program_.steps.size());
 }
 
-Status Executor::step(bool relearn) {
+Status Executor::step(bool relearn, std::span<const double> lossScales) {
   if (!broken_.isOk()) return broken_;
+  if (!lossScales.empty() && lossScales.size() != static_cast<std::size_t>(program_.numMicrobatches)) {
+    return refuse("lossScales has " + std::to_string(lossScales.size()) + " entries, expected " +
+                  std::to_string(program_.numMicrobatches) + ", one for each microbatch");
+  }
   began_ = std::chrono::steady_clock::now();
   trace_.steps.clear();
   trace_.computeSeconds = trace_.seconds = 0;
@@ -57,7 +61,7 @@ Status Executor::step(bool relearn) {
   std::uint32_t at = 0;
   try {
     agreement_.postVote({false, relearn || !learned_, program_.digest});
-    compute_.beginStep(stages_);
+    compute_.beginStep(stages_, lossScales);
     if (Status status = replay(); !status.isOk()) return status;
     at = static_cast<std::uint32_t>(program_.steps.size());
     return conclude();

@@ -88,6 +88,8 @@ struct MicrobatchSlot {
   std::vector<at::Tensor> inputs;              // the leaves that forward was given
   torch::autograd::edge_list roots;            // of the outputs that need a gradient, edge by edge
   torch::autograd::variable_list outputGrads;  // of roots
+  at::Tensor lossSeed;                         // of a last stage: the gradient of its loss, kept from step to step
+  double lossScale = 0;                        // what lossSeed is filled with
   DeferredBackward deferred;                   // between I and W
   std::vector<std::uint64_t> hookedOps;        // of the forward: see SavedTensorHookWatch
 

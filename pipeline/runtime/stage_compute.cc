@@ -62,7 +62,8 @@ const char* nameOf(StepOp op) {
 
 }  // namespace
 
-void StageCompute::beginStep(std::vector<Stage>& stages) {
+void StageCompute::beginStep(std::vector<Stage>& stages, std::span<const double> lossScales) {
+  lossScales_ = lossScales;
   // What a step that failed has left.
   outputs_.clear();
   split_.clear();
@@ -144,12 +145,20 @@ void StageCompute::takeLoss(Stage& stage, std::int32_t microbatch) {
             (loss.defined() ? toString(TensorMeta::of(loss)) : std::to_string(outputs_.size()) + " tensors") +
             ", expected a tensor of one element that requires grad");
   }
-  if (!lossSeed_.defined() || lossSeed_.scalar_type() != loss.scalar_type() || lossSeed_.sizes() != loss.sizes()) {
-    lossSeed_ = at::full(loss.sizes(), config_.lossScale, loss.options().requires_grad(false));
+  seedLoss(stage.slots[microbatch], loss, lossScales_.empty() ? config_.lossScale : lossScales_[microbatch]);
+}
+
+void StageCompute::seedLoss(MicrobatchSlot& slot, const at::Tensor& loss, double scale) {
+  at::Tensor& seed = slot.lossSeed;
+  const bool fits = seed.defined() && seed.scalar_type() == loss.scalar_type() && seed.sizes() == loss.sizes();
+  if (!fits || (scale != slot.lossScale && seed.use_count() > 1)) {  // a hook may have kept it
+    seed = at::full(loss.sizes(), scale, loss.options().requires_grad(false));
+  } else if (scale != slot.lossScale) {
+    seed.fill_(scale);
   }
-  MicrobatchSlot& slot = stage.slots[microbatch];
+  slot.lossScale = scale;
   slot.roots.push_back(torch::autograd::impl::gradient_edge(loss));
-  slot.outputGrads.push_back(lossSeed_);
+  slot.outputGrads.push_back(seed);
 }
 
 void StageCompute::checkOutputs(Stage& stage, std::int32_t microbatch) {

@@ -144,7 +144,9 @@ class ScheduleDualPipe(PipelineScheduleMulti):
 
     With ``scale_grads`` a copy's gradients are means over its half of the microbatches: with both copies of a stage
     wrapped for data parallelism over the two ranks that have them (i and p - 1 - i, a group for each stage; both ranks
-    wrap the stages in the same order), they become means over the batch. ``edges`` are those of one copy.
+    wrap the stages in the same order), they become means over the batch. ``loss_weights`` are those of all microbatches,
+    the same on both ranks: a gradient is then twice its part of their sum, which makes the mean of both copies the one
+    over the batch also where a copy's half has more rows or tokens. ``edges`` are those of one copy.
     """
 
     schedule_name = "DualPipe"

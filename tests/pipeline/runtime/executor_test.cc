@@ -36,6 +36,21 @@ TEST(Executor, RunsSeveralStagesOnARank) {
   }
 }
 
+TEST(Executor, EachLossCountsForItsScaleOfThisStep) {
+  Model model(*lower(interleaved(2, 4, 3), ChannelModel::kTagged), 7);
+  Ranks all(model);
+  for (const std::vector<double>& scales : {std::vector<double>{0.5, 0.25, 0.25}, {0, 1, 3}, {}, {2, 2, 2}}) {
+    model.lossScales = scales;
+    model.zeroGrad();
+    all.stepOk();
+    model.expectGradients();
+  }
+  model.lossScales = {1, 2};
+  for (const Status& status : all.step()) {
+    EXPECT_NE(status.toString().find("lossScales has 2 entries, expected 3"), std::string::npos) << status.toString();
+  }
+}
+
 TEST(Executor, AFailureIsReturnedOnEveryRankAndTheNextStepRuns) {
   for (const bool learned : {false, true}) {
     for (int stage = 0; stage < 4; ++stage) {
