@@ -23,11 +23,35 @@ std::optional<std::vector<pipeline::TensorMeta>> toMetas(const std::optional<Dec
   return metas;
 }
 
+// Its end takes the GIL, unlike that of a py::object.
+std::shared_ptr<py::object> sharedObject(py::object object) {
+  return {new py::object(std::move(object)), [](py::object* last) {
+            const py::gil_scoped_acquire gil;
+            delete last;
+          }};
+}
+
+std::function<std::function<void()>()> toWeightBackward(const py::object& dwBuilder) {
+  return [builder = sharedObject(dwBuilder)]() -> std::function<void()> {
+    const py::gil_scoped_acquire gil;
+    py::object runner = (*builder)();
+    if (!PyCallable_Check(runner.ptr())) {
+      throw std::runtime_error("dw_builder returned a " + std::string(Py_TYPE(runner.ptr())->tp_name) +
+                               ", expected a callable");
+    }
+    return [shared = sharedObject(std::move(runner))] {
+      const py::gil_scoped_acquire taken;
+      (*shared)();
+    };
+  };
+}
+
 std::shared_ptr<PythonStage> makeStage(int index, bool isFirst, bool isLast, py::object module, py::object lossFn,
                                        const std::optional<DeclaredTensors>& inputs,
                                        const std::optional<DeclaredTensors>& outputs,
                                        std::map<std::int32_t, std::vector<std::int32_t>> outputsTo,
-                                       py::object requireGradSync, py::object abandonGradSync) {
+                                       py::object requireGradSync, py::object abandonGradSync,
+                                       const py::object& dwBuilder) {
   pipeline::StageSpec spec;
   spec.index = index;
   spec.declaredInputs = toMetas(inputs);
@@ -53,6 +77,7 @@ std::shared_ptr<PythonStage> makeStage(int index, bool isFirst, bool isLast, py:
       }
     };
   }
+  if (!dwBuilder.is_none()) spec.buildWeightBackward = toWeightBackward(dwBuilder);
   return std::make_shared<PythonStage>(std::move(spec), isFirst, isLast, std::move(module), std::move(lossFn));
 }
 
@@ -168,7 +193,8 @@ void bindPipelineExecutor(py::module_& module) {
   py::class_<PythonStage, std::shared_ptr<PythonStage>>(module, "PipelineStage")
       .def(py::init(&makeStage), py::kw_only(), py::arg("index"), py::arg("is_first"), py::arg("is_last"),
            py::arg("module"), py::arg("loss_fn"), py::arg("declared_inputs"), py::arg("declared_outputs"),
-           py::arg("outputs_to"), py::arg("require_grad_sync"), py::arg("abandon_grad_sync"));
+           py::arg("outputs_to"), py::arg("require_grad_sync"), py::arg("abandon_grad_sync"),
+           py::arg("dw_builder") = py::none());
   py::class_<PythonExecutor>(module, "PipelineExecutor")
       .def(py::init<const pipeline::Plan&, int, const c10::intrusive_ptr<c10d::ProcessGroup>&,
                     const std::vector<std::shared_ptr<PythonStage>>&, double, std::string, std::string>(),

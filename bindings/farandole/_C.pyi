@@ -150,6 +150,7 @@ class PipelineStage:
         declared_outputs: list[tuple[list[int], torch.dtype]] | None,
         require_grad_sync: Callable[[bool], None] | None,
         abandon_grad_sync: Callable[[str], None] | None,
+        dw_builder: Callable[[], Callable[[], None]] | None = None,
     ) -> None: ...
 
 def refuse_pipeline_step(group: dist.ProcessGroup, reason: str) -> None: ...

@@ -63,6 +63,7 @@ void Stage::reset(bool shapes) {
     slot.roots.clear();
     slot.outputGrads.clear();
     slot.deferred = {};
+    slot.deferredWeight = nullptr;
     slot.hookedOps.clear();
     slot.outputPoisoned = false;
     if (shapes) slot.outputsKnown = false;

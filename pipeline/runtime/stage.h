@@ -42,6 +42,11 @@ struct StageSpec {
   // replicas do not wait for a reduction of it. Must not throw.
   std::function<void(const std::string& reason)> abandonGradSync;
 
+  // Optional: of a stage whose own functions leave gradients of weights out of their backward. Called after each
+  // backward of a microbatch, which is not taken apart; what it returns computes what was left out, at once after a B,
+  // else in W. Both may throw.
+  std::function<std::function<void()>()> buildWeightBackward;
+
   std::optional<std::vector<TensorMeta>> declaredInputs, declaredOutputs;  // per microbatch
 };
 
@@ -91,6 +96,7 @@ struct MicrobatchSlot {
   at::Tensor lossSeed;                         // of a last stage: the gradient of its loss, kept from step to step
   double lossScale = 0;                        // what lossSeed is filled with
   DeferredBackward deferred;                   // between I and W
+  std::function<void()> deferredWeight;        // the same, of a stage with buildWeightBackward
   std::vector<std::uint64_t> hookedOps;        // of the forward: see SavedTensorHookWatch
 
   bool isInputPoisoned() const {
@@ -106,6 +112,8 @@ class Stage {
 
   bool isFirst() const { return program.into.empty(); }
   bool isLast() const { return program.outOf.empty(); }
+  // Its I computes everything that autograd does.
+  bool isInputBackwardWhole() const { return isBackwardWhole || spec.buildWeightBackward; }
 
   // The places of the outputs that go over an edge, for so many outputs.
   std::span<const std::int32_t> outputsOver(std::size_t link, std::size_t numOutputs);

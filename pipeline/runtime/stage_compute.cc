@@ -91,7 +91,8 @@ void StageCompute::forward(Stage& stage, std::int32_t microbatch, bool learning)
     }
   }
   // The first stage has no gradients of inputs to split from.
-  const bool watches = stage.program.splitsBackward && !stage.isFirst() && (learning || stage.savesThroughHooks);
+  const bool watches = stage.program.splitsBackward && !stage.isFirst() && !stage.spec.buildWeightBackward &&
+                       (learning || stage.savesThroughHooks);
   if (!watches) return runForward(stage, microbatch);
   {
     const SavedTensorHookWatch watch(slot.hookedOps);
@@ -192,7 +193,10 @@ void StageCompute::backward(Stage& stage, const Step& step) {
       failure_.fail(stage, step.microbatch, nameOf(step.op) + config_.describeError());
     }
   }
-  if (failure_.isFailed()) slot.deferred = {};
+  if (failure_.isFailed()) {
+    slot.deferred = {};
+    slot.deferredWeight = nullptr;
+  }
   if (step.op == StepOp::kBackwardWeight) return;
   slot.roots.clear();
   returnInputGrads(stage, step.microbatch);
@@ -201,20 +205,29 @@ void StageCompute::backward(Stage& stage, const Step& step) {
 
 void StageCompute::compute(Stage& stage, const Step& step) {
   MicrobatchSlot& slot = stage.slots[step.microbatch];
-  if (step.op == StepOp::kBackwardInput && !stage.isBackwardWhole) {
+  if (step.op == StepOp::kBackwardInput && !stage.isInputBackwardWhole()) {
     split_.analyze(slot.roots, slot.inputs, slot.hookedOps);
     if (split_.unsplittable() != nullptr) takeUnsplittable(stage);
     if (stage.isBackwardWhole) split_.clear();
   }
-  const bool isLast = stage.isBackwardWhole ? step.lastInputBackward : step.lastBackward;
+  const bool isLast = stage.isInputBackwardWhole() ? step.lastInputBackward : step.lastBackward;
   if (isLast && stage.spec.requireGradSync) stage.spec.requireGradSync(true);
-  if (step.op == StepOp::kBackwardWeight) return SplitBackward::runWeight(slot.deferred);
-  if (step.op == StepOp::kBackwardInput && !stage.isBackwardWhole) {
+  if (step.op == StepOp::kBackwardWeight) return runWeight(slot);
+  if (step.op == StepOp::kBackwardInput && !stage.isInputBackwardWhole()) {
     split_.runInput(slot.roots, slot.outputGrads, slot.deferred);
     stage.isSplit = true;
   } else if (!slot.roots.empty()) {
     runBackward(slot.roots, slot.outputGrads);
   }
+  if (stage.spec.buildWeightBackward) {
+    slot.deferredWeight = stage.spec.buildWeightBackward();
+    if (step.op == StepOp::kBackward) runWeight(slot);
+  }
+}
+
+void StageCompute::runWeight(MicrobatchSlot& slot) {
+  if (slot.deferredWeight) return std::exchange(slot.deferredWeight, nullptr)();
+  SplitBackward::runWeight(slot.deferred);
 }
 
 // A reduction of gradients begins with one last backward; then weights may not get theirs in both halves.

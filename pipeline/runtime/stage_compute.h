@@ -39,6 +39,7 @@ class StageCompute {
   void seedLoss(MicrobatchSlot& slot, const at::Tensor& loss, double scale);
   void checkOutputs(Stage& stage, std::int32_t microbatch);
   void compute(Stage& stage, const Step& step);
+  static void runWeight(MicrobatchSlot& slot);
   void takeUnsplittable(Stage& stage);
   void returnInputGrads(Stage& stage, std::int32_t microbatch);
 

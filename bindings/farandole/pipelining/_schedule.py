@@ -61,6 +61,12 @@ class PipelineSchedule:
             raise TypeError(f"loss_fn is a {type(loss_fn).__name__}, expected a callable")
         self._stages = sorted(stages, key=lambda stage: stage.stage_index)
         self._grad_syncs = [GradSync.of(stage.submod) for stage in self._stages]
+        for stage, sync in zip(self._stages, self._grad_syncs, strict=True):
+            if stage.dw_builder is not None and sync is not None:
+                raise NotImplementedError(
+                    f"stage {stage.stage_index} has a dw_builder and is wrapped for data parallelism, expected one of "
+                    "them: a reduction does not see what is added to .grad after a backward"
+                )
         self._n_microbatches = n_microbatches
         self._loss_fn = loss_fn
         self._config = config
@@ -273,6 +279,7 @@ class PipelineSchedule:
             outputs_to=outputs_to,
             require_grad_sync=sync.require if sync is not None else None,
             abandon_grad_sync=sync.abandon if sync is not None else None,
+            dw_builder=stage.dw_builder,
         )
 
     def _check_placement(self, plan: _C.Plan) -> None:

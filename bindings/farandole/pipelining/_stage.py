@@ -28,9 +28,12 @@ class PipelineStage:
             anyhow; what is declared here is checked, and a mismatch is an error on all ranks.
         output_args: example outputs of one microbatch, checked likewise.
         group: process group of the pipeline; the default group if None.
+        dw_builder: of a submodule whose own autograd functions put the gradients of their weights off. Called after
+            each backward of a microbatch, it returns a function that computes what that one has put off: run at once
+            in a whole backward, in W where a schedule has backwards in two halves (I is then all that autograd does).
+            Such a submodule cannot be wrapped for data parallelism.
 
-    ``dw_builder``, ``input_grads``, ``output_grads`` and ``get_mesh`` of torch's class are not
-    supported and refused.
+    ``input_grads``, ``output_grads`` and ``get_mesh`` of torch's class are not supported and refused.
     """
 
     def __init__(
@@ -54,7 +57,9 @@ class PipelineStage:
             raise ValueError(f"num_stages is {num_stages!r}, expected an int of at least 1")
         if isinstance(stage_index, bool) or not isinstance(stage_index, int) or not 0 <= stage_index < num_stages:
             raise ValueError(f"stage_index is {stage_index!r}, expected 0 to {num_stages - 1} (num_stages - 1)")
-        unsupported = dict(dw_builder=dw_builder, input_grads=input_grads, output_grads=output_grads, get_mesh=get_mesh)
+        if dw_builder is not None and not callable(dw_builder):
+            raise TypeError(f"dw_builder is a {type(dw_builder).__name__}, expected a callable")
+        unsupported = dict(input_grads=input_grads, output_grads=output_grads, get_mesh=get_mesh)
         for name, value in unsupported.items():
             if value is not None:
                 raise NotImplementedError(f"{name} was given, expected None: it is not supported yet")
@@ -65,6 +70,7 @@ class PipelineStage:
         if not dist.is_initialized():
             raise RuntimeError("the process group is not initialized, expected init_process_group() before a stage")
         self.submod = submodule
+        self.dw_builder = dw_builder
         self.stage_index = stage_index
         self.num_stages = num_stages
         self.group = dist.group.WORLD if group is None else group
