@@ -57,6 +57,7 @@ std::shared_ptr<PythonStage> makeStage(int index, bool isFirst, bool isLast, py:
   spec.declaredInputs = toMetas(inputs);
   spec.declaredOutputs = toMetas(outputs);
   spec.outputsTo = std::move(outputsTo);
+  spec.packets = std::make_shared<pipeline::PacketNotes>();
   if (!requireGradSync.is_none()) {
     // Shared, so that copies and the end of the function object need no GIL.
     auto callable = std::make_shared<py::object>(std::move(requireGradSync));

@@ -151,7 +151,8 @@ Status Executor::forward(const Step& step, TimedStep& time) {
       failure_.abandon(failure_.rankName() + ": " + status.toString());
       return status;
     }
-    if (stage.slots[step.microbatch].isInputPoisoned()) failure_.stopAt(stage);
+    const MicrobatchSlot& slot = stage.slots[step.microbatch];
+    if (slot.isInputPoisoned() || slot.isPacketMissing()) failure_.stopAt(stage);
   }
   time.start = now();
   compute_.forward(stage, step.microbatch, learning_);

@@ -8,12 +8,14 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "pipeline/runtime/p2p_channel.h"
+#include "pipeline/runtime/packet.h"
 #include "pipeline/runtime/program.h"
 #include "pipeline/runtime/split_backward.h"
 #include "pipeline/runtime/tensor_meta.h"
@@ -33,6 +35,9 @@ struct StageSpec {
 
   // Which outputs go to a stage, by their places; all of them to one that is not named.
   std::map<std::int32_t, std::vector<std::int32_t>> outputsTo;
+
+  // Optional: what the forward is told of packets among its inputs, and tells of the one that it returns.
+  std::shared_ptr<PacketNotes> packets;
 
   // Optional: turns gradient reduction across replicas off before the first
   // forward of a step, and on before the last backward.
@@ -99,6 +104,8 @@ struct MicrobatchSlot {
   std::function<void()> deferredWeight;        // the same, of a stage with buildWeightBackward
   std::vector<std::uint64_t> hookedOps;        // of the forward: see SavedTensorHookWatch
 
+  // A stage before has sent zeros for the packet that is expected of it. For inputs that are not poisoned.
+  bool isPacketMissing() const;
   bool isInputPoisoned() const {
     return std::ranges::any_of(into, [](const IncomingEdge& edge) { return edge.isPoisoned; });
   }

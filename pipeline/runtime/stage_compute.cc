@@ -2,6 +2,7 @@
 
 #include <torch/csrc/autograd/function.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "pipeline/runtime/saved_tensor_hooks.h"
@@ -27,8 +28,15 @@ Status checkSendable(const std::vector<at::Tensor>& outputs) {
   return Status::ok();
 }
 
-Status checkSelection(const std::map<std::int32_t, std::vector<std::int32_t>>& outputsTo, std::size_t numOutputs) {
+Status checkSelection(const std::map<std::int32_t, std::vector<std::int32_t>>& outputsTo, std::size_t numOutputs,
+                      bool hasPacket) {
   for (const auto& [stage, outputs] : outputsTo) {
+    if (hasPacket) {
+      return Status::invalidArgument(
+          "the module returned more than tensors, expected a tensor or a tuple of tensors: "
+          "only some of the outputs go to stage " +
+          std::to_string(stage));
+    }
     for (const std::int32_t output : outputs) {
       if (output >= 0 && static_cast<std::size_t>(output) < numOutputs) continue;
       return Status::invalidArgument("the module returned " + std::to_string(numOutputs) +
@@ -46,8 +54,17 @@ std::vector<TensorMeta> metasOf(const std::vector<at::Tensor>& tensors) {
   return metas;
 }
 
-bool match(const std::vector<TensorMeta>& metas, const std::vector<at::Tensor>& tensors) {
-  bool same = metas.size() == tensors.size();
+bool endsWithPacket(const std::vector<TensorMeta>& metas) { return !metas.empty() && metas.back().isPacket; }
+
+void notePackets(const MicrobatchSlot& slot, PacketNotes& notes) {
+  notes.returned = false;
+  notes.inputs.clear();
+  if (std::ranges::none_of(slot.into, [](const IncomingEdge& edge) { return endsWithPacket(edge.metas); })) return;
+  for (const IncomingEdge& edge : slot.into) notes.inputs.push_back({edge.metas.size(), endsWithPacket(edge.metas)});
+}
+
+bool match(const std::vector<TensorMeta>& metas, const std::vector<at::Tensor>& tensors, bool hasPacket) {
+  bool same = metas.size() == tensors.size() && endsWithPacket(metas) == hasPacket;
   for (std::size_t i = 0; same && i < tensors.size(); ++i) same = metas[i].matches(tensors[i]);
   return same;
 }
@@ -102,6 +119,7 @@ void StageCompute::forward(Stage& stage, std::int32_t microbatch, bool learning)
 }
 
 void StageCompute::runForward(Stage& stage, std::int32_t microbatch) {
+  if (stage.spec.packets) notePackets(stage.slots[microbatch], *stage.spec.packets);
   try {
     stage.spec.forward(microbatch, stage.slots[microbatch].inputs, outputs_);
   } catch (...) {
@@ -168,18 +186,28 @@ void StageCompute::checkOutputs(Stage& stage, std::int32_t microbatch) {
   if (Status status = checkSendable(outputs_); !status.isOk()) {
     return failure_.fail(stage, microbatch, std::string(status.message()));
   }
+  const bool hasPacket = stage.spec.packets && stage.spec.packets->returned;
   if (!slot.outputsKnown) {
     slot.outputMetas = metasOf(outputs_);
+    if (hasPacket) slot.outputMetas.back().isPacket = true;
     Status fits = encodeHeader(slot.outputMetas).status();
-    if (fits.isOk()) fits = checkSelection(stage.spec.outputsTo, outputs_.size());
+    if (fits.isOk()) fits = checkSelection(stage.spec.outputsTo, outputs_.size(), hasPacket);
     if (fits.isOk() && stage.spec.declaredOutputs) {
       fits = checkDeclared("outputs", *stage.spec.declaredOutputs, slot.outputMetas);
     }
     if (!fits.isOk()) failure_.fail(stage, microbatch, std::string(fits.message()));
     slot.outputsKnown = fits.isOk();
-  } else if (!match(slot.outputMetas, outputs_)) {
+    return;
+  }
+  if (hasPacket && endsWithPacket(slot.outputMetas)) {
+    Status fits = fitPacket(outputs_.back(), slot.outputMetas.back().sizes[0]);
+    if (!fits.isOk()) return failure_.fail(stage, microbatch, std::string(fits.message()));
+  }
+  if (!match(slot.outputMetas, outputs_, hasPacket)) {
+    std::vector<TensorMeta> metas = metasOf(outputs_);
+    if (hasPacket) metas.back().isPacket = true;
     failure_.fail(stage, microbatch,
-                  "the outputs are " + toString(metasOf(outputs_)) + ", expected " + toString(slot.outputMetas) +
+                  "the outputs are " + toString(metas) + ", expected " + toString(slot.outputMetas) +
                       " as in the step before, whose inputs had the same shapes");
   }
 }

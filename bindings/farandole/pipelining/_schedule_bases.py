@@ -31,7 +31,8 @@ class PipelineScheduleSingle(PipelineSchedule):
             gradients of an earlier step that are still there keep their scale.
         edges: where stages are not a chain: for each stage whose output another one takes ``(from, to)``, or
             ``(from, to, outputs)`` where it takes only some of them, by their places in what the module returns; from
-            lower to higher stages. A module is called with the tensors of all stages before it, the lowest's first.
+            lower to higher stages. A module is called with what all stages before it give, the lowest's first; one of
+            which only some outputs are taken returns tensors and nothing else.
             Stages without one before them get the arguments of the step; each microbatch has one last stage.
 
     Raises:

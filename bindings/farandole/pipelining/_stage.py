@@ -17,9 +17,12 @@ class PipelineStage:
     """A module that is one stage of a sequential pipeline. A rank has one of these for each of its stages.
 
     Args:
-        submodule: called with the first stage's arguments, or with the tensors that the stage
-            before returned; returns a tensor or a tuple of tensors (the last stage: anything
-            that the loss takes). It may be wrapped for data parallelism by
+        submodule: called with the first stage's arguments, or with what the stage before returned: the
+            items of a tuple or list, or anything else as the only argument. A tensor or a tuple of tensors
+            is fastest; whatever else can be pickled is handed over, too, and takes one more message: nested
+            structures, None, numbers, texts, objects, with at least one tensor, wherever it is. Values may
+            differ from step to step, but not how many tensors there are, while inputs have the same shapes.
+            The last stage returns anything that the loss takes. It may be wrapped for data parallelism by
             ``farandole.ddp.DistributedDataParallel`` or torch's.
         stage_index: from 0; which stages live on which rank, the schedule says.
         num_stages: of the whole pipeline.
