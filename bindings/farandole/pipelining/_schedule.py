@@ -272,7 +272,7 @@ class PipelineSchedule:
             index=stage.stage_index,
             is_first=stage.stage_index in ends.first,
             is_last=stage.stage_index in ends.last,
-            module=stage.submod,
+            module=stage.submod if stage.arguments is None else stage.arguments.of(stage.submod),
             loss_fn=self._loss_fn,
             declared_inputs=stage.declared_inputs,
             declared_outputs=stage.declared_outputs,

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from farandole.pipelining._stage_edges import Edge
+
+if TYPE_CHECKING:
+    from farandole.pipelining._torch_stages import TracedArguments
 
 Declared = list[tuple[list[int], torch.dtype]]
 
@@ -87,6 +92,8 @@ class PipelineStage:
             )
         self.declared_inputs = _declared(input_args, "input_args")
         self.declared_outputs = _declared(output_args, "output_args")
+        self.edges: Sequence[Edge] | None = None  # of the traced model that it is a stage of
+        self.arguments: TracedArguments | None = None
 
     @property
     def is_first(self) -> bool:
