@@ -108,7 +108,7 @@ Status Executor::replay() {
   for (std::uint32_t i = 0; i < program_.steps.size(); ++i) {
     const Step& step = program_.steps[i];
     at::RecordFunction range(at::RecordScope::USER_SCOPE);
-    if (range.isActive()) range.before(program_.labels[i]);
+    if (range.isActive()) range.before("PP:" + program_.labels[i]);  // as torch's runtime names them
     TimedStep time{i, now(), 0};
     switch (step.op) {
       case StepOp::kForward: FARANDOLE_RETURN_IF_ERROR(forward(step, time)); break;
