@@ -151,6 +151,7 @@ class PipelineStage:
         require_grad_sync: Callable[[bool], None] | None,
         abandon_grad_sync: Callable[[str], None] | None,
         dw_builder: Callable[[], Callable[[], None]] | None = None,
+        finish_grad_sync: Callable[[], None] | None = None,
     ) -> None: ...
 
 def refuse_pipeline_step(group: dist.ProcessGroup, reason: str) -> None: ...

@@ -43,6 +43,10 @@ struct StageSpec {
   // forward of a step, and on before the last backward.
   std::function<void(bool)> requireGradSync;
 
+  // Optional, of a reduction that does not begin by itself: called after the last backward of a step, when all
+  // gradients of the stage are there. Backwards of such a stage are not taken apart. May throw.
+  std::function<void()> finishGradSync;
+
   // Optional: called when this rank will not finish a step that began, so that
   // replicas do not wait for a reduction of it. Must not throw.
   std::function<void(const std::string& reason)> abandonGradSync;
@@ -119,8 +123,9 @@ class Stage {
 
   bool isFirst() const { return program.into.empty(); }
   bool isLast() const { return program.outOf.empty(); }
-  // Its I computes everything that autograd does.
-  bool isInputBackwardWhole() const { return isBackwardWhole || spec.buildWeightBackward; }
+  // Its I computes everything that autograd does: because of what it is, or of what its graph has shown.
+  bool isNeverSplit() const { return spec.buildWeightBackward || spec.finishGradSync; }
+  bool isInputBackwardWhole() const { return isBackwardWhole || isNeverSplit(); }
 
   // The places of the outputs that go over an edge, for so many outputs.
   std::span<const std::int32_t> outputsOver(std::size_t link, std::size_t numOutputs);

@@ -108,7 +108,7 @@ void StageCompute::forward(Stage& stage, std::int32_t microbatch, bool learning)
     }
   }
   // The first stage has no gradients of inputs to split from.
-  const bool watches = stage.program.splitsBackward && !stage.isFirst() && !stage.spec.buildWeightBackward &&
+  const bool watches = stage.program.splitsBackward && !stage.isFirst() && !stage.isNeverSplit() &&
                        (learning || stage.savesThroughHooks);
   if (!watches) return runForward(stage, microbatch);
   {
@@ -251,6 +251,7 @@ void StageCompute::compute(Stage& stage, const Step& step) {
     slot.deferredWeight = stage.spec.buildWeightBackward();
     if (step.op == StepOp::kBackward) runWeight(slot);
   }
+  if (isLast && stage.spec.finishGradSync) stage.spec.finishGradSync();
 }
 
 void StageCompute::runWeight(MicrobatchSlot& slot) {

@@ -116,7 +116,8 @@ class PipelineSchedule:
             return_outputs: whether the last stage collects its outputs.
             loss_kwargs: further keyword arguments of ``loss_fn``.
             arg_mbs, kwarg_mbs, target_mbs: instead of the above, one entry per microbatch.
-            finalize_gradients: of FSDP modules, which are not supported: nothing depends on it.
+            finalize_gradients: of FSDP2 modules: whether this step reduces their gradients and reshards their
+                parameters. Otherwise a later step does, for both, and ``.grad`` is not there until then.
             loss_weights: on the last stage what each microbatch counts for, its rows or tokens, for losses that
                 average over them: the gradient of its loss is its part of their sum instead of 1 / n_microbatches, so
                 that gradients are those of the mean over the whole batch however it is split. Without ``scale_grads``
@@ -135,6 +136,9 @@ class PipelineSchedule:
             ValueError: this rank's arguments do not fit. Other ranks raise RuntimeError.
         """
         batch = Batch(args, kwargs, target, loss_kwargs, arg_mbs, kwarg_mbs, target_mbs)
+        for sync in self._grad_syncs:
+            if sync is not None:
+                sync.finalizes = finalize_gradients
         return self._run(self._loss_fn is not None, batch, losses, return_outputs, loss_weights)
 
     def eval(
@@ -280,6 +284,7 @@ class PipelineSchedule:
             require_grad_sync=sync.require if sync is not None else None,
             abandon_grad_sync=sync.abandon if sync is not None else None,
             dw_builder=stage.dw_builder,
+            finish_grad_sync=sync.finish if sync is not None and sync.must_finish else None,
         )
 
     def _check_placement(self, plan: _C.Plan) -> None:

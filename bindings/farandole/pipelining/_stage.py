@@ -28,7 +28,7 @@ class PipelineStage:
             structures, None, numbers, texts, objects, with at least one tensor, wherever it is. Values may
             differ from step to step, but not how many tensors there are, while inputs have the same shapes.
             The last stage returns anything that the loss takes. It may be wrapped for data parallelism by
-            ``farandole.ddp.DistributedDataParallel`` or torch's.
+            ``farandole.ddp.DistributedDataParallel`` or torch's, or sharded by ``fully_shard`` (FSDP2).
         stage_index: from 0; which stages live on which rank, the schedule says.
         num_stages: of the whole pipeline.
         device: where the submodule lives; CPU so far.
@@ -107,8 +107,8 @@ class PipelineStage:
 def _check_module(submodule: nn.Module, device: torch.device) -> None:
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # whoever uses it has imported it
     for module in submodule.modules() if fsdp is not None else ():
-        if isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)):
-            raise NotImplementedError("submodule contains an FSDP module, expected none: not supported yet")
+        if isinstance(module, fsdp.FullyShardedDataParallel):
+            raise NotImplementedError("submodule contains a FullyShardedDataParallel, expected fully_shard (FSDP2)")
     for name, tensor in [*submodule.named_parameters(), *submodule.named_buffers()]:
         if tensor.device != device:
             raise ValueError(f"{name} of submodule is on {tensor.device}, expected the stage's device {device}")
