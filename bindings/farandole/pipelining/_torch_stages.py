@@ -22,11 +22,12 @@ Source = tuple[int, int] | None
 class TracedArguments:
     """Brings what the stages before a traced one return into the order of its parameters.
 
-    Inputs of the model are given by name, by keyword arguments of the step on the stage's rank, as torch has it.
+    Inputs of the model are the first stage's arguments; other stages are given them by name, by keyword arguments of
+    the step on their rank, as torch has it. Each stage of a rank is given those that it takes.
     """
 
-    def __init__(self, sources: list[Source]):
-        self._sources = sources
+    def __init__(self, stage_index: int, sources: list[Source]):
+        self._is_first = stage_index == 0
         arriving = sorted({source for source in sources if source is not None})
         self._places = [None if source is None else arriving.index(source) for source in sources]
 
@@ -36,6 +37,8 @@ class TracedArguments:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             given = {name: value for name, value in kwargs.items() if name in names}
+            if self._is_first:
+                return module(*args, **given)
             if None not in self._places:
                 return module(*(args[place] for place in self._places if place is not None), **given)
             arrived = zip(names, self._places, strict=True)
@@ -72,8 +75,7 @@ def build_stage(
     sources = _sources(pipe_info)
     stage = PipelineStage(stage_module, stage_index, pipe_info.num_stages, device, group=group)
     stage.edges = _edges(sources)
-    if stage_index > 0:
-        stage.arguments = TracedArguments(sources[stage_index])
+    stage.arguments = TracedArguments(stage_index, sources[stage_index])
     return stage
 
 

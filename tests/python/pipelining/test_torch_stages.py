@@ -35,8 +35,8 @@ class Skipping(nn.Module):
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None, *, mask: torch.Tensor) -> torch.Tensor:
         h = torch.tanh(self.a(x)) * scale
-        u = torch.tanh(self.b(h)) * mask
-        v = torch.tanh(self.c(u)) + h
+        u = torch.tanh(self.b(h))
+        v = torch.tanh(self.c(u)) * mask + h
         w = self.d(v + u)
         return w * v.sum(1, keepdim=True)
 
@@ -50,8 +50,8 @@ class Forked(nn.Module):
         self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.d = nn.Linear(WIDTH, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.a(x)
+    def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> torch.Tensor:
+        h = self.a(x) * scale
         skipped, h = torch.sin(h), torch.tanh(h)
         h = torch.tanh(self.b(h))
         h = torch.tanh(self.c(h))
@@ -93,7 +93,7 @@ def _train_traced(rank: int, world_size: int) -> None:
                 for stage in stages:
                     stage.submod.zero_grad()
                 args = (batch, scale) if 0 in mine else ()
-                kwargs = {"mask": mask} if 1 in mine else {}
+                kwargs = {"mask": mask} if 2 in mine else {}
                 output = schedule.step(*args, target=target, **kwargs)
                 for stage in stages:
                     _assert_gradients(stage.submod, model, f"{name}, {build}, stage {stage.stage_index}")
@@ -123,10 +123,11 @@ def _train_beside_torch(rank: int, world_size: int) -> None:
     from torch.distributed import pipelining as theirs
 
     model = Forked()
-    batch, target = torch.randn(8, WIDTH), torch.randn(8, 3)
-    pipe = _trace(model, batch[:2])
+    batch, scale, target = torch.randn(8, WIDTH), torch.rand(8, 1), torch.randn(8, 3)
+    pipe = _trace(model, batch[:2], scale=scale[:2])
     stage = pipe.build_stage(rank, torch.device("cpu"))
-    args, kwargs = (batch,) if rank == 0 else (), {"target": target} if rank == world_size - 1 else {}
+    args = (batch,) if rank == 0 else ()
+    kwargs = {"scale": scale} if rank == 0 else {"target": target} if rank == world_size - 1 else {}
     expected = theirs.ScheduleGPipe(stage, 4, nn.MSELoss()).step(*args, **kwargs)
     grads = [parameter.grad for parameter in stage.submod.parameters()]
     assert all(grad is not None for grad in grads)
@@ -166,7 +167,9 @@ def _train_manual(rank: int, world_size: int) -> None:
     with pytest.raises(TypeError, match=r"stages\[0\] is a Tanh"):
         get_schedule_class("ZBV")([nn.Tanh()], 3, nn.MSELoss())
     with pytest.raises(TypeError, match="stage_module is a Linear, expected a module of torch's pipeline"):
-        build_stage(nn.Linear(WIDTH, WIDTH), 1, _trace(Forked(), torch.randn(2, WIDTH)).info(), "cpu")
+        build_stage(
+            nn.Linear(WIDTH, WIDTH), 1, _trace(Forked(), torch.randn(2, WIDTH), scale=torch.rand(2, 1)).info(), "cpu"
+        )
 
 
 def test_torchs_manual_stages_run() -> None:
