@@ -51,7 +51,8 @@ std::shared_ptr<PythonStage> makeStage(int index, bool isFirst, bool isLast, py:
                                        const std::optional<DeclaredTensors>& outputs,
                                        std::map<std::int32_t, std::vector<std::int32_t>> outputsTo,
                                        py::object requireGradSync, py::object abandonGradSync,
-                                       const py::object& dwBuilder, const py::object& finishGradSync) {
+                                       const py::object& dwBuilder, const py::object& finishGradSync,
+                                       bool isNeverSplit) {
   pipeline::StageSpec spec;
   spec.index = index;
   spec.declaredInputs = toMetas(inputs);
@@ -78,6 +79,7 @@ std::shared_ptr<PythonStage> makeStage(int index, bool isFirst, bool isLast, py:
       }
     };
   }
+  spec.isNeverSplit = isNeverSplit;
   if (!finishGradSync.is_none()) {
     spec.finishGradSync = [callable = sharedObject(finishGradSync)] {
       const py::gil_scoped_acquire gil;
@@ -201,7 +203,8 @@ void bindPipelineExecutor(py::module_& module) {
       .def(py::init(&makeStage), py::kw_only(), py::arg("index"), py::arg("is_first"), py::arg("is_last"),
            py::arg("module"), py::arg("loss_fn"), py::arg("declared_inputs"), py::arg("declared_outputs"),
            py::arg("outputs_to"), py::arg("require_grad_sync"), py::arg("abandon_grad_sync"),
-           py::arg("dw_builder") = py::none(), py::arg("finish_grad_sync") = py::none());
+           py::arg("dw_builder") = py::none(), py::arg("finish_grad_sync") = py::none(),
+           py::arg("is_never_split") = false);
   py::class_<PythonExecutor>(module, "PipelineExecutor")
       .def(py::init<const pipeline::Plan&, int, const c10::intrusive_ptr<c10d::ProcessGroup>&,
                     const std::vector<std::shared_ptr<PythonStage>>&, double, std::string, std::string>(),

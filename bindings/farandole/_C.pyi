@@ -152,6 +152,7 @@ class PipelineStage:
         abandon_grad_sync: Callable[[str], None] | None,
         dw_builder: Callable[[], Callable[[], None]] | None = None,
         finish_grad_sync: Callable[[], None] | None = None,
+        is_never_split: bool = False,
     ) -> None: ...
 
 def refuse_pipeline_step(group: dist.ProcessGroup, reason: str) -> None: ...

@@ -44,8 +44,11 @@ struct StageSpec {
   std::function<void(bool)> requireGradSync;
 
   // Optional, of a reduction that does not begin by itself: called after the last backward of a step, when all
-  // gradients of the stage are there. Backwards of such a stage are not taken apart. May throw.
+  // gradients of the stage are there. May throw.
   std::function<void()> finishGradSync;
+
+  // Its backwards are not taken apart: I computes everything.
+  bool isNeverSplit = false;
 
   // Optional: called when this rank will not finish a step that began, so that
   // replicas do not wait for a reduction of it. Must not throw.
@@ -124,7 +127,7 @@ class Stage {
   bool isFirst() const { return program.into.empty(); }
   bool isLast() const { return program.outOf.empty(); }
   // Its I computes everything that autograd does: because of what it is, or of what its graph has shown.
-  bool isNeverSplit() const { return spec.buildWeightBackward || spec.finishGradSync; }
+  bool isNeverSplit() const { return spec.isNeverSplit || spec.buildWeightBackward; }
   bool isInputBackwardWhole() const { return isBackwardWhole || isNeverSplit(); }
 
   // The places of the outputs that go over an edge, for so many outputs.

@@ -240,14 +240,15 @@ void StageCompute::compute(Stage& stage, const Step& step) {
   }
   const bool isLast = stage.isInputBackwardWhole() ? step.lastInputBackward : step.lastBackward;
   if (isLast && stage.spec.requireGradSync) stage.spec.requireGradSync(true);
-  if (step.op == StepOp::kBackwardWeight) return runWeight(slot);
-  if (step.op == StepOp::kBackwardInput && !stage.isInputBackwardWhole()) {
+  if (step.op == StepOp::kBackwardWeight) {
+    runWeight(slot);
+  } else if (step.op == StepOp::kBackwardInput && !stage.isInputBackwardWhole()) {
     split_.runInput(slot.roots, slot.outputGrads, slot.deferred);
     stage.isSplit = true;
   } else if (!slot.roots.empty()) {
     runBackward(slot.roots, slot.outputGrads);
   }
-  if (stage.spec.buildWeightBackward) {
+  if (stage.spec.buildWeightBackward && step.op != StepOp::kBackwardWeight) {
     slot.deferredWeight = stage.spec.buildWeightBackward();
     if (step.op == StepOp::kBackward) runWeight(slot);
   }
@@ -261,7 +262,7 @@ void StageCompute::runWeight(MicrobatchSlot& slot) {
 
 // A reduction of gradients begins with one last backward; then weights may not get theirs in both halves.
 void StageCompute::takeUnsplittable(Stage& stage) {
-  const bool isReduced = static_cast<bool>(stage.spec.requireGradSync);
+  const bool isReduced = stage.spec.requireGradSync && !stage.spec.finishGradSync;
   if (isReduced && stage.isSplit) {
     throw std::runtime_error("the backward of " + split_.unsplittable()->name() +
                              " cannot be split, those of the microbatches before were; expected that of all or none in "

@@ -18,6 +18,7 @@ class _Wrapper:
     require: Callable[[bool], None]
     abandon: Callable[[str], None]
     finish: Callable[[bool], None] | None = None
+    may_split: bool = True  # with finish: I and W may be apart
 
 
 class GradSync:
@@ -42,12 +43,17 @@ class GradSync:
             elif isinstance(module, DistributedDataParallel):
                 wrappers.append(_Wrapper(_torch_switch(module), _torch_abandon(module)))
         for sync in map(FsdpSync, fsdp_roots(submodule)):
-            wrappers.append(_Wrapper(sync.require, sync.abandon, sync.finish))
+            wrappers.append(_Wrapper(sync.require, sync.abandon, sync.finish, sync.keeps_parameters))
         return cls(wrappers) if wrappers else None
 
     @property
     def must_finish(self) -> bool:
         return any(wrapper.finish is not None for wrapper in self._wrappers)
+
+    @property
+    def is_never_split(self) -> bool:
+        """Whether the stage's backwards may not be taken apart, whatever they are made of."""
+        return self.must_finish and not all(wrapper.finish and wrapper.may_split for wrapper in self._wrappers)
 
     def require(self, required: bool) -> None:
         """Called with False before the first forward of a step and with True before its last backward."""

@@ -285,6 +285,7 @@ class PipelineSchedule:
             abandon_grad_sync=sync.abandon if sync is not None else None,
             dw_builder=stage.dw_builder,
             finish_grad_sync=sync.finish if sync is not None and sync.must_finish else None,
+            is_never_split=sync is not None and sync.is_never_split,
         )
 
     def _check_placement(self, plan: _C.Plan) -> None:

@@ -184,12 +184,15 @@ std::vector<std::string> eventsOfHalves(const std::function<void(StageSpec&, std
   return events;
 }
 
-TEST(Executor, FinishesAReductionAfterTheLastBackwardWhichIsWhole) {
-  const auto events = eventsOfHalves([](StageSpec& spec, std::vector<std::string>& events) {
-    spec.requireGradSync = [&](bool required) { events.push_back(required ? "on" : "off"); };
-    spec.finishGradSync = [&] { events.push_back("finish"); };
-  });
-  EXPECT_EQ(events, (std::vector<std::string>{"off", "backward", "on", "backward", "finish"}));
+TEST(Executor, FinishesAReductionAfterTheLastBackwardAlsoWhereThatIsNotSplit) {
+  for (const bool isNeverSplit : {false, true}) {
+    const auto events = eventsOfHalves([&](StageSpec& spec, std::vector<std::string>& events) {
+      spec.requireGradSync = [&](bool required) { events.push_back(required ? "on" : "off"); };
+      spec.finishGradSync = [&] { events.push_back("finish"); };
+      spec.isNeverSplit = isNeverSplit;
+    });
+    EXPECT_EQ(events, (std::vector<std::string>{"off", "backward", "on", "backward", "finish"}));
+  }
 }
 
 TEST(Executor, RunsWhatAStageHasPutOffInWOfItsMicrobatch) {

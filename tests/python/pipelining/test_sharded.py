@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -131,6 +132,42 @@ def _train(rank: int, world_size: int, how: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_are_reduced_once_after_the_last_microbatch(backend: str, how: str) -> None:
     run_ranks(_train, REPLICAS * RANKS, backend, timeout=120, how=how)
+
+
+def _profile(rank: int, world_size: int, how: str) -> tuple[int, list[int], list[int], list[str]]:
+    """The matrix products in each I and in each W of a step, and the warnings."""
+    mesh = _meshes()
+    place = mesh["pipeline"].get_local_rank()
+    sharded = _shard(_stage(), mesh["replica"], how)
+    stage = PipelineStage(sharded, place, RANKS, "cpu", group=mesh["pipeline"].get_group())
+    schedule = get_schedule_class("ZB-H1")(stage, N, nn.MSELoss())
+    batch, target = torch.randn(2 * N, WIDTH), torch.randn(2 * N, WIDTH)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        schedule.step(batch, target=target)
+        with torch.profiler.profile() as profile:
+            schedule.step(batch, target=target)
+    products = [event.time_range.start for event in profile.events() if event.name == "aten::mm"]
+
+    def within(kind: str) -> list[int]:
+        ranges = [event.time_range for event in profile.events() if event.name.startswith(f"PP:{place}{kind}")]
+        return [sum(one.start <= start <= one.end for start in products) for one in ranges]
+
+    texts = [str(warning.message) for warning in warned if "cannot be split" in str(warning.message)]
+    if how == "unsharded":
+        sharded.set_reshard_after_forward(True)  # type: ignore[operator]
+        with pytest.raises(RuntimeError, match="reshard_after_forward was switched on"):
+            schedule.step(batch, target=target)
+    return place, within("I"), within("W"), texts
+
+
+@pytest.mark.parametrize("how", ["resharded", "unsharded"])
+def test_weights_wait_for_w_where_forwards_leave_parameters_unsharded(how: str) -> None:
+    for place, inputs, weights, warned in run_ranks(_profile, REPLICAS * RANKS, "gloo", how=how):
+        assert not warned
+        if place > 0:  # the first stage has no gradients of inputs: its backward is all W or all I
+            assert inputs == [2 if how == "unsharded" else 4] * N
+            assert weights == [2 if how == "unsharded" else 0] * N
 
 
 def _accumulate(rank: int, world_size: int) -> None:
