@@ -23,33 +23,56 @@ std::optional<std::vector<pipeline::TensorMeta>> toMetas(const std::optional<Dec
   return metas;
 }
 
+// Its end takes the GIL, unlike that of a py::object.
+std::shared_ptr<py::object> sharedObject(py::object object) {
+  return {new py::object(std::move(object)), [](py::object* last) {
+            const py::gil_scoped_acquire gil;
+            delete last;
+          }};
+}
+
+std::function<std::function<void()>()> toWeightBackward(const py::object& dwBuilder) {
+  return [builder = sharedObject(dwBuilder)]() -> std::function<void()> {
+    const py::gil_scoped_acquire gil;
+    py::object runner = (*builder)();
+    if (!PyCallable_Check(runner.ptr())) {
+      throw std::runtime_error("dw_builder returned a " + std::string(Py_TYPE(runner.ptr())->tp_name) +
+                               ", expected a callable");
+    }
+    return [shared = sharedObject(std::move(runner))] {
+      const py::gil_scoped_acquire taken;
+      (*shared)();
+    };
+  };
+}
+
 std::shared_ptr<PythonStage> makeStage(int index, bool isFirst, bool isLast, py::object module, py::object lossFn,
                                        const std::optional<DeclaredTensors>& inputs,
                                        const std::optional<DeclaredTensors>& outputs,
                                        std::map<std::int32_t, std::vector<std::int32_t>> outputsTo,
                                        py::object requireGradSync, py::object abandonGradSync,
-                                       py::object aroundBackward) {
+                                       const py::object& dwBuilder, const py::object& finishGradSync, bool isNeverSplit,
+                                       const py::object& aroundBackward) {
   pipeline::StageSpec spec;
   spec.index = index;
   spec.declaredInputs = toMetas(inputs);
   spec.declaredOutputs = toMetas(outputs);
   spec.outputsTo = std::move(outputsTo);
-  // Shared, so that copies and the end of a function object need no GIL.
-  const auto shared = [](py::object& callable) { return std::make_shared<py::object>(std::move(callable)); };
+  spec.packets = std::make_shared<pipeline::PacketNotes>();
   if (!aroundBackward.is_none()) {
-    spec.aroundBackward = [callable = shared(aroundBackward)](int microbatch, bool begins) {
+    spec.aroundBackward = [callable = sharedObject(aroundBackward)](int microbatch, bool begins) {
       const py::gil_scoped_acquire gil;
       (*callable)(microbatch, begins);
     };
   }
   if (!requireGradSync.is_none()) {
-    spec.requireGradSync = [callable = shared(requireGradSync)](bool required) {
+    spec.requireGradSync = [callable = sharedObject(std::move(requireGradSync))](bool required) {
       const py::gil_scoped_acquire gil;
       (*callable)(required);
     };
   }
   if (!abandonGradSync.is_none()) {
-    spec.abandonGradSync = [callable = shared(abandonGradSync)](const std::string& reason) {
+    spec.abandonGradSync = [callable = sharedObject(std::move(abandonGradSync))](const std::string& reason) {
       const py::gil_scoped_acquire gil;
       const py::error_scope current;  // the error that is the reason may be the thread's pending one
       try {
@@ -59,6 +82,14 @@ std::shared_ptr<PythonStage> makeStage(int index, bool isFirst, bool isLast, py:
       }
     };
   }
+  spec.isNeverSplit = isNeverSplit;
+  if (!finishGradSync.is_none()) {
+    spec.finishGradSync = [callable = sharedObject(finishGradSync)] {
+      const py::gil_scoped_acquire gil;
+      (*callable)();
+    };
+  }
+  if (!dwBuilder.is_none()) spec.buildWeightBackward = toWeightBackward(dwBuilder);
   return std::make_shared<PythonStage>(std::move(spec), isFirst, isLast, std::move(module), std::move(lossFn));
 }
 
@@ -99,7 +130,7 @@ class PythonExecutor {
   }
 
   void step(py::object args, py::object kwargs, py::object targets, py::object lossKwargs, py::object outputs,
-            py::object losses, bool relearn) {
+            py::object losses, bool relearn, const py::object& lossScales) {
     if (running_) throw std::runtime_error("step() was called from within a step of the same schedule");
     running_ = true;
     const auto ended = c10::make_scope_exit([this] {
@@ -109,11 +140,15 @@ class PythonExecutor {
     inputs_ = {std::move(args),       std::move(kwargs),  std::move(targets),
                std::move(lossKwargs), std::move(outputs), std::move(losses)};
     raised_.clear();
+    lossScales_.clear();
+    if (!lossScales.is_none()) {
+      for (const py::handle scale : lossScales) lossScales_.push_back(scale.cast<double>());
+    }
     Status status;
     {
       const py::gil_scoped_release released;
       began_ = std::chrono::steady_clock::now();
-      status = executor_->step(relearn);
+      status = executor_->step(relearn, lossScales_);
     }
     if (!status.isOk()) raise(status);
   }
@@ -154,6 +189,7 @@ class PythonExecutor {
   bool running_ = false;
   std::chrono::steady_clock::time_point began_;
   StepInputs inputs_;
+  std::vector<double> lossScales_;
   RaisedError raised_;
   std::unique_ptr<pipeline::Executor> executor_;
 };
@@ -172,7 +208,8 @@ void bindPipelineExecutor(py::module_& module) {
       .def(py::init(&makeStage), py::kw_only(), py::arg("index"), py::arg("is_first"), py::arg("is_last"),
            py::arg("module"), py::arg("loss_fn"), py::arg("declared_inputs"), py::arg("declared_outputs"),
            py::arg("outputs_to"), py::arg("require_grad_sync"), py::arg("abandon_grad_sync"),
-           py::arg("around_backward") = py::none());
+           py::arg("dw_builder") = py::none(), py::arg("finish_grad_sync") = py::none(),
+           py::arg("is_never_split") = false, py::arg("around_backward") = py::none());
   py::class_<PythonExecutor>(module, "PipelineExecutor")
       .def(py::init<const pipeline::Plan&, int, const c10::intrusive_ptr<c10d::ProcessGroup>&,
                     const std::vector<std::shared_ptr<PythonStage>>&, double, std::string, std::string, bool,
@@ -181,7 +218,8 @@ void bindPipelineExecutor(py::module_& module) {
            py::arg("loss_scale"), py::arg("description"), py::arg("rank_name"), py::arg("shapes_declared") = false,
            py::arg("alike") = 0)
       .def("step", &PythonExecutor::step, py::kw_only(), py::arg("args"), py::arg("kwargs"), py::arg("targets"),
-           py::arg("loss_kwargs"), py::arg("outputs"), py::arg("losses"), py::arg("relearn"))
+           py::arg("loss_kwargs"), py::arg("outputs"), py::arg("losses"), py::arg("relearn"),
+           py::arg("loss_scales") = py::none())
       .def("refuse", &PythonExecutor::refuse, py::arg("reason"))
       .def("last_step_trace", &PythonExecutor::lastStepTrace)
       .def_property_readonly("last_step_began", &PythonExecutor::lastStepBegan)

@@ -30,9 +30,18 @@ py::object takePendingError() {
 
 py::object wrapped(const at::Tensor& tensor) { return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)); }
 
+// Of the Python side of packets, for what is not only tensors.
+py::object packetFunction(const char* name) { return py::module_::import("farandole.pipelining._packets").attr(name); }
+
+bool isSequence(py::handle object) { return PyTuple_Check(object.ptr()) || PyList_Check(object.ptr()); }
+
 // Outputs for the user live on after the step: without their graph.
 py::object detached(py::handle output) {
   if (THPVariable_Check(output.ptr())) return wrapped(THPVariable_Unpack(output.ptr()).detach());
+  if (isSequence(output) ? !PyTuple_CheckExact(output.ptr()) && !PyList_CheckExact(output.ptr())
+                         : PyDict_Check(output.ptr())) {
+    return packetFunction("detached")(output);
+  }
   if (!PyTuple_CheckExact(output.ptr()) && !PyList_CheckExact(output.ptr())) {
     return py::reinterpret_borrow<py::object>(output);
   }
@@ -50,20 +59,58 @@ py::object call(py::handle callable, py::handle args, py::handle kwargs) {
 // list[index], borrowed; the lists of a step have one entry per microbatch.
 py::handle at(const py::object& list, int index) { return PyList_GET_ITEM(list.ptr(), index); }
 
-void appendTensor(py::handle item, const std::string& what, std::vector<at::Tensor>& outputs) {
-  if (!THPVariable_Check(item.ptr())) {
-    throw std::runtime_error("the module returned " + what + typeName(item) +
-                             ", expected a tensor or a tuple of tensors");
+// False, and none, where there is more than tensors.
+bool appendTensors(const py::object& result, std::vector<at::Tensor>& outputs) {
+  if (THPVariable_Check(result.ptr())) {
+    outputs.push_back(THPVariable_Unpack(result.ptr()));
+    return true;
   }
-  outputs.push_back(THPVariable_Unpack(item.ptr()));
+  if (!isSequence(result)) return false;
+  for (py::handle item : result) {
+    if (!THPVariable_Check(item.ptr())) {
+      outputs.clear();
+      return false;
+    }
+    outputs.push_back(THPVariable_Unpack(item.ptr()));
+  }
+  return true;
 }
 
-void appendTensors(const py::object& result, std::vector<at::Tensor>& outputs) {
-  if (PyTuple_Check(result.ptr()) || PyList_Check(result.ptr())) {
-    for (py::handle item : result) appendTensor(item, "a " + typeName(result) + " with a ", outputs);
-  } else {
-    appendTensor(result, "a ", outputs);
+// The tensors wherever they are; what is returned is the rest.
+py::bytes pack(const py::object& result, std::vector<at::Tensor>& outputs) {
+  const py::tuple packed = packetFunction("pack")(result);
+  for (py::handle item : packed[0]) outputs.push_back(THPVariable_Unpack(item.ptr()));
+  return packed[1];
+}
+
+py::object unpack(const at::Tensor& packet, const py::list& tensors) {
+  const py::bytes data(static_cast<const char*>(packet.data_ptr()), packet.numel());
+  return packetFunction("unpack")(data, tensors);
+}
+
+py::tuple tupleOf(const std::vector<at::Tensor>& tensors) {
+  py::tuple tuple(tensors.size());
+  for (std::size_t i = 0; i < tensors.size(); ++i) PyTuple_SET_ITEM(tuple.ptr(), i, THPVariable_Wrap(tensors[i]));
+  return tuple;
+}
+
+// A stage before gives its tensors, or what was in its packet: several arguments if that is a sequence.
+py::tuple argumentsOf(const std::vector<at::Tensor>& inputs, const std::vector<pipeline::PacketNotes::Input>& edges) {
+  py::list args;
+  auto next = inputs.begin();
+  for (const pipeline::PacketNotes::Input& edge : edges) {
+    py::list tensors;
+    for (const auto end = next + edge.numTensors - (edge.hasPacket ? 1 : 0); next != end; ++next) {
+      tensors.append(wrapped(*next));
+    }
+    py::object given = edge.hasPacket ? unpack(*next++, tensors) : py::object(tensors);
+    if (isSequence(given)) {
+      for (py::handle item : given) args.append(item);
+    } else {
+      args.append(given);
+    }
   }
+  return py::tuple(args);
 }
 
 }  // namespace
@@ -113,22 +160,22 @@ void PythonStage::forward(const StepInputs& step, int microbatch, const std::vec
   if (isFirst_) {
     args = py::reinterpret_borrow<py::object>(at(step.args, microbatch));
   } else {
-    py::tuple tensors(inputs.size());
-    for (std::size_t i = 0; i < inputs.size(); ++i) {
-      PyTuple_SET_ITEM(tensors.ptr(), i, THPVariable_Wrap(inputs[i]));
-    }
-    args = std::move(tensors);
+    const auto& packets = spec_.packets->inputs;
+    args = packets.empty() ? tupleOf(inputs) : argumentsOf(inputs, packets);
   }
   const py::handle kwargs = step.kwargs.is_none() ? py::handle(Py_None) : at(step.kwargs, microbatch);
   py::object result = call(module_, args, kwargs);
   if (isLast_) return finish(step, microbatch, std::move(result), outputs);
-  appendTensors(result, outputs);
+  if (appendTensors(result, outputs)) return;
+  const py::bytes rest = pack(result, outputs);
+  outputs.push_back(pipeline::makePacket(PyBytes_AS_STRING(rest.ptr()), PyBytes_GET_SIZE(rest.ptr())));
+  spec_.packets->returned = true;
 }
 
 // The executor does this for a stage that sends; what the last one returns never reaches it.
 void PythonStage::checkOutputs(const py::object& result) const {
   std::vector<at::Tensor> tensors;
-  appendTensors(result, tensors);
+  if (!appendTensors(result, tensors)) pack(result, tensors);
   std::vector<pipeline::TensorMeta> metas;
   for (const at::Tensor& tensor : tensors) metas.push_back(pipeline::TensorMeta::of(tensor));
   const Status status = pipeline::checkDeclared("outputs", *spec_.declaredOutputs, metas);

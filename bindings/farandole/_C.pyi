@@ -151,6 +151,9 @@ class PipelineStage:
         require_grad_sync: Callable[[bool], None] | None,
         abandon_grad_sync: Callable[[str], None] | None,
         around_backward: Callable[[int, bool], None] | None = None,
+        dw_builder: Callable[[], Callable[[], None]] | None = None,
+        finish_grad_sync: Callable[[], None] | None = None,
+        is_never_split: bool = False,
     ) -> None: ...
 
 def refuse_pipeline_step(group: dist.ProcessGroup, reason: str) -> None: ...
@@ -179,6 +182,7 @@ class PipelineExecutor:
         outputs: list[Any] | None,
         losses: list[Any] | None,
         relearn: bool,
+        loss_scales: list[float] | None = None,
     ) -> None: ...
     def refuse(self, reason: str) -> None: ...
     def last_step_trace(self) -> list[tuple[str, float, float]]: ...

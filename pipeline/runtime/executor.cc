@@ -59,8 +59,12 @@ Executor::Executor(Program program, const c10::intrusive_ptr<c10d::Backend>& bac
   learned_ = true;
 }
 
-Status Executor::step(bool relearn) {
+Status Executor::step(bool relearn, std::span<const double> lossScales) {
   if (!broken_.isOk()) return broken_;
+  if (!lossScales.empty() && lossScales.size() != static_cast<std::size_t>(program_.numMicrobatches)) {
+    return refuse("lossScales has " + std::to_string(lossScales.size()) + " entries, expected " +
+                  std::to_string(program_.numMicrobatches) + ", one for each microbatch");
+  }
   began_ = std::chrono::steady_clock::now();
   trace_.steps.clear();
   trace_.computeSeconds = trace_.seconds = 0;
@@ -70,7 +74,7 @@ Status Executor::step(bool relearn) {
   std::uint32_t at = 0;
   try {
     agreement_.postVote({false, relearn || !learned_, program_.digest});
-    compute_.beginStep(stages_);
+    compute_.beginStep(stages_, lossScales);
     if (Status status = replay(); !status.isOk()) return status;
     at = static_cast<std::uint32_t>(program_.steps.size());
     return conclude();
@@ -117,7 +121,7 @@ Status Executor::replay() {
   for (std::uint32_t i = 0; i < program_.steps.size(); ++i) {
     const Step& step = program_.steps[i];
     at::RecordFunction range(at::RecordScope::USER_SCOPE);
-    if (range.isActive()) range.before(program_.labels[i]);
+    if (range.isActive()) range.before("PP:" + program_.labels[i]);  // as torch's runtime names them
     TimedStep time{i, now(), 0};
     switch (step.op) {
       case StepOp::kForward: FARANDOLE_RETURN_IF_ERROR(forward(step, time)); break;
@@ -160,7 +164,8 @@ Status Executor::forward(const Step& step, TimedStep& time) {
       failure_.abandon(failure_.rankName() + ": " + status.toString());
       return status;
     }
-    if (stage.slots[step.microbatch].isInputPoisoned()) failure_.stopAt(stage);
+    const MicrobatchSlot& slot = stage.slots[step.microbatch];
+    if (slot.isInputPoisoned() || slot.isPacketMissing()) failure_.stopAt(stage);
   }
   time.start = now();
   compute_.forward(stage, step.microbatch, learning_);

@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <memory>
+#include <span>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
@@ -53,8 +54,9 @@ class Executor {
                                                   const c10::intrusive_ptr<c10d::Backend>& backend,
                                                   ExecutorConfig config);
 
-  // Runs one step on all ranks. `relearn` when inputs changed their shapes here.
-  Status step(bool relearn);
+  // Runs one step on all ranks. `relearn` when inputs changed their shapes here. `lossScales`: the gradient of each
+  // microbatch's loss; none for the config's.
+  Status step(bool relearn, std::span<const double> lossScales = {});
 
   // Takes part in the step's beginning only, to say that this rank cannot run
   // it; all ranks then return the reason.

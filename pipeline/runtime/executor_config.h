@@ -17,7 +17,7 @@ void warn(const std::string& text);
 
 struct ExecutorConfig {
   std::vector<StageSpec> stages;  // this rank's, ascending
-  double lossScale = 1;           // the gradient of each microbatch's loss
+  double lossScale = 1;           // the gradient of each microbatch's loss, in a step that is given no other
   std::string description;        // of what is run: shown when ranks run different things
   std::string rankName;           // in errors; by default "rank N", of the plan
 

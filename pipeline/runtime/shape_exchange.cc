@@ -8,6 +8,17 @@ namespace {
 
 constexpr std::int64_t kPoisoned = -1;
 
+// Flags of a tensor.
+constexpr std::int64_t kRequiresGrad = 1, kIsPacket = 2;
+
+std::vector<TensorMeta> withoutPackets(const std::vector<TensorMeta>& metas) {
+  std::vector<TensorMeta> tensors;
+  for (const TensorMeta& meta : metas) {
+    if (!meta.isPacket) tensors.push_back(meta);
+  }
+  return tensors;
+}
+
 }  // namespace
 
 at::Tensor emptyHeader() { return at::zeros({kHeaderLength}, at::kLong); }
@@ -28,7 +39,7 @@ Result<at::Tensor> encodeHeader(const std::vector<TensorMeta>& metas) {
   *out++ = static_cast<std::int64_t>(metas.size());
   for (const TensorMeta& meta : metas) {
     *out++ = static_cast<std::int64_t>(meta.dtype);
-    *out++ = meta.requiresGrad;
+    *out++ = (meta.requiresGrad ? kRequiresGrad : 0) | (meta.isPacket ? kIsPacket : 0);
     *out++ = static_cast<std::int64_t>(meta.sizes.size());
     for (std::int64_t size : meta.sizes) *out++ = size;
   }
@@ -49,22 +60,25 @@ Result<std::optional<std::vector<TensorMeta>>> decodeHeader(const at::Tensor& he
     const std::int64_t dtype = *in++;
     if (dtype < 0 || dtype >= static_cast<std::int64_t>(at::ScalarType::NumOptions)) return broken;
     meta.dtype = static_cast<at::ScalarType>(dtype);
-    meta.requiresGrad = *in++ != 0;
+    meta.requiresGrad = (*in & kRequiresGrad) != 0;
+    meta.isPacket = (*in++ & kIsPacket) != 0;
     const std::int64_t dims = *in++;
     if (dims < 0 || dims > end - in) return broken;
     meta.sizes.assign(in, in + dims);
     in += dims;
+    if (meta.isPacket && (i + 1 < count || meta.dtype != at::kByte || dims != 1)) return broken;
     metas.push_back(std::move(meta));
   }
   return std::optional(std::move(metas));
 }
 
 Status checkDeclared(std::string_view which, const std::vector<TensorMeta>& declared,
-                     const std::vector<TensorMeta>& actual) {
+                     const std::vector<TensorMeta>& given) {
+  const std::vector<TensorMeta> actual = withoutPackets(given);
   bool same = declared.size() == actual.size();
   for (std::size_t i = 0; same && i < declared.size(); ++i) same = declared[i].sameLayout(actual[i]);
   if (same) return Status::ok();
-  return Status::invalidArgument("the " + std::string(which) + " are " + toString(actual) + ", expected as declared " +
+  return Status::invalidArgument("the " + std::string(which) + " are " + toString(given) + ", expected as declared " +
                                  toString(declared));
 }
 

@@ -25,9 +25,9 @@ Result<at::Tensor> encodeHeader(const std::vector<TensorMeta>& metas);
 // No value when the header is poisoned.
 Result<std::optional<std::vector<TensorMeta>>> decodeHeader(const at::Tensor& header);
 
-// `actual` has the number, dtypes and sizes that the user declared; else an
+// `given`, without its packets, has the number, dtypes and sizes that the user declared; else an
 // error that names which tensors ("inputs", "outputs") and both lists.
 Status checkDeclared(std::string_view which, const std::vector<TensorMeta>& declared,
-                     const std::vector<TensorMeta>& actual);
+                     const std::vector<TensorMeta>& given);
 
 }  // namespace farandole::pipeline

@@ -28,6 +28,15 @@ void Transfer::release() {
   posted = false;
 }
 
+bool MicrobatchSlot::isPacketMissing() const {
+  std::size_t end = 0;
+  for (const IncomingEdge& edge : into) {
+    end += edge.metas.size();
+    if (!edge.metas.empty() && edge.metas.back().isPacket && isPacketOfFailure(inputs[end - 1])) return true;
+  }
+  return false;
+}
+
 Stage::Stage(StageSpec given, const ProgramStage& program, int numMicrobatches)
     : spec(std::move(given)), program(program), slots(numMicrobatches) {
   for (MicrobatchSlot& slot : slots) {
@@ -76,6 +85,7 @@ void Stage::reset(bool shapes) {
     slot.roots.clear();
     slot.outputGrads.clear();
     slot.deferred = {};
+    slot.deferredWeight = nullptr;
     slot.hookedOps.clear();
     slot.outputPoisoned = false;
     if (shapes) slot.outputsKnown = false;

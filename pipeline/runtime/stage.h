@@ -8,12 +8,14 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "pipeline/runtime/p2p_channel.h"
+#include "pipeline/runtime/packet.h"
 #include "pipeline/runtime/program.h"
 #include "pipeline/runtime/split_backward.h"
 #include "pipeline/runtime/tensor_meta.h"
@@ -36,14 +38,28 @@ struct StageSpec {
 
   // Optional: called before (`begins`) and after each B, I and W that succeeded. May throw, which fails the stage.
   std::function<void(int microbatch, bool begins)> aroundBackward;
+  // Optional: what the forward is told of packets among its inputs, and tells of the one that it returns.
+  std::shared_ptr<PacketNotes> packets;
 
   // Optional: turns gradient reduction across replicas off before the first
   // forward of a step, and on before the last backward.
   std::function<void(bool)> requireGradSync;
 
+  // Optional, of a reduction that does not begin by itself: called after the last backward of a step, when all
+  // gradients of the stage are there. May throw.
+  std::function<void()> finishGradSync;
+
+  // Its backwards are not taken apart: I computes everything.
+  bool isNeverSplit = false;
+
   // Optional: called when this rank will not finish a step that began, so that
   // replicas do not wait for a reduction of it. Must not throw.
   std::function<void(const std::string& reason)> abandonGradSync;
+
+  // Optional: of a stage whose own functions leave gradients of weights out of their backward. Called after each
+  // backward of a microbatch, which is not taken apart; what it returns computes what was left out, at once after a B,
+  // else in W. Both may throw.
+  std::function<std::function<void()>()> buildWeightBackward;
 
   std::optional<std::vector<TensorMeta>> declaredInputs, declaredOutputs;  // per microbatch
 };
@@ -91,9 +107,14 @@ struct MicrobatchSlot {
   std::vector<at::Tensor> inputs;              // the leaves that forward was given
   torch::autograd::edge_list roots;            // of the outputs that need a gradient, edge by edge
   torch::autograd::variable_list outputGrads;  // of roots
+  at::Tensor lossSeed;                         // of a last stage: the gradient of its loss, kept from step to step
+  double lossScale = 0;                        // what lossSeed is filled with
   DeferredBackward deferred;                   // between I and W
+  std::function<void()> deferredWeight;        // the same, of a stage with buildWeightBackward
   std::vector<std::uint64_t> hookedOps;        // of the forward: see SavedTensorHookWatch
 
+  // A stage before has sent zeros for the packet that is expected of it. For inputs that are not poisoned.
+  bool isPacketMissing() const;
   bool isInputPoisoned() const {
     return std::ranges::any_of(into, [](const IncomingEdge& edge) { return edge.isPoisoned; });
   }
@@ -107,6 +128,9 @@ class Stage {
 
   bool isFirst() const { return program.into.empty(); }
   bool isLast() const { return program.outOf.empty(); }
+  // Its I computes everything that autograd does: because of what it is, or of what its graph has shown.
+  bool isNeverSplit() const { return spec.isNeverSplit || spec.buildWeightBackward; }
+  bool isInputBackwardWhole() const { return isBackwardWhole || isNeverSplit(); }
 
   // The places of the outputs that go over an edge, for so many outputs.
   std::span<const std::int32_t> outputsOver(std::size_t link, std::size_t numOutputs);

@@ -2,6 +2,7 @@
 
 #include <torch/csrc/autograd/function.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "pipeline/runtime/saved_tensor_hooks.h"
@@ -27,8 +28,15 @@ Status checkSendable(const std::vector<at::Tensor>& outputs) {
   return Status::ok();
 }
 
-Status checkSelection(const std::map<std::int32_t, std::vector<std::int32_t>>& outputsTo, std::size_t numOutputs) {
+Status checkSelection(const std::map<std::int32_t, std::vector<std::int32_t>>& outputsTo, std::size_t numOutputs,
+                      bool hasPacket) {
   for (const auto& [stage, outputs] : outputsTo) {
+    if (hasPacket) {
+      return Status::invalidArgument(
+          "the module returned more than tensors, expected a tensor or a tuple of tensors: "
+          "only some of the outputs go to stage " +
+          std::to_string(stage));
+    }
     for (const std::int32_t output : outputs) {
       if (output >= 0 && static_cast<std::size_t>(output) < numOutputs) continue;
       return Status::invalidArgument("the module returned " + std::to_string(numOutputs) +
@@ -46,8 +54,17 @@ std::vector<TensorMeta> metasOf(const std::vector<at::Tensor>& tensors) {
   return metas;
 }
 
-bool match(const std::vector<TensorMeta>& metas, const std::vector<at::Tensor>& tensors) {
-  bool same = metas.size() == tensors.size();
+bool endsWithPacket(const std::vector<TensorMeta>& metas) { return !metas.empty() && metas.back().isPacket; }
+
+void notePackets(const MicrobatchSlot& slot, PacketNotes& notes) {
+  notes.returned = false;
+  notes.inputs.clear();
+  if (std::ranges::none_of(slot.into, [](const IncomingEdge& edge) { return endsWithPacket(edge.metas); })) return;
+  for (const IncomingEdge& edge : slot.into) notes.inputs.push_back({edge.metas.size(), endsWithPacket(edge.metas)});
+}
+
+bool match(const std::vector<TensorMeta>& metas, const std::vector<at::Tensor>& tensors, bool hasPacket) {
+  bool same = metas.size() == tensors.size() && endsWithPacket(metas) == hasPacket;
   for (std::size_t i = 0; same && i < tensors.size(); ++i) same = metas[i].matches(tensors[i]);
   return same;
 }
@@ -62,7 +79,8 @@ const char* nameOf(StepOp op) {
 
 }  // namespace
 
-void StageCompute::beginStep(std::vector<Stage>& stages) {
+void StageCompute::beginStep(std::vector<Stage>& stages, std::span<const double> lossScales) {
+  lossScales_ = lossScales;
   // What a step that failed has left.
   outputs_.clear();
   split_.clear();
@@ -90,7 +108,8 @@ void StageCompute::forward(Stage& stage, std::int32_t microbatch, bool learning)
     }
   }
   // The first stage has no gradients of inputs to split from.
-  const bool watches = stage.program.splitsBackward && !stage.isFirst() && (learning || stage.savesThroughHooks);
+  const bool watches = stage.program.splitsBackward && !stage.isFirst() && !stage.isNeverSplit() &&
+                       (learning || stage.savesThroughHooks);
   if (!watches) return runForward(stage, microbatch);
   {
     const SavedTensorHookWatch watch(slot.hookedOps);
@@ -100,6 +119,7 @@ void StageCompute::forward(Stage& stage, std::int32_t microbatch, bool learning)
 }
 
 void StageCompute::runForward(Stage& stage, std::int32_t microbatch) {
+  if (stage.spec.packets) notePackets(stage.slots[microbatch], *stage.spec.packets);
   try {
     stage.spec.forward(microbatch, stage.slots[microbatch].inputs, outputs_);
   } catch (...) {
@@ -144,12 +164,20 @@ void StageCompute::takeLoss(Stage& stage, std::int32_t microbatch) {
             (loss.defined() ? toString(TensorMeta::of(loss)) : std::to_string(outputs_.size()) + " tensors") +
             ", expected a tensor of one element that requires grad");
   }
-  if (!lossSeed_.defined() || lossSeed_.scalar_type() != loss.scalar_type() || lossSeed_.sizes() != loss.sizes()) {
-    lossSeed_ = at::full(loss.sizes(), config_.lossScale, loss.options().requires_grad(false));
+  seedLoss(stage.slots[microbatch], loss, lossScales_.empty() ? config_.lossScale : lossScales_[microbatch]);
+}
+
+void StageCompute::seedLoss(MicrobatchSlot& slot, const at::Tensor& loss, double scale) {
+  at::Tensor& seed = slot.lossSeed;
+  const bool fits = seed.defined() && seed.scalar_type() == loss.scalar_type() && seed.sizes() == loss.sizes();
+  if (!fits || (scale != slot.lossScale && seed.use_count() > 1)) {  // a hook may have kept it
+    seed = at::full(loss.sizes(), scale, loss.options().requires_grad(false));
+  } else if (scale != slot.lossScale) {
+    seed.fill_(scale);
   }
-  MicrobatchSlot& slot = stage.slots[microbatch];
+  slot.lossScale = scale;
   slot.roots.push_back(torch::autograd::impl::gradient_edge(loss));
-  slot.outputGrads.push_back(lossSeed_);
+  slot.outputGrads.push_back(seed);
 }
 
 void StageCompute::checkOutputs(Stage& stage, std::int32_t microbatch) {
@@ -158,18 +186,28 @@ void StageCompute::checkOutputs(Stage& stage, std::int32_t microbatch) {
   if (Status status = checkSendable(outputs_); !status.isOk()) {
     return failure_.fail(stage, microbatch, std::string(status.message()));
   }
+  const bool hasPacket = stage.spec.packets && stage.spec.packets->returned;
   if (!slot.outputsKnown) {
     slot.outputMetas = metasOf(outputs_);
+    if (hasPacket) slot.outputMetas.back().isPacket = true;
     Status fits = encodeHeader(slot.outputMetas).status();
-    if (fits.isOk()) fits = checkSelection(stage.spec.outputsTo, outputs_.size());
+    if (fits.isOk()) fits = checkSelection(stage.spec.outputsTo, outputs_.size(), hasPacket);
     if (fits.isOk() && stage.spec.declaredOutputs) {
       fits = checkDeclared("outputs", *stage.spec.declaredOutputs, slot.outputMetas);
     }
     if (!fits.isOk()) failure_.fail(stage, microbatch, std::string(fits.message()));
     slot.outputsKnown = fits.isOk();
-  } else if (!match(slot.outputMetas, outputs_)) {
+    return;
+  }
+  if (hasPacket && endsWithPacket(slot.outputMetas)) {
+    Status fits = fitPacket(outputs_.back(), slot.outputMetas.back().sizes[0]);
+    if (!fits.isOk()) return failure_.fail(stage, microbatch, std::string(fits.message()));
+  }
+  if (!match(slot.outputMetas, outputs_, hasPacket)) {
+    std::vector<TensorMeta> metas = metasOf(outputs_);
+    if (hasPacket) metas.back().isPacket = true;
     failure_.fail(stage, microbatch,
-                  "the outputs are " + toString(metasOf(outputs_)) + ", expected " + toString(slot.outputMetas) +
+                  "the outputs are " + toString(metas) + ", expected " + toString(slot.outputMetas) +
                       " as in the step before, whose inputs had the same shapes");
   }
 }
@@ -183,7 +221,10 @@ void StageCompute::backward(Stage& stage, const Step& step) {
       failure_.fail(stage, step.microbatch, nameOf(step.op) + config_.describeError());
     }
   }
-  if (failure_.isFailed()) slot.deferred = {};
+  if (failure_.isFailed()) {
+    slot.deferred = {};
+    slot.deferredWeight = nullptr;
+  }
   if (step.op == StepOp::kBackwardWeight) return;
   slot.roots.clear();
   returnInputGrads(stage, step.microbatch);
@@ -192,28 +233,38 @@ void StageCompute::backward(Stage& stage, const Step& step) {
 
 void StageCompute::compute(Stage& stage, const Step& step) {
   MicrobatchSlot& slot = stage.slots[step.microbatch];
-  if (step.op == StepOp::kBackwardInput && !stage.isBackwardWhole) {
+  if (step.op == StepOp::kBackwardInput && !stage.isInputBackwardWhole()) {
     split_.analyze(slot.roots, slot.inputs, slot.hookedOps);
     if (split_.unsplittable() != nullptr) takeUnsplittable(stage);
     if (stage.isBackwardWhole) split_.clear();
   }
-  const bool isLast = stage.isBackwardWhole ? step.lastInputBackward : step.lastBackward;
+  const bool isLast = stage.isInputBackwardWhole() ? step.lastInputBackward : step.lastBackward;
   if (stage.spec.aroundBackward) stage.spec.aroundBackward(step.microbatch, true);
   if (isLast && stage.spec.requireGradSync) stage.spec.requireGradSync(true);
   if (step.op == StepOp::kBackwardWeight) {
-    SplitBackward::runWeight(slot.deferred);
-  } else if (step.op == StepOp::kBackwardInput && !stage.isBackwardWhole) {
+    runWeight(slot);
+  } else if (step.op == StepOp::kBackwardInput && !stage.isInputBackwardWhole()) {
     split_.runInput(slot.roots, slot.outputGrads, slot.deferred);
     stage.isSplit = true;
   } else if (!slot.roots.empty()) {
     runBackward(slot.roots, slot.outputGrads);
   }
+  if (stage.spec.buildWeightBackward && step.op != StepOp::kBackwardWeight) {
+    slot.deferredWeight = stage.spec.buildWeightBackward();
+    if (step.op == StepOp::kBackward) runWeight(slot);
+  }
+  if (isLast && stage.spec.finishGradSync) stage.spec.finishGradSync();
   if (stage.spec.aroundBackward) stage.spec.aroundBackward(step.microbatch, false);
+}
+
+void StageCompute::runWeight(MicrobatchSlot& slot) {
+  if (slot.deferredWeight) return std::exchange(slot.deferredWeight, nullptr)();
+  SplitBackward::runWeight(slot.deferred);
 }
 
 // A reduction of gradients begins with one last backward; then weights may not get theirs in both halves.
 void StageCompute::takeUnsplittable(Stage& stage) {
-  const bool isReduced = static_cast<bool>(stage.spec.requireGradSync);
+  const bool isReduced = stage.spec.requireGradSync && !stage.spec.finishGradSync;
   if (isReduced && stage.isSplit) {
     throw std::runtime_error("the backward of " + split_.unsplittable()->name() +
                              " cannot be split, those of the microbatches before were; expected that of all or none in "

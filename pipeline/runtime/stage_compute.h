@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <span>
 #include <string>
 #include <vector>
 
@@ -21,7 +22,8 @@ class StageCompute {
   StageCompute(const Program& program, const ExecutorConfig& config, StageTraffic& traffic, StepFailure& failure)
       : program_(program), config_(config), traffic_(traffic), failure_(failure) {}
 
-  void beginStep(std::vector<Stage>& stages);
+  // `lossScales`: as for Executor::step(), and alive until the step has ended.
+  void beginStep(std::vector<Stage>& stages, std::span<const double> lossScales);
 
   // The module, and for the last stage the loss. `learning`: in a step that learns shapes.
   void forward(Stage& stage, std::int32_t microbatch, bool learning);
@@ -34,8 +36,10 @@ class StageCompute {
  private:
   void runForward(Stage& stage, std::int32_t microbatch);
   void takeLoss(Stage& stage, std::int32_t microbatch);
+  void seedLoss(MicrobatchSlot& slot, const at::Tensor& loss, double scale);
   void checkOutputs(Stage& stage, std::int32_t microbatch);
   void compute(Stage& stage, const Step& step);
+  static void runWeight(MicrobatchSlot& slot);
   void takeUnsplittable(Stage& stage);
   void returnInputGrads(Stage& stage, std::int32_t microbatch);
 
@@ -45,7 +49,7 @@ class StageCompute {
   StepFailure& failure_;
   SplitBackward split_;
   std::vector<at::Tensor> outputs_, grads_;  // scratch
-  at::Tensor lossSeed_;
+  std::span<const double> lossScales_;
 };
 
 }  // namespace farandole::pipeline

@@ -9,7 +9,7 @@ TensorMeta TensorMeta::of(const at::Tensor& tensor) {
 }
 
 std::string toString(const TensorMeta& meta) {
-  std::string text(c10::getDtypeNames(meta.dtype).first);
+  std::string text(meta.isPacket ? "packet" : c10::getDtypeNames(meta.dtype).first);
   text += '[';
   for (std::size_t i = 0; i < meta.sizes.size(); ++i) {
     if (i > 0) text += ", ";

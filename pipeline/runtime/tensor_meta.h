@@ -13,6 +13,7 @@ struct TensorMeta {
   std::vector<std::int64_t> sizes;
   at::ScalarType dtype = at::kFloat;
   bool requiresGrad = false;  // its gradient will be sent back
+  bool isPacket = false;      // see PacketNotes
 
   static TensorMeta of(const at::Tensor& tensor);
   at::Tensor zeros() const { return at::zeros(sizes, dtype); }

@@ -10,6 +10,11 @@ the loss, no more. Plans can be made, proven, simulated and drawn without runnin
 anything: :func:`plan`, :func:`auto_plan`, :func:`validate`, :func:`simulate`.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from farandole._C import Plan, SimulationResult
 from farandole.pipelining._captions import draw_text
 from farandole.pipelining._chrome_trace import chrome_trace
@@ -44,10 +49,25 @@ from farandole.pipelining._schedules import (
 from farandole.pipelining._stage import PipelineStage
 from farandole.pipelining._svg import draw_svg
 from farandole.pipelining._tied_weights import TiedWeights
+from farandole.pipelining._torch_stages import build_stage
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import Pipe, SplitPoint, pipe_split, pipeline
+
+_TORCHS = ("Pipe", "SplitPoint", "pipe_split", "pipeline")
+
+
+def __getattr__(name: str) -> Any:
+    """Torch's tracing front end, as it is: imported when it is asked for, since that takes as long as torch itself."""
+    if name not in _TORCHS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("torch.distributed.pipelining"), name)
+
 
 __all__ = [
     "AutoPlan",
     "MemoryCurve",
+    "Pipe",
     "PipelineScheduleMulti",
     "PipelineScheduleSingle",
     "PipelineStage",
@@ -67,8 +87,10 @@ __all__ = [
     "ScheduleZBH2",
     "ScheduleZBVZeroBubble",
     "SimulationResult",
+    "SplitPoint",
     "TiedWeights",
     "auto_plan",
+    "build_stage",
     "chrome_trace",
     "draw_svg",
     "draw_text",
@@ -76,6 +98,8 @@ __all__ = [
     "get_schedule_class",
     "lower",
     "memory_over_time",
+    "pipe_split",
+    "pipeline",
     "plan",
     "profile_costs",
     "schedule_names",

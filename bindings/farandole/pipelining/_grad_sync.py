@@ -3,44 +3,73 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from farandole import _C
+from farandole.pipelining._fsdp_sync import FsdpSync, fsdp_roots
+
+
+@dataclass(frozen=True)
+class _Wrapper:
+    require: Callable[[bool], None]
+    abandon: Callable[[str], None]
+    finish: Callable[[bool], None] | None = None
+    may_split: bool = True  # with finish: I and W may be apart
 
 
 class GradSync:
     """The gradient reductions of all data-parallel wrappers in a module.
 
     A wrapper is farandole's (any module with ``_set_require_sync(bool)`` and ``_abandon_step(str)``)
-    or torch's.
+    or torch's, FSDP2 modules included.
     """
 
-    def __init__(self, wrappers: list[tuple[Callable[[bool], None], Callable[[str], None]]]):
+    def __init__(self, wrappers: list[_Wrapper]):
         self._wrappers = wrappers
+        self.finalizes = True
+        """Of FSDP2 modules: whether the step that runs reduces their gradients."""
 
     @classmethod
     def of(cls, submodule: nn.Module) -> GradSync | None:
         """None when the module has no wrapper."""
-        wrappers: list[tuple[Callable[[bool], None], Callable[[str], None]]] = []
+        wrappers: list[_Wrapper] = []
         for module in submodule.modules():
             if callable(getattr(module, "_set_require_sync", None)):
-                wrappers.append((module._set_require_sync, module._abandon_step))
+                wrappers.append(_Wrapper(module._set_require_sync, module._abandon_step))
             elif isinstance(module, DistributedDataParallel):
-                wrappers.append((_torch_switch(module), _torch_abandon(module)))
+                wrappers.append(_Wrapper(_torch_switch(module), _torch_abandon(module)))
+        for sync in map(FsdpSync, fsdp_roots(submodule)):
+            wrappers.append(_Wrapper(sync.require, sync.abandon, sync.finish, sync.keeps_parameters))
         return cls(wrappers) if wrappers else None
+
+    @property
+    def must_finish(self) -> bool:
+        return any(wrapper.finish is not None for wrapper in self._wrappers)
+
+    @property
+    def is_never_split(self) -> bool:
+        """Whether the stage's backwards may not be taken apart, whatever they are made of."""
+        return self.must_finish and not all(wrapper.finish and wrapper.may_split for wrapper in self._wrappers)
 
     def require(self, required: bool) -> None:
         """Called with False before the first forward of a step and with True before its last backward."""
-        for switch, _ in self._wrappers:
-            switch(required)
+        for wrapper in self._wrappers:
+            wrapper.require(required)
+
+    def finish(self) -> None:
+        """Called after the last backward of a step, where a wrapper must finish."""
+        for wrapper in self._wrappers:
+            if wrapper.finish is not None:
+                wrapper.finish(self.finalizes)
 
     def abandon(self, reason: str) -> None:
         """Called when this rank will not finish its step: replicas must not wait for it."""
-        for _, abandon in self._wrappers:
-            abandon(reason)
+        for wrapper in self._wrappers:
+            wrapper.abandon(reason)
 
 
 def _torch_switch(module: DistributedDataParallel) -> Callable[[bool], None]:

@@ -14,6 +14,7 @@ from farandole import _C
 from farandole.pipelining import _plans
 from farandole.pipelining._grad_sync import GradSync
 from farandole.pipelining._inputs import Batch, Inputs, InputSplitter
+from farandole.pipelining._loss_weights import LossWeights, loss_scales
 from farandole.pipelining._microbatches import merge_outputs
 from farandole.pipelining._stage import PipelineStage
 from farandole.pipelining._stage_edges import Edge, Ends, outputs_by_stage, selected_outputs
@@ -26,6 +27,7 @@ class _Run:
     executor: _C.PipelineExecutor
     splitter: InputSplitter
     last_microbatches: list[int]  # those whose losses and outputs are made here
+    copies: int  # of the model, each with a part of the microbatches
     signature: list[Any] | None = None
 
 
@@ -59,6 +61,12 @@ class PipelineSchedule:
             raise TypeError(f"loss_fn is a {type(loss_fn).__name__}, expected a callable")
         self._stages = sorted(stages, key=lambda stage: stage.stage_index)
         self._grad_syncs = [GradSync.of(stage.submod) for stage in self._stages]
+        for stage, sync in zip(self._stages, self._grad_syncs, strict=True):
+            if stage.dw_builder is not None and sync is not None:
+                raise NotImplementedError(
+                    f"stage {stage.stage_index} has a dw_builder and is wrapped for data parallelism, expected one of "
+                    "them: a reduction does not see what is added to .grad after a backward"
+                )
         self._n_microbatches = n_microbatches
         self._loss_fn = loss_fn
         self._config = config
@@ -94,6 +102,7 @@ class PipelineSchedule:
         kwarg_mbs: list[dict[str, Any]] | None = None,
         target_mbs: list[Any] | None = None,
         finalize_gradients: bool = True,
+        loss_weights: LossWeights | None = None,
         **kwargs: Any,
     ) -> Any:
         """One training step of the whole pipeline: forwards, backwards, gradients in ``.grad``.
@@ -107,7 +116,12 @@ class PipelineSchedule:
             return_outputs: whether the last stage collects its outputs.
             loss_kwargs: further keyword arguments of ``loss_fn``.
             arg_mbs, kwarg_mbs, target_mbs: instead of the above, one entry per microbatch.
-            finalize_gradients: of FSDP modules, which are not supported: nothing depends on it.
+            finalize_gradients: of FSDP2 modules: whether this step reduces their gradients and reshards their
+                parameters. Otherwise a later step does, for both, and ``.grad`` is not there until then.
+            loss_weights: on the last stage what each microbatch counts for, its rows or tokens, for losses that
+                average over them: the gradient of its loss is its part of their sum instead of 1 / n_microbatches, so
+                that gradients are those of the mean over the whole batch however it is split. Without ``scale_grads``
+                it is the weight itself. All microbatches have one, also where only some of them end on this rank.
             **kwargs: of this rank's stages, split like the batch.
 
         Returns:
@@ -122,7 +136,10 @@ class PipelineSchedule:
             ValueError: this rank's arguments do not fit. Other ranks raise RuntimeError.
         """
         batch = Batch(args, kwargs, target, loss_kwargs, arg_mbs, kwarg_mbs, target_mbs)
-        return self._run(self._loss_fn is not None, batch, losses, return_outputs)
+        for sync in self._grad_syncs:
+            if sync is not None:
+                sync.finalizes = finalize_gradients
+        return self._run(self._loss_fn is not None, batch, losses, return_outputs, loss_weights)
 
     def eval(
         self,
@@ -170,7 +187,14 @@ class PipelineSchedule:
         executor = self._last_run.executor
         return 1 - executor.last_compute_seconds / executor.last_step_seconds
 
-    def _run(self, train: bool, batch: Batch, losses: list[Any] | None, return_outputs: bool) -> Any:
+    def _run(
+        self,
+        train: bool,
+        batch: Batch,
+        losses: list[Any] | None,
+        return_outputs: bool,
+        loss_weights: LossWeights | None = None,
+    ) -> Any:
         try:
             run = self._last_run = self._compiled(train)
         except Exception as error:
@@ -185,6 +209,7 @@ class PipelineSchedule:
                 raise TypeError(f"losses is a {type(losses).__name__}, expected a list")
             inputs = run.splitter.prepare(batch)
             self._check_targets(train, inputs, losses, run)
+            scales = self._loss_scales(loss_weights, run)
         except Exception as error:
             self._refuse(run, error)
             raise
@@ -201,6 +226,7 @@ class PipelineSchedule:
             outputs=inputs.outputs,
             losses=inputs.losses,
             relearn=relearn,
+            loss_scales=scales,
         )
         run.signature = inputs.signature
         if losses is not None and inputs.losses is not None:
@@ -218,6 +244,7 @@ class PipelineSchedule:
             first = self._stages[0]
             indices = ", ".join(str(stage.stage_index) for stage in self._stages)
             described = f"{type(self).__name__} {'step' if train else 'forward only'}, stage {indices}"
+            copies = self._n_microbatches // ends.microbatches_of_one_model() if self.scale_grads else 1
             executor = _C.PipelineExecutor(
                 plan=plan,
                 rank=first.group_rank,
@@ -226,7 +253,7 @@ class PipelineSchedule:
                     self._native(stage, sync if train else None, ends, outputs_to.get(stage.stage_index, {}))
                     for stage, sync in zip(self._stages, self._grad_syncs, strict=True)
                 ],
-                loss_scale=1 / ends.microbatches_of_one_model() if self.scale_grads else 1.0,
+                loss_scale=copies / self._n_microbatches if self.scale_grads else 1.0,
                 description=f"{described}, n_microbatches={self._n_microbatches}",
                 rank_name=_rank_name(first),
             )
@@ -239,7 +266,7 @@ class PipelineSchedule:
                 self._config.args_chunk_spec,
                 self._config.kwargs_chunk_spec,
             )
-            self._runs[train] = _Run(executor, splitter, last)
+            self._runs[train] = _Run(executor, splitter, last, copies)
         return self._runs[train]
 
     def _native(
@@ -249,13 +276,16 @@ class PipelineSchedule:
             index=stage.stage_index,
             is_first=stage.stage_index in ends.first,
             is_last=stage.stage_index in ends.last,
-            module=stage.submod,
+            module=stage.submod if stage.arguments is None else stage.arguments.of(stage.submod),
             loss_fn=self._loss_fn,
             declared_inputs=stage.declared_inputs,
             declared_outputs=stage.declared_outputs,
             outputs_to=outputs_to,
             require_grad_sync=sync.require if sync is not None else None,
             abandon_grad_sync=sync.abandon if sync is not None else None,
+            dw_builder=stage.dw_builder,
+            finish_grad_sync=sync.finish if sync is not None and sync.must_finish else None,
+            is_never_split=sync is not None and sync.is_never_split,
         )
 
     def _check_placement(self, plan: _C.Plan) -> None:
@@ -280,6 +310,13 @@ class PipelineSchedule:
             raise ValueError("target is None, expected the targets of the batch on the last stage, for loss_fn")
         if self._loss_fn is None and (inputs.targets is not None or losses is not None):
             raise ValueError("target or losses was given, expected neither: the schedule has no loss_fn")
+
+    def _loss_scales(self, weights: LossWeights | None, run: _Run) -> list[float] | None:
+        if weights is None or not run.last_microbatches:
+            return None
+        if self._loss_fn is None:
+            raise ValueError("loss_weights was given, expected None: the schedule has no loss_fn")
+        return loss_scales(weights, self._n_microbatches, run.copies, self.scale_grads)
 
     def _refuse(self, run: _Run, error: Exception) -> None:
         # The others are told before this rank raises; what they then see is of no interest here.

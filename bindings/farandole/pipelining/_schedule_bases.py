@@ -11,7 +11,8 @@ import torch
 from farandole import _C
 from farandole.pipelining._schedule import PipelineSchedule, ScheduleConfig
 from farandole.pipelining._stage import PipelineStage
-from farandole.pipelining._stage_edges import Edge, outputs_by_stage
+from farandole.pipelining._stage_edges import Edge, edges_of, outputs_by_stage
+from farandole.pipelining._torch_stages import as_stage, edges_between
 
 
 class PipelineScheduleSingle(PipelineSchedule):
@@ -20,7 +21,7 @@ class PipelineScheduleSingle(PipelineSchedule):
     A subclass names its schedule, or overrides :meth:`compute_plan`.
 
     Args:
-        stage: this rank's stage.
+        stage: this rank's stage; torch's are taken, too.
         n_microbatches: into how many a batch is split.
         loss_fn: ``loss_fn(output, target)`` on the last stage, once per microbatch; a tensor of one
             element. Without it, steps are forward only.
@@ -31,8 +32,10 @@ class PipelineScheduleSingle(PipelineSchedule):
             gradients of an earlier step that are still there keep their scale.
         edges: where stages are not a chain: for each stage whose output another one takes ``(from, to)``, or
             ``(from, to, outputs)`` where it takes only some of them, by their places in what the module returns; from
-            lower to higher stages. A module is called with the tensors of all stages before it, the lowest's first.
-            Stages without one before them get the arguments of the step; each microbatch has one last stage.
+            lower to higher stages. A module is called with what all stages before it give, the lowest's first; one of
+            which only some outputs are taken returns tensors and nothing else.
+            Stages without one before them get the arguments of the step; each microbatch has one last stage. Stages of
+            a model that torch's ``pipeline()`` traced bring theirs.
 
     Raises:
         ValueError, NotImplementedError: arguments that cannot run, or cannot yet.
@@ -50,6 +53,7 @@ class PipelineScheduleSingle(PipelineSchedule):
         *,
         edges: Sequence[Edge] | None = None,
     ):
+        stage = as_stage(stage)
         if not isinstance(stage, PipelineStage):
             raise TypeError(f"stage is a {type(stage).__name__}, expected a farandole.pipelining.PipelineStage")
         if stage.num_stages != stage.group_size:
@@ -64,7 +68,7 @@ class PipelineScheduleSingle(PipelineSchedule):
             kwargs_chunk_spec,
             output_merge_spec,
             scale_grads,
-            edges=edges,
+            edges=edges_between([stage], edges),
         )
         super().__init__([stage], config)
         if self.schedule_name:
@@ -78,7 +82,7 @@ class PipelineScheduleMulti(PipelineSchedule):
     a list of actions, torch's or their texts. :meth:`load_csv` replaces the plan.
 
     Args:
-        stages: this rank's stages, in any order.
+        stages: this rank's stages, in any order; torch's are taken, too.
         backward_requires_autograd: whether :meth:`step` refuses to run with gradients disabled.
 
     The others as for :class:`PipelineScheduleSingle`. All stages of a rank are called with the keyword arguments
@@ -98,6 +102,7 @@ class PipelineScheduleMulti(PipelineSchedule):
         *,
         edges: Sequence[Edge] | None = None,
     ):
+        stages = [as_stage(stage) for stage in stages] if isinstance(stages, (list, tuple)) else stages
         _check_stages(stages)
         config = ScheduleConfig(
             n_microbatches,
@@ -107,7 +112,7 @@ class PipelineScheduleMulti(PipelineSchedule):
             output_merge_spec,
             scale_grads,
             backward_requires_autograd,
-            edges,
+            edges_between(stages, edges),
         )
         super().__init__(stages, config)
         self._plan: _C.Plan | None = None
@@ -238,7 +243,13 @@ class ScheduleFromPlan(PipelineScheduleMulti):
             output_merge_spec,
             scale_grads,
         )
+        if self._edges is not None and set(self._edges) != set(edges_of(plan)):
+            raise ValueError(
+                f"the plan has the edges {edges_of(plan)}, expected {self._edges}: those of the traced model that the "
+                "stages are of"
+            )
         self._edges = plan.edges
-        self._selected = {edge: list(outputs) for edge, outputs in (outputs_to or {}).items()}
+        if outputs_to is not None:
+            self._selected = {edge: list(outputs) for edge, outputs in outputs_to.items()}
         outputs_by_stage(self._selected, plan)
         self._use(plan)

@@ -22,10 +22,23 @@ class ScheduleGPipe(PipelineScheduleSingle):
 class Schedule1F1B(PipelineScheduleSingle):
     """One forward, one backward once the pipeline is full (PipeDream-Flush, Narayanan et al. 2021).
 
-    Stage s of p keeps the activations of at most p - s microbatches. Any number of microbatches runs.
+    Stage s of p keeps the activations of at most k (p - s - 1) + 1 microbatches, k being warmup_per_stage. Any number
+    of microbatches runs.
+
+    Args:
+        warmup_per_stage: forwards of the warm-up for each stage that follows: 1 as in Megatron-LM and torch, 2 as in
+            PiPPy, which hides the time that messages take.
+
+    The others as for :class:`PipelineScheduleSingle`.
     """
 
     schedule_name = "1F1B"
+
+    def __init__(self, *args: Any, warmup_per_stage: int = 1, **kwargs: Any):
+        if isinstance(warmup_per_stage, bool) or not isinstance(warmup_per_stage, int) or warmup_per_stage < 1:
+            raise ValueError(f"warmup_per_stage is {warmup_per_stage!r}, expected an int of at least 1")
+        self._plan_options = {"warmup_per_stage": warmup_per_stage}
+        super().__init__(*args, **kwargs)
 
 
 class ScheduleZBH1(PipelineScheduleSingle):
@@ -131,7 +144,9 @@ class ScheduleDualPipe(PipelineScheduleMulti):
 
     With ``scale_grads`` a copy's gradients are means over its half of the microbatches: with both copies of a stage
     wrapped for data parallelism over the two ranks that have them (i and p - 1 - i, a group for each stage; both ranks
-    wrap the stages in the same order), they become means over the batch. ``edges`` are those of one copy.
+    wrap the stages in the same order), they become means over the batch. ``loss_weights`` are those of all microbatches,
+    the same on both ranks: a gradient is then twice its part of their sum, which makes the mean of both copies the one
+    over the batch also where a copy's half has more rows or tokens. ``edges`` are those of one copy.
     """
 
     schedule_name = "DualPipe"

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from farandole.pipelining._stage_edges import Edge
+
+if TYPE_CHECKING:
+    from farandole.pipelining._torch_stages import TracedArguments
 
 Declared = list[tuple[list[int], torch.dtype]]
 
@@ -17,10 +22,13 @@ class PipelineStage:
     """A module that is one stage of a sequential pipeline. A rank has one of these for each of its stages.
 
     Args:
-        submodule: called with the first stage's arguments, or with the tensors that the stage
-            before returned; returns a tensor or a tuple of tensors (the last stage: anything
-            that the loss takes). It may be wrapped for data parallelism by
-            ``farandole.ddp.DistributedDataParallel`` or torch's.
+        submodule: called with the first stage's arguments, or with what the stage before returned: the
+            items of a tuple or list, or anything else as the only argument. A tensor or a tuple of tensors
+            is fastest; whatever else can be pickled is handed over, too, and takes one more message: nested
+            structures, None, numbers, texts, objects, with at least one tensor, wherever it is. Values may
+            differ from step to step, but not how many tensors there are, while inputs have the same shapes.
+            The last stage returns anything that the loss takes. It may be wrapped for data parallelism by
+            ``farandole.ddp.DistributedDataParallel`` or torch's, or sharded by ``fully_shard`` (FSDP2).
         stage_index: from 0; which stages live on which rank, the schedule says.
         num_stages: of the whole pipeline.
         device: where the submodule lives; CPU so far.
@@ -28,9 +36,12 @@ class PipelineStage:
             anyhow; what is declared here is checked, and a mismatch is an error on all ranks.
         output_args: example outputs of one microbatch, checked likewise.
         group: process group of the pipeline; the default group if None.
+        dw_builder: of a submodule whose own autograd functions put the gradients of their weights off. Called after
+            each backward of a microbatch, it returns a function that computes what that one has put off: run at once
+            in a whole backward, in W where a schedule has backwards in two halves (I is then all that autograd does).
+            Such a submodule cannot be wrapped for data parallelism.
 
-    ``dw_builder``, ``input_grads``, ``output_grads`` and ``get_mesh`` of torch's class are not
-    supported and refused.
+    ``input_grads``, ``output_grads`` and ``get_mesh`` of torch's class are not supported and refused.
     """
 
     def __init__(
@@ -54,7 +65,9 @@ class PipelineStage:
             raise ValueError(f"num_stages is {num_stages!r}, expected an int of at least 1")
         if isinstance(stage_index, bool) or not isinstance(stage_index, int) or not 0 <= stage_index < num_stages:
             raise ValueError(f"stage_index is {stage_index!r}, expected 0 to {num_stages - 1} (num_stages - 1)")
-        unsupported = dict(dw_builder=dw_builder, input_grads=input_grads, output_grads=output_grads, get_mesh=get_mesh)
+        if dw_builder is not None and not callable(dw_builder):
+            raise TypeError(f"dw_builder is a {type(dw_builder).__name__}, expected a callable")
+        unsupported = dict(input_grads=input_grads, output_grads=output_grads, get_mesh=get_mesh)
         for name, value in unsupported.items():
             if value is not None:
                 raise NotImplementedError(f"{name} was given, expected None: it is not supported yet")
@@ -65,6 +78,7 @@ class PipelineStage:
         if not dist.is_initialized():
             raise RuntimeError("the process group is not initialized, expected init_process_group() before a stage")
         self.submod = submodule
+        self.dw_builder = dw_builder
         self.stage_index = stage_index
         self.num_stages = num_stages
         self.group = dist.group.WORLD if group is None else group
@@ -78,6 +92,8 @@ class PipelineStage:
             )
         self.declared_inputs = _declared(input_args, "input_args")
         self.declared_outputs = _declared(output_args, "output_args")
+        self.edges: Sequence[Edge] | None = None  # of the traced model that it is a stage of
+        self.arguments: TracedArguments | None = None
 
     @property
     def is_first(self) -> bool:
@@ -91,8 +107,8 @@ class PipelineStage:
 def _check_module(submodule: nn.Module, device: torch.device) -> None:
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # whoever uses it has imported it
     for module in submodule.modules() if fsdp is not None else ():
-        if isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)):
-            raise NotImplementedError("submodule contains an FSDP module, expected none: not supported yet")
+        if isinstance(module, fsdp.FullyShardedDataParallel):
+            raise NotImplementedError("submodule contains a FullyShardedDataParallel, expected fully_shard (FSDP2)")
     for name, tensor in [*submodule.named_parameters(), *submodule.named_buffers()]:
         if tensor.device != device:
             raise ValueError(f"{name} of submodule is on {tensor.device}, expected the stage's device {device}")

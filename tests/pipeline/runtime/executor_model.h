@@ -91,7 +91,8 @@ struct Model {
           for (const std::int32_t i : choice->second) tensors.push_back(outputs[edge.from][i]);
         }
         outputs[stage] = apply(stage, tensors, leaves[stage]);
-        if (isLast(stage)) outputs[stage][0].backward({}, /*retain_graph=*/true);
+        const double scale = lossScales.empty() ? 1 : lossScales[microbatch];
+        if (isLast(stage)) outputs[stage][0].backward(at::full({}, scale, at::kDouble), /*retain_graph=*/true);
       }
     }
     std::vector<at::Tensor> grads;
@@ -116,6 +117,7 @@ struct Model {
   Plan plan;
   std::vector<StageEdge> edges;  // of the plan
   std::vector<at::Tensor> weights, inputs;
+  std::vector<double> lossScales;   // by microbatch; none for 1
   bool hasTwoOutputs = false;       // but for last stages
   std::vector<Selection> selected;  // for some edges
   std::mutex addressesMutex;
@@ -132,7 +134,7 @@ class Ranks {
   // `adjust` may change what each rank is made with.
   Ranks(const Model& model, const std::function<StageSpec(int)>& spec,
         const std::function<void(int rank, ExecutorConfig&)>& adjust = {})
-      : abandoned(model.plan.numRanks()), world_(std::make_shared<ThreadWorld>(model.plan.numRanks())) {
+      : abandoned(model.plan.numRanks()), model_(model), world_(std::make_shared<ThreadWorld>(model.plan.numRanks())) {
     for (int rank = 0; rank < world_->size; ++rank) {
       ExecutorConfig config;
       for (int stage = 0; stage < model.plan.numStages; ++stage) {
@@ -154,7 +156,7 @@ class Ranks {
     std::vector<Status> statuses(executors.size());
     std::vector<std::thread> threads;
     for (std::size_t rank = 0; rank < executors.size(); ++rank) {
-      threads.emplace_back([&, rank] { statuses[rank] = executors[rank]->step(relearn); });
+      threads.emplace_back([&, rank] { statuses[rank] = executors[rank]->step(relearn, model_.lossScales); });
     }
     for (std::thread& thread : threads) thread.join();
     return statuses;
@@ -174,6 +176,7 @@ class Ranks {
   std::vector<std::vector<std::string>> abandoned;  // by rank: reasons for which its stages abandoned reductions
 
  private:
+  const Model& model_;
   std::shared_ptr<ThreadWorld> world_;
 };
 

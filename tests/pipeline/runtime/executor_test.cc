@@ -36,6 +36,21 @@ TEST(Executor, RunsSeveralStagesOnARank) {
   }
 }
 
+TEST(Executor, EachLossCountsForItsScaleOfThisStep) {
+  Model model(*lower(interleaved(2, 4, 3), ChannelModel::kTagged), 7);
+  Ranks all(model);
+  for (const std::vector<double>& scales : {std::vector<double>{0.5, 0.25, 0.25}, {0, 1, 3}, {}, {2, 2, 2}}) {
+    model.lossScales = scales;
+    model.zeroGrad();
+    all.stepOk();
+    model.expectGradients();
+  }
+  model.lossScales = {1, 2};
+  for (const Status& status : all.step()) {
+    EXPECT_NE(status.toString().find("lossScales has 2 entries, expected 3"), std::string::npos) << status.toString();
+  }
+}
+
 TEST(Executor, AFailureIsReturnedOnEveryRankAndTheNextStepRuns) {
   for (const bool learned : {false, true}) {
     for (int stage = 0; stage < 4; ++stage) {
@@ -241,6 +256,50 @@ TEST(Executor, TellsReductionOfGradientsWhichBackwardIsTheLast) {
   ASSERT_TRUE(executor);
   ASSERT_TRUE(executor.value()->step(false).isOk());
   EXPECT_EQ(events, (std::vector<std::string>{"off", "backward", "backward", "on", "backward"}));
+}
+
+// What happens in a step of ZB-H1 on one rank, with these hooks beside.
+std::vector<std::string> eventsOfHalves(const std::function<void(StageSpec&, std::vector<std::string>&)>& addHooks) {
+  Plan plan{1, 2, {0}, {{}}};
+  for (const ActionKind kind : {ActionKind::kForward, ActionKind::kBackwardInput, ActionKind::kBackwardWeight}) {
+    for (int i = 0; i < 2; ++i) plan.ranks[0].push_back({0, kind, i, {}});
+  }
+  std::vector<std::string> events;
+  StageSpec spec;
+  const at::Tensor weight = at::ones({1}).requires_grad_(true);
+  weight.register_hook([&](const at::Tensor&) { events.push_back("backward"); });
+  spec.forward = [&](int, const std::vector<at::Tensor>&, std::vector<at::Tensor>& outputs) {
+    outputs.push_back(weight * 2);
+  };
+  addHooks(spec, events);
+  ExecutorConfig config;
+  config.stages.push_back(spec);
+  auto executor = Executor::create(*lower(plan), 0, nullptr, std::move(config));
+  EXPECT_TRUE(executor) << executor.status().toString();
+  const Status status = executor.value()->step(false);
+  EXPECT_TRUE(status.isOk()) << status.toString();
+  return events;
+}
+
+TEST(Executor, FinishesAReductionAfterTheLastBackwardAlsoWhereThatIsNotSplit) {
+  for (const bool isNeverSplit : {false, true}) {
+    const auto events = eventsOfHalves([&](StageSpec& spec, std::vector<std::string>& events) {
+      spec.requireGradSync = [&](bool required) { events.push_back(required ? "on" : "off"); };
+      spec.finishGradSync = [&] { events.push_back("finish"); };
+      spec.isNeverSplit = isNeverSplit;
+    });
+    EXPECT_EQ(events, (std::vector<std::string>{"off", "backward", "on", "backward", "finish"}));
+  }
+}
+
+TEST(Executor, RunsWhatAStageHasPutOffInWOfItsMicrobatch) {
+  const auto events = eventsOfHalves([](StageSpec& spec, std::vector<std::string>& events) {
+    spec.buildWeightBackward = [&, built = 0]() mutable {
+      events.push_back("build");
+      return [&events, number = built++] { events.push_back("run " + std::to_string(number)); };
+    };
+  });
+  EXPECT_EQ(events, (std::vector<std::string>{"backward", "build", "backward", "build", "run 0", "run 1"}));
 }
 
 TEST(Executor, EachRankThatWillNotFinishAStepAbandonsItsReductionAndOnlyThen) {

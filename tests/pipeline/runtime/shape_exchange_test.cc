@@ -4,6 +4,8 @@
 
 #include <random>
 
+#include "pipeline/runtime/packet.h"
+
 namespace farandole::pipeline {
 namespace {
 
@@ -19,6 +21,7 @@ TEST(ShapeExchange, HeadersRoundTripForRandomTensors) {
       meta.requiresGrad = rng() % 2 == 0;
       for (std::uint64_t dims = rng() % 6; dims > 0; --dims) meta.sizes.push_back(rng() % 1000);
     }
+    if (rng() % 3 == 0) metas.push_back({{kPacketBlock}, at::kByte, false, true});
     const Result<at::Tensor> header = encodeHeader(metas);
     ASSERT_TRUE(header) << header.status().toString();
     const auto decoded = decodeHeader(header.value());
@@ -30,6 +33,15 @@ TEST(ShapeExchange, HeadersRoundTripForRandomTensors) {
 TEST(ShapeExchange, PoisonIsToldFromNoTensors) {
   EXPECT_FALSE(decodeHeader(poisonedHeader()).value().has_value());
   EXPECT_TRUE(decodeHeader(encodeHeader({}).value()).value().has_value());
+}
+
+TEST(ShapeExchange, APacketIsTheLastTensorAndOneOfBytes) {
+  const TensorMeta packet{{kPacketBlock}, at::kByte, false, true}, tensor{{3}, at::kFloat, true};
+  EXPECT_TRUE(decodeHeader(*encodeHeader({tensor, packet})));
+  EXPECT_FALSE(decodeHeader(*encodeHeader({packet, tensor})));
+  EXPECT_FALSE(decodeHeader(*encodeHeader({{{3}, at::kFloat, false, true}})));
+  EXPECT_FALSE(decodeHeader(*encodeHeader({{{2, 3}, at::kByte, false, true}})));
+  EXPECT_TRUE(checkDeclared("inputs", {tensor}, {tensor, packet}).isOk());
 }
 
 TEST(ShapeExchange, RefusesWhatDoesNotFitAHeader) {

@@ -25,7 +25,12 @@ def _construct_badly(rank: int, world_size: int) -> None:
         (lambda: stage(module, 0, 2, "cuda"), NotImplementedError, "device is cuda, expected cpu"),
         (lambda: stage(module.to("meta"), 0, 2, "cpu"), ValueError, "weight of submodule is on meta"),
         (lambda: stage(nn.Linear(2, 2), 0, 2, "cpu", "x"), TypeError, "input_args is 'x'"),
-        (lambda: stage(nn.Linear(2, 2), 0, 2, "cpu", dw_builder=print), NotImplementedError, "dw_builder was given"),
+        (lambda: stage(nn.Linear(2, 2), 0, 2, "cpu", input_grads=()), NotImplementedError, "input_grads was given"),
+        (
+            lambda: stage(nn.Linear(2, 2), 0, 2, "cpu", dw_builder=3),
+            TypeError,
+            "dw_builder is a int, expected a callable",
+        ),
         (lambda: ScheduleGPipe(module, 1), TypeError, "stage is a Linear"),
     ):
         with pytest.raises(kind) as raised:

@@ -155,7 +155,11 @@ class Returns(nn.Module):
 
 def _return_no_tensor(rank: int, world_size: int) -> None:
     batch, target = torch.randn(4, 4), torch.randn(4, 4)
-    for value, text in ((3, "returned a int"), ([{}], "list with a dict"), (torch.eye(2).to_sparse(), "Sparse")):
+    for value, text in (
+        (3, "returned a int without a tensor"),
+        ([{}], "a list without a tensor"),
+        (torch.eye(2).to_sparse(), "Sparse"),
+    ):
         module = Returns(value if rank == 0 else None)
         schedule = ScheduleGPipe(PipelineStage(module, rank, world_size, "cpu"), 2, nn.MSELoss())
         error = str(_step(schedule, batch, target))
@@ -165,7 +169,7 @@ def _return_no_tensor(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_stage_that_returns_no_tensor_is_named(backend: str) -> None:
+def test_a_stage_that_returns_no_tensor_or_none_that_can_be_sent_is_named(backend: str) -> None:
     run_ranks(_return_no_tensor, 2, backend)
 
 

@@ -99,6 +99,24 @@ def test_every_schedule_trains_as_one_process_does(backend: str, world_size: int
     run_ranks(_train_by_every_schedule, world_size, backend, timeout=120, seed=seed)
 
 
+def _train_with_a_long_warmup(rank: int, world_size: int) -> None:
+    stages = random_stages(random.Random(5), world_size)
+    for warmup in (1, 2):
+        schedule, owners = _make("1F1B", stages, 9, rank, world_size, warmup_per_stage=warmup)
+        actions = [action for action in schedule.plan().actions[rank] if action.startswith((f"{rank}F", f"{rank}B"))]
+        forwards = next(i for i, action in enumerate(actions) if "B" in action)
+        assert forwards == warmup * (world_size - rank - 1) + 1
+        _compare(schedule, stages, owners, rank, 9, f"warmup_per_stage {warmup}")
+    for bad in (0, True, 1.0):
+        with pytest.raises(ValueError, match=f"warmup_per_stage is {bad!r}, expected an int of at least 1"):
+            _make("1F1B", stages, 9, rank, world_size, warmup_per_stage=bad)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_longer_warmup_of_1f1b_trains_as_one_process_does(backend: str) -> None:
+    run_ranks(_train_with_a_long_warmup, 3, backend)
+
+
 def test_every_schedule_has_a_class() -> None:
     assert set(SINGLE + MULTI) | {"none", "DualPipe"} == set(schedule_names())
     for name in [*SINGLE, *MULTI, "DualPipe"]:

@@ -58,3 +58,18 @@ def test_the_trace_follows_the_plan_and_the_bubble_is_the_simulated_one(backend:
     predicted = simulate(made, {action: seconds[action] for rank in made.actions for action in rank})
     for rank, (_, _, bubble) in zip(predicted.ranks, results, strict=True):
         assert rank.bubble - 0.02 < bubble < rank.bubble + 0.15
+
+
+def _profile(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+    schedule = Schedule1F1B(PipelineStage(nn.Linear(2, 2), rank, world_size, "cpu"), 3, nn.MSELoss())
+    batch, target = torch.randn(6, 2), torch.randn(6, 2)
+    schedule.step(batch, target=target)
+    with torch.profiler.profile() as profile:
+        schedule.step(batch, target=target)
+    events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    return schedule.plan().actions[rank], [event.name for event in events if event.name.startswith("PP:")]
+
+
+def test_a_profile_names_actions_as_torchs_own_runtime_does() -> None:
+    for actions, names in run_ranks(_profile, 2, "gloo"):
+        assert names == [f"PP:{action}" for action in actions]
