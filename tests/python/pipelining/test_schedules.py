@@ -59,7 +59,7 @@ def _compare(
     for step in range(3):
         if step != 1:
             rows = random.Random(step).randint(n_microbatches, 3 * n_microbatches)
-        batch = torch.randn(rows, stages[0][0].in_features)
+        batch = torch.randn(rows, stages[0][0].in_features, dtype=torch.double)  # random depths make tiny gradients
         with torch.no_grad():
             target = torch.randn_like(nn.Sequential(*stages)(batch))
         for stage in stages:
@@ -71,7 +71,7 @@ def _compare(
         for index, owner in enumerate(owners):
             if owner == rank:
                 # Weights' gradients may come in another order of microbatches.
-                assert_same_gradients(stages[index], alone[index], f"{where}, stage {index}", tolerance=2e-5)
+                assert_same_gradients(stages[index], alone[index], f"{where}, stage {index}", tolerance=1e-9)
         if owners[-1] == rank:
             assert torch.equal(torch.stack(mine), torch.stack(losses)), where
             assert torch.equal(result, output), where
@@ -86,7 +86,7 @@ def _train_by_every_schedule(rank: int, world_size: int, seed: int) -> None:
         rng = random.Random(seed + number)
         num_stages, n_microbatches = _random_counts(rng, name, world_size)
         context = f"seed {seed + number}, {name}, {num_stages} stages, {n_microbatches} microbatches"
-        stages = random_stages(rng, num_stages)
+        stages = random_stages(rng, num_stages, torch.double)
         schedule, owners = _make(name, stages, n_microbatches, rank, world_size)
         _compare(schedule, stages, owners, rank, n_microbatches, context)
 
@@ -100,7 +100,7 @@ def test_every_schedule_trains_as_one_process_does(backend: str, world_size: int
 
 
 def _train_with_a_long_warmup(rank: int, world_size: int) -> None:
-    stages = random_stages(random.Random(5), world_size)
+    stages = random_stages(random.Random(5), world_size, torch.double)
     for warmup in (1, 2):
         schedule, owners = _make("1F1B", stages, 9, rank, world_size, warmup_per_stage=warmup)
         actions = [action for action in schedule.plan().actions[rank] if action.startswith((f"{rank}F", f"{rank}B"))]
@@ -126,7 +126,7 @@ def test_every_schedule_has_a_class() -> None:
 
 
 def _run_plans(rank: int, world_size: int, folder: str) -> None:
-    stages = random_stages(random.Random(3), 4)
+    stages = random_stages(random.Random(3), 4, torch.double)
     theirs = plan("ZBV", 4, 6, num_ranks=2)
 
     def mine(made: Plan) -> list[PipelineStage]:
@@ -168,7 +168,7 @@ def _load_what_torch_wrote(rank: int, world_size: int, folder: str) -> None:
     """Compiles torch's own schedules over its own stages, for nothing but their CSV."""
     from torch.distributed import pipelining as theirs
 
-    stages = random_stages(random.Random(3), 4)
+    stages = random_stages(random.Random(3), 4, torch.double)
     for name in ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"):
         placed = [0, 1, 1, 0] if "ZBV" in name else [0, 1, 0, 1]
         indices = [i for i, owner in enumerate(placed) if owner == rank]
@@ -187,7 +187,7 @@ def test_what_torch_writes_as_csv_runs(tmp_path: Any) -> None:
 
 
 def _refuse_stages(rank: int, world_size: int) -> None:
-    stages = random_stages(random.Random(3), 4)
+    stages = random_stages(random.Random(3), 4, torch.double)
     wrong = [PipelineStage(stages[i], i, 4, "cpu") for i in (rank, rank + 2)]
     expected = [rank, 3 - rank]
     with pytest.raises(ValueError, match=rf"stage_index is \[{rank}, {rank + 2}\], expected \[{min(expected)}, "):
@@ -219,7 +219,7 @@ class _Undecided(ScheduleInterleaved1F1B):
 
 
 def _plan_late(rank: int, world_size: int) -> None:
-    stages = random_stages(random.Random(3), 4)
+    stages = random_stages(random.Random(3), 4, torch.double)
     mine = [PipelineStage(stages[i], i, 4, "cpu") for i in (rank, rank + 2)]
     schedule = _Undecided(mine, 4, nn.MSELoss())
     schedule._lowered.clear()
