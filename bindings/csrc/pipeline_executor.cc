@@ -154,15 +154,14 @@ class PythonExecutor {
   }
 
   void refuse(std::string reason) {
-    if (running_) throw std::runtime_error("step() was called from within a step of the same schedule");
-    raised_.clear();
-    Status status;
-    {
-      const py::gil_scoped_release released;
-      status = executor_->refuse(std::move(reason));
-    }
-    if (!status.isOk()) raise(status);
+    vote([&] { return executor_->refuse(std::move(reason)); });
   }
+
+  void confirm() {
+    vote([&] { return executor_->confirm(); });
+  }
+
+  void releaseBuffers() { executor_->releaseBuffers(); }
 
   // When the last step began, on the clock of Python's time.monotonic().
   double lastStepBegan() const { return std::chrono::duration<double>(began_.time_since_epoch()).count(); }
@@ -180,6 +179,18 @@ class PythonExecutor {
   double lastComputeSeconds() const { return executor_->lastTrace().computeSeconds; }
 
  private:
+  template <typename Function>
+  void vote(const Function& function) {
+    if (running_) throw std::runtime_error("step() was called from within a step of the same schedule");
+    raised_.clear();
+    Status status;
+    {
+      const py::gil_scoped_release released;
+      status = function();
+    }
+    if (!status.isOk()) raise(status);
+  }
+
   [[noreturn]] void raise(const Status& status) {
     const py::object cause = raised_.first();
     raised_.clear();
@@ -221,6 +232,8 @@ void bindPipelineExecutor(py::module_& module) {
            py::arg("loss_kwargs"), py::arg("outputs"), py::arg("losses"), py::arg("relearn"),
            py::arg("loss_scales") = py::none())
       .def("refuse", &PythonExecutor::refuse, py::arg("reason"))
+      .def("confirm", &PythonExecutor::confirm)
+      .def("release_buffers", &PythonExecutor::releaseBuffers)
       .def("last_step_trace", &PythonExecutor::lastStepTrace)
       .def_property_readonly("last_step_began", &PythonExecutor::lastStepBegan)
       .def_property_readonly("last_step_seconds", &PythonExecutor::lastStepSeconds)

@@ -87,12 +87,22 @@ Status Executor::step(bool relearn, std::span<const double> lossScales) {
 
 Status Executor::refuse(std::string reason) {
   if (!broken_.isOk()) return broken_;
-  agreed_ = false;
-  trace_ = {};
   failure_.beginStep();
   failure_.refuse(systemTimeNs(), ": " + std::move(reason));
+  return voteOnly({true, true, program_.digest});
+}
+
+Status Executor::confirm() {
+  if (!broken_.isOk()) return broken_;
+  failure_.beginStep();
+  return voteOnly({false, false, program_.digest});
+}
+
+Status Executor::voteOnly(const StepAgreement::Vote& vote) {
+  agreed_ = false;
+  trace_ = {};
   try {
-    agreement_.postVote({true, true, program_.digest});
+    agreement_.postVote(vote);
     return agree();
   } catch (...) {
     return transportBroke("the beginning of a step");

@@ -62,12 +62,20 @@ class Executor {
   // it; all ranks then return the reason.
   Status refuse(std::string reason);
 
+  // Takes part in a step's beginning only: an error where any rank refuses, before this one begins anything that
+  // others are to take part in. All ranks call it before their step, or none.
+  Status confirm();
+
+  // Lets go of the receive buffers that are kept from step to step.
+  void releaseBuffers() { traffic_.releaseBuffers(); }
+
   const Program& program() const { return program_; }
   const StepTrace& lastTrace() const { return trace_; }
 
  private:
   Executor(Program program, const c10::intrusive_ptr<c10d::Backend>& backend, ExecutorConfig config);
 
+  Status voteOnly(const StepAgreement::Vote& vote);
   Status replay();
   Status agree();
   Status conclude();

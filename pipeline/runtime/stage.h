@@ -109,6 +109,7 @@ struct MicrobatchSlot {
   torch::autograd::variable_list outputGrads;  // of roots
   at::Tensor lossSeed;                         // of a last stage: the gradient of its loss, kept from step to step
   double lossScale = 0;                        // what lossSeed is filled with
+  std::int64_t lossSeedVersion = 0;            // of lossSeed then: a hook may change it in place
   DeferredBackward deferred;                   // between I and W
   std::function<void()> deferredWeight;        // the same, of a stage with buildWeightBackward
   std::vector<std::uint64_t> hookedOps;        // of the forward: see SavedTensorHookWatch

@@ -170,12 +170,15 @@ void StageCompute::takeLoss(Stage& stage, std::int32_t microbatch) {
 void StageCompute::seedLoss(MicrobatchSlot& slot, const at::Tensor& loss, double scale) {
   at::Tensor& seed = slot.lossSeed;
   const bool fits = seed.defined() && seed.scalar_type() == loss.scalar_type() && seed.sizes() == loss.sizes();
-  if (!fits || (scale != slot.lossScale && seed.use_count() > 1)) {  // a hook may have kept it
+  // A hook may have kept it, or a parameter got its memory for a gradient.
+  const bool isShared = fits && (seed.use_count() > 1 || seed.storage().use_count() > 1);
+  if (!fits || isShared) {
     seed = at::full(loss.sizes(), scale, loss.options().requires_grad(false));
-  } else if (scale != slot.lossScale) {
+  } else if (scale != slot.lossScale || seed._version() != slot.lossSeedVersion) {
     seed.fill_(scale);
   }
   slot.lossScale = scale;
+  slot.lossSeedVersion = seed._version();
   slot.roots.push_back(torch::autograd::impl::gradient_edge(loss));
   slot.outputGrads.push_back(seed);
 }
@@ -188,6 +191,8 @@ void StageCompute::checkOutputs(Stage& stage, std::int32_t microbatch) {
   }
   const bool hasPacket = stage.spec.packets && stage.spec.packets->returned;
   if (!slot.outputsKnown) {
+    // Room to grow: what is in a packet may differ from step to step.
+    if (hasPacket) static_cast<void>(fitPacket(outputs_.back(), 2 * outputs_.back().numel()));
     slot.outputMetas = metasOf(outputs_);
     if (hasPacket) slot.outputMetas.back().isPacket = true;
     Status fits = encodeHeader(slot.outputMetas).status();
@@ -290,6 +295,8 @@ void StageCompute::returnInputGrads(Stage& stage, std::int32_t microbatch) {
       // Taken out, since the input itself may live on until W.
       if (meta.requiresGrad && !failure_.isFailed()) grad = std::move(slot.inputs[grads_.size()].mutable_grad());
       if (meta.requiresGrad && !grad.defined()) grad = meta.zeros();
+      // Autograd may have given the same memory to a parameter, whose gradient later backwards add to.
+      if (grad.defined() && grad.has_storage() && grad.storage().use_count() > 1) grad = grad.clone();
       grads_.push_back(std::move(grad));
     }
   }

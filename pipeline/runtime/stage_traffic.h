@@ -45,6 +45,9 @@ class StageTraffic {
   // Receive buffers go back to the store.
   void releaseInputs(MicrobatchSlot& slot);
 
+  // Those that no step uses any more, between steps.
+  void releaseBuffers() { store_.clear(); }
+
   // Waits for everything of the step and releases it.
   void finishStep();
 

@@ -83,7 +83,7 @@ class Chunk:
             get_attr_wrapped_model(model, "set_input_tensor")(list(inputs) if inputs else [None])
             with _autocast(config):
                 returned = call.forward_step_func(call.iterators[self._number], model, *call.checkpoint_argument())
-            if not isinstance(returned, tuple) or len(returned) != 2:
+            if not isinstance(returned, (tuple, list)) or len(returned) != 2:
                 raise TypeError(
                     f"forward_step_func returned a {type(returned).__name__}, expected (output_tensor, loss_func)"
                 )
@@ -104,7 +104,7 @@ class Chunk:
             return self._sent(output, inputs)
         if call.forward_only:
             return None
-        return output if config.grad_scale_func is None else config.grad_scale_func(output)
+        return _differentiable(output if config.grad_scale_func is None else config.grad_scale_func(output))
 
     def around_backward(self, microbatch: int, begins: bool) -> None:
         call = self._current()
@@ -118,6 +118,9 @@ class Chunk:
 
     def require_grad_sync(self, required: bool) -> None:
         self._current().sync.require(self._number, required)
+
+    def finish_grad_sync(self) -> None:
+        self._current().sync.finish(self._number)
 
     def abandon_grad_sync(self, reason: str) -> None:
         self._current().sync.abandon(self._number, reason)
@@ -147,8 +150,8 @@ class Chunk:
 
 
 def _differentiable(tensor: Any) -> Any:
-    # A stage whose output depends on no parameter (an encoder without images, frozen layers) gets a gradient and drops
-    # it: Megatron's stages always send one back.
+    # A stage whose output depends on no parameter (an encoder without images, frozen layers, a loss of nothing) gets a
+    # gradient and drops it: Megatron's stages always send one back.
     if isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and not tensor.requires_grad:
         return tensor.detach().requires_grad_()
     return tensor

@@ -88,6 +88,8 @@ class StepConfig:
             value = getattr(config, name, off[0])
             if value not in off:
                 raise NotImplementedError(f"config.{name} is {value!r}, expected {off[0]!r}: it is not supported")
+        if getattr(config, "experimental_attention_variant", None) == "dsa":
+            raise NotImplementedError("config.experimental_attention_variant is 'dsa', whose loss is not supported")
         if getattr(config, "cuda_graph_impl", "none") == "local":
             raise NotImplementedError("config.cuda_graph_impl is 'local', expected 'none': it is not supported")
         self.source = config

@@ -49,7 +49,7 @@ def take_loss(
         if not config.calculate_per_token_loss:
             loss /= torch.clamp(torch.as_tensor(num_tokens), min=1)
             loss /= num_microbatches
-        collected.num_tokens = collected.num_tokens + torch.as_tensor(num_tokens).detach()
+        collected.num_tokens += torch.as_tensor(num_tokens).detach()  # in its dtype, which all ranks have
     else:
         loss, reduced = returned
         loss *= cp_size
@@ -79,7 +79,7 @@ def _loss_scale(config: StepConfig, name: str) -> torch.Tensor:
     if own is not None:
         scale = torch.as_tensor(own())
     elif config.grad_scale_func is not None:
-        scale = config.grad_scale_func(torch.ones(1))
+        scale = torch.as_tensor(config.grad_scale_func(torch.ones(1)))
     else:
         scale = torch.ones(1)
     if scale.numel() != 1:

@@ -28,6 +28,7 @@ class RunKey:
     microbatch_group: int | None
     forward_only: bool
     both: bool  # an encoder and a decoder
+    confirms: bool  # ranks agree before the step begins, for what all of them take part in
     shapes: Any  # what the shapes are computed from; None where they come with the tensors
 
 
@@ -35,6 +36,7 @@ class Run:
     """A plan compiled for this rank, with its chunks. Used by one call at a time."""
 
     def __init__(self, key: RunKey, group: dist.ProcessGroup | None, shapes: DeclaredShapes | None, relays: bool):
+        self.key = key
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
         chunks = key.num_chunks or 1
         plan = _plans.plan(
@@ -71,6 +73,7 @@ class Run:
                     outputs_to={},
                     require_grad_sync=None if key.forward_only else chunk.require_grad_sync,
                     abandon_grad_sync=None if key.forward_only else chunk.abandon_grad_sync,
+                    finish_grad_sync=None if key.forward_only else chunk.finish_grad_sync,
                     around_backward=chunk.around_backward,
                 )
                 for number, chunk in enumerate(self._chunks)
@@ -85,6 +88,13 @@ class Run:
         self._args: list[tuple[Any, ...]] = [()] * count
         self._numbers: list[dict[str, Any]] = [{"microbatch": number} for number in range(count)]
         self._targets = [None] * count
+
+    def confirm(self) -> None:
+        """Raises RuntimeError on all ranks where any refuses the step."""
+        self._executor.confirm()
+
+    def release_buffers(self) -> None:
+        self._executor.release_buffers()
 
     def step(self, call: Call) -> None:
         """Raises RuntimeError on all ranks where any fails."""
@@ -117,6 +127,8 @@ _runs: weakref.WeakKeyDictionary[Any, OrderedDict[RunKey, Run]] = weakref.WeakKe
 def run_for(key: RunKey, group: dist.ProcessGroup | None, make: Callable[[], Run]) -> Run:
     """The one that an earlier call has left, or a new one."""
     kept = _runs.setdefault(_no_group if group is None else group, OrderedDict())
+    if kept and next(reversed(kept)) != key:
+        next(reversed(kept.values())).release_buffers()
     run = kept.get(key)
     if run is None:
         run = kept[key] = make()

@@ -127,6 +127,8 @@ class ForwardBackward:
                 first_val_step=first_val_step,
                 max_outstanding=_max_outstanding(config, run),
             )
+        if run.key.confirms:  # nobody waits in the timer's barrier for a rank that refuses
+            run.confirm()
         with timed(config, "forward-backward", 1, barrier=config.barrier_with_L1_time):
             try:
                 with _refusal(self._pipelined, p2p_communicator):
@@ -143,6 +145,8 @@ class ForwardBackward:
                     pg_collection=topology.pg_collection,
                     force_all_reduce=force_all_reduce,
                 )
+        if forward_only and not self._pipelined:
+            _synchronize_param_gather(models[0])
         return call.collected.data
 
     def _run(
@@ -169,6 +173,7 @@ class ForwardBackward:
             microbatch_group=config.microbatch_group_size_per_vp_stage if self._interleaved else None,
             forward_only=forward_only,
             both=both,
+            confirms=config.timers is not None and bool(config.barrier_with_L1_time),
             shapes=None if shapes is None else (lengths, part, config.hidden_size, config.pipeline_dtype),
         )
         relays = both and topology.is_after_split(topology.pp_rank) and topology.pp_rank < topology.pp_size - 1
@@ -209,6 +214,13 @@ def _check_models(chunks: list[Any]) -> None:
                     f"{name} of the model is on {tensor.device}, expected cpu: other devices are not supported yet"
                 )
             break
+
+
+def _synchronize_param_gather(model: Any) -> None:
+    # Of Megatron's FSDP: what its own function does at this place.
+    config = getattr(model, "ddp_config", None)
+    if getattr(config, "use_megatron_fsdp", False) and getattr(config, "overlap_param_gather", False):
+        model.synchronize_param_gather()
 
 
 def _max_outstanding(config: StepConfig, run: Run) -> int | None:

@@ -101,6 +101,12 @@ class StepSync:
         if wrappers is not None:
             wrappers.require(required)
 
+    def finish(self, chunk: int) -> None:
+        """After the last backward of a chunk."""
+        wrappers = self._wrappers[chunk]
+        if wrappers is not None and wrappers.must_finish:
+            wrappers.finish()
+
     def abandon(self, chunk: int, reason: str) -> None:
         wrappers = self._wrappers[chunk]
         if wrappers is not None:

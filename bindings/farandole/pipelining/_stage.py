@@ -26,7 +26,9 @@ class PipelineStage:
             items of a tuple or list, or anything else as the only argument. A tensor or a tuple of tensors
             is fastest; whatever else can be pickled is handed over, too, and takes one more message: nested
             structures, None, numbers, texts, objects, with at least one tensor, wherever it is. Values may
-            differ from step to step, but not how many tensors there are, while inputs have the same shapes.
+            differ from step to step, but not how many tensors there are, while inputs have the same shapes;
+            and what is no tensor may take twice the bytes that it took first (256 count as one, more is an
+            error, and the step after it has the room).
             The last stage returns anything that the loss takes. It may be wrapped for data parallelism by
             ``farandole.ddp.DistributedDataParallel`` or torch's, or sharded by ``fully_shard`` (FSDP2).
         stage_index: from 0; which stages live on which rank, the schedule says.

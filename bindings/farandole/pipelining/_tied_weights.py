@@ -55,10 +55,10 @@ class TiedWeights:
                 flat = self._flat[dtype] = torch.empty(sum(p.numel() for p in parameters), dtype=dtype)
             parts = flat.split([p.numel() for p in parameters])
             for parameter, part in zip(parameters, parts, strict=True):
-                part.zero_() if parameter.grad is None else part.copy_(parameter.grad.reshape(-1))
+                part.zero_() if parameter.grad is None else part.copy_(_dense(parameter.grad).reshape(-1))
             dist.all_reduce(flat, group=self._group)
             for parameter, part in zip(parameters, parts, strict=True):
-                if parameter.grad is None:
+                if parameter.grad is None or parameter.grad.layout != torch.strided:
                     parameter.grad = torch.empty_like(parameter)
                 parameter.grad.copy_(part.view(parameter.shape))
 
@@ -67,6 +67,10 @@ class TiedWeights:
         for parameter in self._parameters:
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
         return by_dtype
+
+
+def _dense(grad: torch.Tensor) -> torch.Tensor:
+    return grad if grad.layout == torch.strided else grad.to_dense()
 
 
 def _compare(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:

@@ -78,7 +78,7 @@ def loss_func(kind: str, weights: torch.Tensor, output: torch.Tensor, non_loss_d
     if kind == "mean":
         loss = total / weights.sum().clamp(min=1)
         return loss, {"loss": loss.detach().clone()}
-    tokens = weights.sum().to(torch.int)
+    tokens = weights.sum()  # int64, where the count of all of them has int32
     return total, tokens, {"total": total.detach().clone(), "tokens": tokens}
 
 
@@ -116,7 +116,7 @@ class Recorder:
     def finalize(
         self, models: Any, num_tokens: Any = None, pg_collection: Any = None, force_all_reduce: Any = None
     ) -> None:
-        tokens = None if num_tokens is None else int(num_tokens)
+        tokens = None if num_tokens is None else (int(num_tokens), num_tokens.dtype)
         self.log.append(("finalize", len(models), tokens, pg_collection is not None, force_all_reduce))
 
 

@@ -11,6 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from farandole import megatron
 from farandole.bench import _megatron_core
@@ -69,6 +72,8 @@ class Float16Module(nn.Module):
 def _wrap(kind: str, chunk: nn.Module, group: dist.ProcessGroup) -> nn.Module:
     if kind == "ours":
         return DistributedDataParallel(chunk, group)
+    if kind == "sharded":
+        return fully_shard(chunk, mesh=DeviceMesh.from_group(group, "cpu"))
     if kind == "torch":
         return nn.parallel.DistributedDataParallel(chunk, process_group=group)
     if kind == "ours over Float16Module":
@@ -83,7 +88,9 @@ def _wrapped(rank: int, world_size: int, virtual: int | None) -> None:
     stage, size = parallel_state.get_pipeline_model_parallel_rank(), 2
     replicas = parallel_state.get_data_parallel_group()
     chunks = virtual or 1
-    kinds = ["ours", "torch", "ours over Float16Module"] if world_size == 4 else ["compiled", "Float16Module"]
+    kinds = (
+        ["ours", "torch", "ours over Float16Module", "sharded"] if world_size == 4 else ["compiled", "Float16Module"]
+    )
     for kind in kinds:
         for hooked in (False, True):
             config = _config()
@@ -98,7 +105,8 @@ def _wrapped(rank: int, world_size: int, virtual: int | None) -> None:
             for chunk in own:
                 for mine, other in zip(chunk.parameters(), alone[chunk.stage].parameters(), strict=True):
                     assert mine.grad is not None and other.grad is not None
-                    torch.testing.assert_close(mine.grad, 2 * other.grad, rtol=1e-9, atol=1e-12)
+                    grad = mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad
+                    torch.testing.assert_close(grad, 2 * other.grad, rtol=1e-9, atol=1e-12)
     parallel_state.destroy_model_parallel()
 
 

@@ -202,6 +202,46 @@ def test_arguments_that_do_not_fit_are_told_on_every_rank_and_the_next_step_runs
     assert expected.removeprefix("RuntimeError: ") in first
 
 
+def _refused_with_barriers(rank: int, world_size: int) -> str:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=world_size)
+
+    def timers(name: str, log_level: int | None = None) -> Any:
+        return SimpleNamespace(start=lambda barrier=False: dist.barrier() if barrier else None, stop=lambda: None)
+
+    model = _model(rank, world_size, timers=timers)
+    step = megatron.get_forward_backward_func()
+    with pytest.raises((RuntimeError, ValueError)) as raised:
+        step(**_arguments(model, 4 if rank == 0 else 0))
+    assert len(step(**_arguments(model, 4))) == (4 if rank == world_size - 1 else 0)
+    parallel_state.destroy_model_parallel()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "farandole"])
+def test_nobody_waits_in_a_timers_barrier_for_a_rank_that_refuses(backend):
+    for text in run_ranks(_refused_with_barriers, 2, backend):
+        assert "num_microbatches is 0, expected an int of at least 1" in text
+
+
+def _constant_loss(rank: int, world_size: int) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=world_size)
+    model = _model(rank, world_size)
+
+    def forward_step(iterator: Iterator[Any], model: nn.Module) -> Any:
+        output = model(next(iterator)["x"])
+        return [output, lambda output: (torch.zeros(()), {"loss": 0})]
+
+    reduced = megatron.get_forward_backward_func()(**_arguments(model, 3, forward_step_func=forward_step))
+    assert reduced == ([{"loss": 0}] * 3 if rank == world_size - 1 else [])
+    for parameter in model.parameters():
+        assert parameter.grad is None or not parameter.grad.any()
+    parallel_state.destroy_model_parallel()
+
+
+def test_a_loss_of_nothing_gives_no_gradients():
+    run_ranks(_constant_loss, 2, "farandole")
+
+
 def _differs(rank: int, world_size: int) -> str:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=world_size)
     step = megatron.get_forward_backward_func()

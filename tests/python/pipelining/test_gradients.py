@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from farandole.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from farandole.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, get_schedule_class, plan
 from pipelining.pipeline_support import BACKENDS, assert_same_gradients, random_stages, train_alone
 from support.processes import run_ranks
 
@@ -117,3 +117,67 @@ def _accumulate(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_of_two_steps_add_up(backend: str) -> None:
     run_ranks(_accumulate, 2, backend)
+
+
+class _Shifts(nn.Module):
+    """Autograd gives the input and ``shift`` one and the same gradient, in one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.scale = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.view(1, 8) + self.shift.view(1, 8)) * self.scale
+
+
+def _train_stages_that_shift(rank: int, world_size: int) -> None:
+    for name in ("GPipe", "LoopedBFS", "V-Half", "ZBV", "InterleavedZeroBubble"):
+        num_stages = world_size if name == "GPipe" else 2 * world_size
+        owners = plan(name, num_stages, 4, num_ranks=world_size).rank_of_stage
+        modules = [_Shifts() for _ in range(num_stages)]
+        alone = copy.deepcopy(modules)
+        stages = [PipelineStage(modules[i], i, num_stages, "cpu") for i, owner in enumerate(owners) if owner == rank]
+        given = stages[0] if name == "GPipe" else stages
+        schedule = get_schedule_class(name)(given, 4, lambda output, target: (output * target).sum())
+        x, y = torch.ones(4, 8), torch.arange(1.0, 5)[:, None].expand(4, 8).contiguous()
+        schedule.step(x, target=y)
+        for a, b in zip(x.split(1), y.split(1), strict=True):
+            for module in alone:
+                a = module(a)
+            ((a * b).sum() / 4).backward()
+        for i in (i for i, owner in enumerate(owners) if owner == rank):
+            for mine, other in zip(modules[i].parameters(), alone[i].parameters(), strict=True):
+                assert mine.grad is not None and other.grad is not None
+                assert torch.allclose(mine.grad, other.grad), (name, i, mine.grad, other.grad)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_gradient_of_an_input_is_not_added_to_with_that_of_a_parameter(world_size: int) -> None:
+    run_ranks(_train_stages_that_shift, world_size, "farandole")
+
+
+def _train_a_loss_with_a_parameter(rank: int, world_size: int) -> None:
+    module, weight = nn.Linear(3, 3), nn.Parameter(torch.ones(1))
+    doubled = torch.zeros(1, requires_grad=True)
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = (output - target).square().mean() + weight.squeeze() + 0 * doubled.squeeze()
+        loss.register_hook(lambda grad: grad.mul_(2))
+        return loss
+
+    schedule = ScheduleGPipe(PipelineStage(module, 0, 1, "cpu"), 2, loss_fn)
+    x, y = torch.ones(4, 3), torch.zeros(4, 3)
+    seen = []
+    for _ in range(3):
+        module.zero_grad()
+        weight.grad = None
+        schedule.step(x, target=y)
+        assert module.bias.grad is not None and weight.grad is not None
+        seen.append((weight.grad.item(), module.bias.grad.clone()))
+    for grad, bias in seen:
+        assert grad == 2.0
+        assert torch.equal(bias, seen[0][1])
+
+
+def test_the_gradient_of_a_loss_is_the_same_in_every_step_whoever_keeps_or_changes_it() -> None:
+    run_ranks(_train_a_loss_with_a_parameter, 1, "farandole")

@@ -151,11 +151,11 @@ def _change(rank: int, world_size: int) -> None:
     schedule = Schedule1F1B(PipelineStage(modules[rank], rank, world_size, "cpu"), 3, nn.MSELoss())
     assert _step(schedule) == ""
     for beside, expected in (
-        ("a" * 150, ""),
-        ("a" * 300, "the module returned beside tensors takes 512 bytes, expected at most 256 as in the step before"),
-        ("a" * 300, ""),
+        ("a" * 300, ""),  # there is room for twice as much, in whole blocks
+        ("a" * 600, "the module returned beside tensors takes 768 bytes, expected at most 512 as in the step before"),
+        ("a" * 600, ""),
         ("a", ""),  # smaller than in the step that learned
-        ("no", "the outputs are (float32[2, 5] requires grad), expected (float32[2, 5] requires grad, packet[512])"),
+        ("no", "the outputs are (float32[2, 5] requires grad), expected (float32[2, 5] requires grad, packet[1536])"),
         ("no", ""),
         ("a", "requires grad, packet[256]), expected (float32[2, 5] requires grad) as in the step before"),
         ("a", ""),
@@ -247,7 +247,7 @@ def _declare(rank: int, world_size: int) -> None:
     good, bad = torch.empty(2, WIDTH), torch.empty(2, WIDTH + 1)
     for given, text in (
         (good, ""),
-        (bad, "the inputs are (float32[2, 5] requires grad, packet[256]), expected as decl"),
+        (bad, "the inputs are (float32[2, 5] requires grad, packet[512]), expected as decl"),
     ):
         stage = PipelineStage(modules[rank], rank, world_size, "cpu", **({"input_args": given} if rank == 1 else {}))
         error = _step(Schedule1F1B(stage, 3, nn.MSELoss()))
