@@ -14,20 +14,9 @@ from farandole.bench._pipeline_rank import MICROBATCHES, Case, Step, run_steps
 from farandole.bench._ranks import RANKS, RankPair
 from farandole.bench._series import Measurement, Report, Sample, Series, Target, interleave
 from farandole.bench._settings import Settings
+from farandole.bench.schedules import STAGES_PER_RANK
 
-_STAGES_PER_RANK = {
-    "GPipe": 1,
-    "1F1B": 1,
-    "ZB-H1": 1,
-    "ZB-H2": 1,
-    "Interleaved1F1B": 2,
-    "LoopedBFS": 2,
-    "InterleavedZeroBubble": 2,
-    "ZBV": 2,
-    "V-Half": 2,
-    "V-Min": 2,
-    "DualPipeV": 2,
-}
+_STAGES_PER_RANK = STAGES_PER_RANK | {"LoopedBFS": 2}
 _WIDTH = 256
 _TOLERANCE = 0.1
 _STEPS = 3  # per round, after as many that are profiled

@@ -19,7 +19,7 @@ from farandole.bench._sleeping_rank import run_steps, sleep_often
 _RANKS = 4
 _MICROBATCHES = 12
 _SECONDS = 0.01  # of F, I and W each, on a rank
-_STAGES_PER_RANK = {
+STAGES_PER_RANK = {
     "GPipe": 1,
     "1F1B": 1,
     "ZB-H1": 1,
@@ -48,7 +48,7 @@ def measure(settings: Settings, pair: RankPair) -> Report:
     series: dict[str, list[Series]] = {}
     with Ranks(_RANKS, ("farandole",)) as ranks:
         measurements = []
-        for name, per_rank in _STAGES_PER_RANK.items():
+        for name, per_rank in STAGES_PER_RANK.items():
             plan = pipelining.plan(name, per_rank * _RANKS, _MICROBATCHES, num_ranks=_RANKS)
             series[name] = [
                 Series("step", name),
