@@ -48,6 +48,10 @@ Result<std::shared_ptr<NcclCommunicator>> PointToPoint::makeCommunicator(EdgeKey
   const int rank = key.isSend ? 0 : 1;
   const auto id = setup_.meeting->meet(name, rank, 2, DeviceClock::now() + setup_.timeout);
   if (!id) return id.status().wrap(name);
+  {
+    std::lock_guard lock(connectingMutex_);
+    met_.insert(key);
+  }
   return NcclCommunicator::connect(*setup_.runtime, {name, *id, rank, 2, setup_.device, setup_.maxCtas});
 }
 
@@ -84,8 +88,22 @@ Status PointToPoint::connectEdge(EdgeKey key) {
 
 void PointToPoint::connectNow(EdgeKey key) {
   const Status status = connectEdge(key);
+  {
+    std::lock_guard lock(connectingMutex_);
+    met_.erase(key);
+  }
+  connected_.notify_all();
   if (status) return;
   if (const auto group = setup_.group.lock()) group->fail(status);
+}
+
+Status PointToPoint::close() {
+  {
+    // The other end of an edge waits for this one to close it, too.
+    std::unique_lock lock(connectingMutex_);
+    connected_.wait_for(lock, setup_.timeout, [this] { return met_.empty(); });
+  }
+  return communicators_.closeAll();
 }
 
 void PointToPoint::noteOrder(EdgeKey key, const Status& status) {

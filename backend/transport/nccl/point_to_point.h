@@ -1,8 +1,10 @@
 #pragma once
 
+#include <condition_variable>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <span>
 #include <string>
 #include <utility>
@@ -58,7 +60,7 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   // Ends everything with this error; what comes later, too.
   void endAll(const Status& why);
   // Waits on the host until what was sent has arrived; nothing may be posted any more.
-  Status close() { return communicators_.closeAll(); }
+  Status close();
   Status addMemoryUse(NcclMemoryUse& use) { return communicators_.addMemoryUse(use); }
   // What NCCL has found.
   Status asyncError() { return communicators_.asyncError(); }
@@ -89,6 +91,9 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   AbortableCommunicators communicators_;
   std::mutex lanesMutex_;  // apart, as the communicators: mutex_ may be held by who is stuck in a call
   std::vector<std::shared_ptr<DeviceLane>> lanes_;
+  std::mutex connectingMutex_;
+  std::condition_variable connected_;
+  std::set<EdgeKey> met_;  // whose two ends have met and are being connected
   std::mutex mutex_;
   std::map<EdgeKey, Edge> edges_;
   OwnMessages own_;

@@ -88,9 +88,10 @@ def _results(rank, world_size):
         with pytest.raises(RuntimeError, match="RECV has no duration"):
             dist.irecv(torch.zeros(1), 1, tag=4)._get_duration()
     backend = _backend()
-    if hasattr(backend, "get_error"):
-        assert backend.get_error().name == "SUCCESS"
-        dist.barrier()  # the first abort is every rank's error
+    has_error = hasattr(backend, "get_error")  # torch 2.11 has not
+    assert not has_error or backend.get_error().name == "SUCCESS"
+    dist.barrier()  # the first abort is every rank's error
+    if has_error:
         backend.abort()
         assert backend.get_error().name == "COMM_ERROR"
     return True
