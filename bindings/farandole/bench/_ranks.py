@@ -186,8 +186,6 @@ def _make_groups(rank: int, size: int, store: str, backends: Sequence[str]) -> d
     for backend in backends:
         if groups:
             groups[backend] = dist.new_group(backend=backend, timeout=timeout)
-            if backend == "gloo":  # of torch 2.11: a first message to a rank that is late fails
-                dist.barrier(groups[backend])
         else:
             dist.init_process_group(
                 backend, store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timeout

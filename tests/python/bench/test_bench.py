@@ -4,6 +4,7 @@ import json
 import statistics
 
 import pytest
+import torch
 
 from farandole.bench.__main__ import SUBJECTS, main
 from farandole.bench._gpus import why_no_gpu
@@ -159,6 +160,8 @@ def test_actions_are_measured_beside_torchs_runtime(tmp_path, capsys):
         (case, peer)
         for case in ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBV")
         for peer in ("farandole", "torch over gloo", "farandole, without waiting")
+        # torch 2.11 sends to itself in a V, which gloo refuses.
+        if not (case == "ZBV" and peer == "torch over gloo" and torch.__version__.startswith("2.11."))
     }
     for (case, peer, quantity), value in medians.items():
         if quantity == "per action" and "waiting" not in peer:
