@@ -54,7 +54,6 @@ def measure(settings: Settings, pair: RankPair) -> Report:
         report.series.append(alone)
         name = f"{case.schedule} per action, without waiting"
         report.targets.append(Target(name, alone.median(), _limit(case), at_most=True, unit="s"))
-        report.ratios.append(ratio("per action / farandole's", series["torch"][1], series["farandole"][1]))
     return report
 
 
