@@ -6,13 +6,12 @@ import time
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from farandole import _C, pipelining
 from farandole.bench._actions_rank import ROWS, WIDTH, run_bare
 from farandole.bench._pipeline_rank import MICROBATCHES, Case
-from farandole.bench._ranks import RANKS, Rank
+from farandole.bench._ranks import Rank
 
 
 def time_host(rank: Rank, case: Case, count: int) -> tuple[list[float], list[float], int]:
@@ -36,14 +35,6 @@ def time_host(rank: Rank, case: Case, count: int) -> tuple[list[float], list[flo
     return steps, bare, actions
 
 
-def _fake_group(rank: Rank) -> Any:
-    if "fake" not in rank.groups:
-        import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers it)
-
-        rank.groups["fake"] = dist.new_group(backend="fake")
-    return rank.groups["fake"]
-
-
 def _prepare(rank: Rank, case: Case) -> tuple[Any, ...]:
     plan = pipelining.lower(case.plan())
     mine = {index: nn.Linear(WIDTH, WIDTH) for index, owner in enumerate(plan.rank_of_stage) if owner == rank.rank}
@@ -52,7 +43,7 @@ def _prepare(rank: Rank, case: Case) -> tuple[Any, ...]:
     executor = _C.PipelineExecutor(
         plan=plan,
         rank=rank.rank,
-        group=_fake_group(rank) if RANKS > 1 else None,
+        group=rank.groups["fake"],
         stages=[
             _C.PipelineStage(
                 index=index,

@@ -34,7 +34,6 @@ class Call:
     collect_non_loss_data: bool
     first_val_step: bool | None
     max_outstanding: int | None  # microbatches after which the choice of what to checkpoint repeats; None: no choice
-    num_forwards: int = 0
     is_backward_timed: bool = False
 
     def checkpoint_argument(self) -> tuple[bool, ...]:
@@ -42,7 +41,7 @@ class Call:
         if self.max_outstanding is None:
             return ()
         limit = self.config.num_microbatches_with_partial_activation_checkpoints
-        return (self.num_forwards % self.max_outstanding >= limit,)
+        return (self.sync.forwards_begun % self.max_outstanding >= limit,)
 
     def start_backward_timer(self) -> None:
         if self.config.timers is not None:
@@ -77,12 +76,13 @@ class Chunk:
         call = self._current()
         model, config = call.models[self._number], call.config
         self._enter()
+        checkpoint = call.checkpoint_argument()
         call.sync.before_forward()
         with timed(config, "forward-compute", 2):
             self._announce(model, microbatch)
             get_attr_wrapped_model(model, "set_input_tensor")(list(inputs) if inputs else [None])
             with _autocast(config):
-                returned = call.forward_step_func(call.iterators[self._number], model, *call.checkpoint_argument())
+                returned = call.forward_step_func(call.iterators[self._number], model, *checkpoint)
             if not isinstance(returned, (tuple, list)) or len(returned) != 2:
                 raise TypeError(
                     f"forward_step_func returned a {type(returned).__name__}, expected (output_tensor, loss_func)"
@@ -99,7 +99,6 @@ class Chunk:
                     call.collect_non_loss_data,
                 )
         set_auxiliary_loss_scales(config, call.num_microbatches, call.cp_size)
-        call.num_forwards += 1
         if not self._is_last:
             return self._sent(output, inputs)
         if call.forward_only:

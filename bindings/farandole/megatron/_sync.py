@@ -60,7 +60,8 @@ class StepSync:
                 )
         self._contexts: contextlib.ExitStack | None = None
         self._synced: set[int] = set()
-        self._num_forwards = self._num_backwards = 0
+        self.forwards_begun = 0
+        self._num_backwards = 0
 
     def begin(self) -> None:
         self._disable()
@@ -69,14 +70,14 @@ class StepSync:
 
     def before_forward(self) -> None:
         """Of the next one of the plan."""
-        ahead = self._num_forwards + self._pp_rank
+        ahead = self.forwards_begun + self._pp_rank
         if self._param_sync and ahead < len(self._forwards) and self._forwards[ahead][1] == 0:
             chunk = self._forwards[ahead][0] + 1
             if 1 < chunk < len(self._models):
                 self._gather(chunk)
-        if self._pp_size == 1 and self._forwards[self._num_forwards][1] == self._last:
+        if self._pp_size == 1 and self._forwards[self.forwards_begun][1] == self._last:
             self._enable()
-        self._num_forwards += 1
+        self.forwards_begun += 1
 
     def before_backward(self) -> None:
         """Of the next one of the plan."""

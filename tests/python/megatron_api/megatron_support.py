@@ -12,6 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
+
+from farandole import megatron
 
 HIDDEN, SEQUENCE, BATCH = 6, 4, 2
 
@@ -128,6 +131,55 @@ def collection_of(tp: int = 1, cp: int = 1) -> Any:
 
 def gradients(models: list[nn.Module]) -> list[torch.Tensor | None]:
     return [p.grad for model in models for p in model.parameters()]
+
+
+def config_of(**options: Any) -> Any:
+    """For chunks of these tests."""
+    config = megatron.ModelParallelConfig(hidden_size=HIDDEN, pipeline_dtype=torch.double, **options)
+    config.model_type = megatron.ModelType.encoder_or_decoder  # type: ignore[attr-defined]
+    return config
+
+
+def chunk_of(stage: int, num_stages: int, **options: Any) -> Chunk:
+    """A chunk with such a config."""
+    return Chunk(config_of(**options), stage, num_stages)
+
+
+def arguments(model: Any, count: int, **changed: Any) -> dict[str, Any]:
+    """Of a forward-backward function."""
+    given = dict(
+        forward_step_func=partial(forward_step, "mean", []),
+        data_iterator=batches(1, count),
+        model=model,
+        num_microbatches=count,
+        seq_length=SEQUENCE,
+        micro_batch_size=BATCH,
+    )
+    return given | changed
+
+
+def train_alone(num_stages: int, count: int, seeds: list[int]) -> tuple[list[Chunk], list[float]]:
+    """All chunks in one process, with gradients that are means over the seeds' batches; and the losses."""
+    chunks = [chunk_of(stage, num_stages) for stage in range(num_stages)]
+    losses = []
+    for seed in seeds:
+        for batch in batches(seed, count):
+            x = batch["x"]
+            for chunk in chunks:
+                chunk.set_input_tensor([None if chunk.is_first else x])
+                x = chunk(x)
+            loss, _ = loss_func("mean", batch["weights"], x)
+            losses.append(loss.item())
+            (loss / count / len(seeds)).backward()
+    return chunks, losses
+
+
+def assert_gradients(model: nn.Module, expected: nn.Module, factor: float = 1) -> None:
+    """Those of the model are so many times those that are expected."""
+    for mine, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert mine.grad is not None and other.grad is not None
+        grad = mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad
+        torch.testing.assert_close(grad, factor * other.grad, rtol=1e-9, atol=1e-12)
 
 
 def assert_equal(ours: Any, theirs: Any, context: Any) -> None:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from farandole import megatron
 from farandole.bench import _megatron_core
@@ -23,39 +22,15 @@ from megatron_api import megatron_support as support
 from support.processes import run_ranks
 
 
-def _config(**options: Any) -> megatron.ModelParallelConfig:
-    config = megatron.ModelParallelConfig(hidden_size=support.HIDDEN, pipeline_dtype=torch.double, **options)
-    config.model_type = megatron.ModelType.encoder_or_decoder  # type: ignore[attr-defined]
-    return config
-
-
-def _train(models: list[nn.Module], count: int, seed: int, **options: Any) -> list[Any]:
-    function = megatron.get_forward_backward_func()
-    interleaved = len(models) > 1
+def _train(models: list[nn.Module], count: int, seed: int) -> None:
     iterators = [support.batches(seed, count) for _ in models]
-    return function(
-        forward_step_func=partial(support.forward_step, "mean", []),
+    interleaved = len(models) > 1
+    given = support.arguments(
+        models if interleaved else models[0],
+        count,
         data_iterator=iterators if interleaved else iterators[0],
-        model=models if interleaved else models[0],
-        num_microbatches=count,
-        seq_length=support.SEQUENCE,
-        micro_batch_size=support.BATCH,
-        **options,
     )
-
-
-def _alone(num_stages: int, count: int, seeds: list[int]) -> list[nn.Module]:
-    """All stages in one process; gradients are means over the seeds' batches."""
-    chunks = [support.Chunk(_config(), stage, num_stages) for stage in range(num_stages)]
-    for seed in seeds:
-        for batch in support.batches(seed, count):
-            x = batch["x"]
-            for chunk in chunks:
-                chunk.set_input_tensor([None if chunk.is_first else x])
-                x = chunk(x)
-            loss, _ = support.loss_func("mean", batch["weights"], x)
-            (loss / count / len(seeds)).backward()
-    return chunks
+    megatron.get_forward_backward_func()(**given)
 
 
 class Float16Module(nn.Module):
@@ -93,7 +68,7 @@ def _wrapped(rank: int, world_size: int, virtual: int | None) -> None:
     )
     for kind in kinds:
         for hooked in (False, True):
-            config = _config()
+            config = support.config_of()
             own = [support.Chunk(config, c * size + stage, size * chunks) for c in range(chunks)]
             models = [_wrap(kind, chunk, replicas) for chunk in own]
             if hooked and kind.startswith("ours"):
@@ -101,12 +76,9 @@ def _wrapped(rank: int, world_size: int, virtual: int | None) -> None:
             seeds = [5 + replica for replica in range(replicas.size())]
             for _ in range(2):
                 _train(models, 4, seeds[replicas.rank()])
-            alone = _alone(size * chunks, 4, seeds * 2)
+            alone, _ = support.train_alone(size * chunks, 4, seeds)
             for chunk in own:
-                for mine, other in zip(chunk.parameters(), alone[chunk.stage].parameters(), strict=True):
-                    assert mine.grad is not None and other.grad is not None
-                    grad = mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad
-                    torch.testing.assert_close(grad, 2 * other.grad, rtol=1e-9, atol=1e-12)
+                support.assert_gradients(chunk, alone[chunk.stage], factor=2)  # of two steps
     parallel_state.destroy_model_parallel()
 
 
@@ -145,7 +117,7 @@ def _encode_decode(rank: int, world_size: int, split: int, variable: bool) -> No
     assert parallel_state.is_pipeline_stage_before_split() == (rank < split)
     source_length, target_length, count = 7, 3, 5
     model = EncoderDecoder(rank, split, world_size)
-    model.config = _config(variable_seq_lengths=variable)
+    model.config = support.config_of(variable_seq_lengths=variable)
     alone = [EncoderDecoder(i, split, world_size) for i in range(world_size)]
     torch.manual_seed(1)
     shape = support.BATCH, support.HIDDEN
@@ -176,8 +148,7 @@ def _encode_decode(rank: int, world_size: int, split: int, variable: bool) -> No
             encoded, decoded = (output, decoded) if one.rank < split else (encoded, output)
         means.append(decoded.mean().item())
         (decoded.square().mean() / count).backward()
-    for mine, other in zip(model.parameters(), alone[rank].parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-9, atol=1e-12)
+    support.assert_gradients(model, alone[rank])
     assert len(reduced) == (count if rank == world_size - 1 else 0)
     for one, mean in zip(reduced, means):
         assert one["mean"] == pytest.approx(mean, rel=1e-9)
@@ -201,7 +172,7 @@ def _asks_where_it_is(rank: int, world_size: int) -> None:
     _megatron_core.import_schedules()
     from megatron.core import parallel_state as theirs
 
-    config = _config()
+    config = support.config_of()
     seen: list[Any] = []
     models = [support.Chunk(config, c * world_size + rank, 2 * world_size) for c in range(2)]
 
@@ -226,7 +197,7 @@ def test_user_functions_learn_which_chunk_runs_in_forward_and_backward():
 
 def _lets_outputs_go(rank: int, world_size: int) -> list[int]:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=world_size)
-    model = support.Chunk(_config(), rank, world_size)
+    model = support.chunk_of(rank, world_size)
     outputs: list[Any] = []
     alive: list[int] = []
 
@@ -242,14 +213,7 @@ def _lets_outputs_go(rank: int, world_size: int) -> list[int]:
     for _ in range(2):
         alive.clear()
         outputs.clear()
-        megatron.get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=support.batches(1, 12),
-            model=model,
-            num_microbatches=12,
-            seq_length=support.SEQUENCE,
-            micro_batch_size=support.BATCH,
-        )
+        megatron.get_forward_backward_func()(**support.arguments(model, 12, forward_step_func=forward_step))
     parallel_state.destroy_model_parallel()
     return alive
 
@@ -262,7 +226,7 @@ def test_outputs_that_have_been_sent_are_let_go():
 
 def _held_outputs_stay(rank: int, world_size: int) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=world_size)
-    model = support.Chunk(_config(deallocate_pipeline_outputs=True), rank, world_size)
+    model = support.chunk_of(rank, world_size, deallocate_pipeline_outputs=True)
     held: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def forward_step(iterator: Iterator[Any], model: nn.Module) -> Any:
@@ -273,14 +237,7 @@ def _held_outputs_stay(rank: int, world_size: int) -> None:
         held.append((output, output.detach().clone()))
         return output, partial(support.loss_func, "mean", batch["weights"])
 
-    megatron.get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=support.batches(1, 6),
-        model=model,
-        num_microbatches=6,
-        seq_length=support.SEQUENCE,
-        micro_batch_size=support.BATCH,
-    )
+    megatron.get_forward_backward_func()(**support.arguments(model, 6, forward_step_func=forward_step))
     if rank < world_size - 1:
         for output, copied in held:
             assert torch.equal(output, copied)
@@ -293,16 +250,15 @@ def test_views_and_outputs_that_the_user_holds_keep_their_values():
 
 def _frozen_first_stage(rank: int, world_size: int) -> None:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=world_size)
-    model = support.Chunk(_config(), rank, world_size)
-    alone = _alone(world_size, 3, [2])
+    model = support.chunk_of(rank, world_size)
+    alone, _ = support.train_alone(world_size, 3, [2])
     if rank == 0:
         model.requires_grad_(False)
     _train([model], 3, 2)
-    for mine, other in zip(model.parameters(), alone[rank].parameters(), strict=True):
-        if rank == 0:
-            assert mine.grad is None
-        else:
-            torch.testing.assert_close(mine.grad, other.grad, rtol=1e-9, atol=1e-12)
+    if rank == 0:
+        assert all(parameter.grad is None for parameter in model.parameters())
+    else:
+        support.assert_gradients(model, alone[rank])
     parallel_state.destroy_model_parallel()
 
 

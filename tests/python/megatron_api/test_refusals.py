@@ -1,0 +1,125 @@
+"""Arguments and groups that do not fit: told on every rank, and nobody waits."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+from farandole import megatron
+from farandole.megatron import parallel_state
+from megatron_api import megatron_support as support
+from support.processes import run_ranks
+
+
+def _refused(rank: int, world_size: int, case: str) -> str:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=world_size)
+    step = megatron.forward_backward_pipelining_without_interleaving
+    model: Any = support.chunk_of(rank, world_size)
+    changed: dict[str, Any] = {}
+    if rank == 1:
+        if case == "config":
+            model.config.overlap_moe_expert_parallel_comm = True
+        elif case == "hidden_size":
+            model.config.hidden_size = None
+        elif case == "seq_length":
+            changed["seq_length"] = 0
+        elif case == "two models":
+            changed["model"] = [model, model]
+        elif case == "no set_input_tensor":
+            wrong = nn.Linear(1, 1)
+            wrong.config = model.config  # type: ignore[assignment]
+            changed["model"] = wrong
+        elif case == "count":
+            changed["num_microbatches"] = 0
+        elif case == "no_sync":
+            model.config.no_sync_func = lambda: 1 // 0
+    with pytest.raises((RuntimeError, ValueError, TypeError, NotImplementedError, ZeroDivisionError)) as raised:
+        step(**(support.arguments(model, 4) | changed))
+    model = support.chunk_of(rank, world_size)
+    step(**support.arguments(model, 4))
+    parallel_state.destroy_model_parallel()
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("config", "NotImplementedError: config.overlap_moe_expert_parallel_comm is True, expected False"),
+        (
+            "hidden_size",
+            "ValueError: config.hidden_size is None and config.pipeline_dtype is torch.float64, expected an",
+        ),
+        ("seq_length", "ValueError: seq_length is 0, expected an int of at least 1"),
+        ("two models", "ValueError: model is a list of 2, expected one"),
+        ("no set_input_tensor", "RuntimeError: model is a Linear without set_input_tensor, expected one here"),
+        ("count", "ValueError: num_microbatches is 0, expected an int of at least 1"),
+        ("no_sync", "ZeroDivisionError"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_told_on_every_rank_and_the_next_step_runs(case, expected):
+    first, second = run_ranks(_refused, 2, "farandole", case=case)
+    assert second.startswith(expected), second
+    assert first.startswith("RuntimeError: the step cannot run: rank 1: ")
+    assert expected.removeprefix("RuntimeError: ") in first
+
+
+def _refused_with_barriers(rank: int, world_size: int) -> str:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=world_size)
+
+    def timers(name: str, log_level: int | None = None) -> Any:
+        return SimpleNamespace(start=lambda barrier=False: dist.barrier() if barrier else None, stop=lambda: None)
+
+    model = support.chunk_of(rank, world_size, timers=timers)
+    step = megatron.get_forward_backward_func()
+    with pytest.raises((RuntimeError, ValueError)) as raised:
+        step(**support.arguments(model, 4 if rank == 0 else 0))
+    assert len(step(**support.arguments(model, 4))) == (4 if rank == world_size - 1 else 0)
+    parallel_state.destroy_model_parallel()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "farandole"])
+def test_nobody_waits_in_a_timers_barrier_for_a_rank_that_refuses(backend):
+    for text in run_ranks(_refused_with_barriers, 2, backend):
+        assert "num_microbatches is 0, expected an int of at least 1" in text
+
+
+def test_without_groups_there_is_no_pipeline():
+    with pytest.raises(RuntimeError, match="model parallelism is not initialized"):
+        megatron.get_forward_backward_func()
+    assert megatron.get_forward_backward_func(pp_size=1) is megatron.forward_backward_no_pipelining
+    assert megatron.get_forward_backward_func(2, 2) is megatron.forward_backward_pipelining_with_interleaving
+    model = support.chunk_of(0, 1)
+    assert len(megatron.forward_backward_no_pipelining(**support.arguments(model, 3))) == 3
+    assert not dist.is_initialized()
+    with pytest.raises(RuntimeError, match="expected initialize_model_parallel"):
+        megatron.forward_backward_pipelining_without_interleaving(**support.arguments(model, 3))
+
+
+def _bad_groups(rank: int, world_size: int) -> None:
+    for arguments, message in (
+        (dict(pipeline_model_parallel_size=3), r"pipeline_model_parallel_size is 3, expected a divisor of the 2 ranks"),
+        (dict(tensor_model_parallel_size=0), "tensor_model_parallel_size is 0, expected an int of at least 1"),
+        (
+            dict(pipeline_model_parallel_size=2, pipeline_model_parallel_split_rank=2),
+            "pipeline_model_parallel_split_rank is 2, expected 1 to 1",
+        ),
+        (
+            dict(virtual_pipeline_model_parallel_size=2),
+            "virtual_pipeline_model_parallel_size is 2 with 1 pipeline ranks",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parallel_state.initialize_model_parallel(**arguments)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    assert parallel_state.get_tensor_model_parallel_rank() == rank
+    with pytest.raises(RuntimeError, match="initialized already"):
+        parallel_state.initialize_model_parallel()
+
+
+def test_sizes_that_do_not_fit_the_world_are_refused():
+    run_ranks(_bad_groups, 2, "farandole")
