@@ -10,7 +10,7 @@ namespace farandole::ddp {
 namespace {
 
 // Collectives know no complex numbers.
-at::Tensor asReal(at::Tensor data) {
+at::Tensor asReal(const at::Tensor& data) {
   if (!data.is_complex()) return data;
   at::AutoDispatchBelowADInplaceOrView untracked;
   return at::view_as_real(data).view(-1);
@@ -18,23 +18,38 @@ at::Tensor asReal(at::Tensor data) {
 
 }  // namespace
 
-Bucket::Bucket(at::Tensor data, std::vector<int> parameters)
-    : data_(asReal(std::move(data))), parameters_(std::move(parameters)), pending_(parameters_.size()) {}
+Bucket::Bucket(const at::Tensor& data, std::shared_ptr<const Reduction> reduction)
+    : data_(asReal(data)), part_(reduction->partOf(data_)), reduction_(std::move(reduction)) {}
 
-void Bucket::issue(c10d::ProcessGroup& group) {
-  const int size = group.getSize();
-  if (size == 1 || data_.numel() == 0) return;
-  data_.mul_(1.0 / size);
-  std::vector<at::Tensor> tensors = {data_};
-  work_ = group.allreduce(tensors);
+void Bucket::issue() {
+  step_ = Step::kGroup;
+  work_ = reduction_->startGroup(data_);
 }
 
-void Bucket::wait(c10d::ProcessGroup& group) {
-  if (auto work = std::exchange(work_, nullptr)) await(group, data_.device().type(), *work);
+bool Bucket::advance(bool wait) {
+  if (step_ != Step::kGroup) return true;
+  if (work_ && reduction_->replicas().instances) {
+    // A wait on CUDA blocks the current stream only, and is what orders the two steps.
+    if (!wait && data_.is_cpu() && !work_->isCompleted()) return false;
+    await(work_, reduction_->replicas().group);
+  }
+  step_ = Step::kInstances;
+  if (WorkPtr next = reduction_->startInstances(part_)) work_ = std::move(next);
+  return true;
+}
+
+void Bucket::wait() {
+  const bool isGroup = step_ == Step::kGroup || !reduction_->replicas().instances;
+  step_ = Step::kIdle;
+  await(work_, isGroup ? reduction_->replicas().group : reduction_->replicas().instances);
+}
+
+void Bucket::await(WorkPtr& work, const Group& group) {
+  if (WorkPtr ours = std::exchange(work, nullptr)) ddp::await(*group, data_.device().type(), *ours);
 }
 
 void Bucket::reset() {
-  pending_ = parameters_.size();
+  step_ = Step::kIdle;
   work_.reset();
 }
 

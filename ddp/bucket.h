@@ -2,38 +2,45 @@
 
 #include <ATen/ATen.h>
 
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <vector>
+#include <memory>
+
+#include "ddp/reduction.h"
 
 namespace farandole::ddp {
 
-// A range of a gradient buffer that one collective reduces, and how far it is in
-// the current round: parameters become ready, then it is issued, then waited for.
-// Not synchronized: its GradReducer is.
+// A range of a gradient buffer that is reduced as a whole, and how far it is in the
+// current round. Not synchronized: its GradReducer is.
 class Bucket {
  public:
-  // `data` is flat; `parameters` are the indices of those whose gradients lie in it.
-  Bucket(at::Tensor data, std::vector<int> parameters);
+  // `data` is flat.
+  Bucket(const at::Tensor& data, std::shared_ptr<const Reduction> reduction);
 
-  const std::vector<int>& parameters() const { return parameters_; }
-  bool isReady() const { return pending_ == 0; }
-  void markReady() { --pending_; }
+  // Starts the reduction; returns without waiting.
+  void issue();
 
-  // Starts the average over the group: scales by 1 / size, then sums, as torch's
-  // own reducer does, so that results are the same bits. Returns without waiting.
-  void issue(c10d::ProcessGroup& group);
+  // Starts what comes between instances, once the first step has ended: true when that is started or not needed.
+  // Ranks must do so in one order for all buckets. With `wait`, for that end if need be, as wait() does.
+  bool advance(bool wait);
 
-  // Blocks the host (or, on CUDA, the current stream) until the average is there.
-  // Releases what issue() started, also when it throws.
-  void wait(c10d::ProcessGroup& group);
+  // Blocks the host (or, on CUDA, the current stream) until the result is there.
+  // Releases what was started, also when it throws. After advance().
+  void wait();
 
+  // Drops what an unfinished round has left.
   void reset();
 
+  const at::Tensor& data() const { return data_; }
+
  private:
+  enum class Step { kIdle, kGroup, kInstances };
+
+  void await(WorkPtr& work, const Group& group);
+
   at::Tensor data_;  // real: complex gradients are seen as pairs
-  std::vector<int> parameters_;
-  size_t pending_;
-  c10::intrusive_ptr<c10d::Work> work_;
+  at::Tensor part_;  // this rank's, of data_
+  std::shared_ptr<const Reduction> reduction_;
+  Step step_ = Step::kIdle;
+  WorkPtr work_;
 };
 
 }  // namespace farandole::ddp

@@ -5,12 +5,15 @@
 #include <map>
 #include <numeric>
 #include <sstream>
+#include <tuple>
 #include <utility>
 
 namespace farandole::ddp {
 namespace {
 
-constexpr int64_t kShardMultiple = 128;  // elements: 256 bytes of a 16-bit type
+constexpr int64_t kParameterMultiple = 64;  // elements: 128 bytes of a 16-bit type
+constexpr int64_t kShardMultiple = 128;     // elements: 256 bytes of a 16-bit type
+constexpr int64_t kBusMultiple = 1 << 16;   // elements
 // Far above any model, low enough that no sum of the layout overflows.
 constexpr int64_t kMaxElements = std::numeric_limits<int64_t>::max() / 8;
 
@@ -23,9 +26,9 @@ Status checkAtLeast(const char* name, int64_t value, int64_t least) {
 }
 
 Status check(std::span<const ParameterSpec> parameters, const LayoutOptions& options) {
-  FARANDOLE_RETURN_IF_ERROR(checkAtLeast("bucketSize", options.bucketSize, 1));
-  FARANDOLE_RETURN_IF_ERROR(checkAtLeast("alignment", options.alignment, 1));
+  if (options.bucketSize) FARANDOLE_RETURN_IF_ERROR(checkAtLeast("bucketSize", *options.bucketSize, 1));
   FARANDOLE_RETURN_IF_ERROR(checkAtLeast("worldSize", options.worldSize, 1));
+  FARANDOLE_RETURN_IF_ERROR(checkAtLeast("expertWorldSize", options.expertWorldSize, 1));
   int64_t total = 0;
   for (size_t i = 0; i < parameters.size(); ++i) {
     const int64_t numel = parameters[i].numel;
@@ -42,24 +45,19 @@ Status check(std::span<const ParameterSpec> parameters, const LayoutOptions& opt
 // Fills one Layout; each buffer has at most one open bucket, its last.
 class Builder {
  public:
-  Builder(size_t parameters, const LayoutOptions& options) : options_(options) {
-    layout_.slots.resize(parameters);
-    if (options.sharded) {
-      bucketMultiple_ = std::lcm(options.alignment, std::lcm<int64_t>(options.worldSize, kShardMultiple));
-    } else {
-      bucketMultiple_ = options.alignment;
-    }
-  }
+  Builder(size_t parameters, const LayoutOptions& options) : options_(options) { layout_.slots.resize(parameters); }
 
   void add(int parameter, const ParameterSpec& spec) {
     const int buffer = bufferOf(spec);
+    const bool isAlone = options_.sharded && spec.hasOwnBucket;
+    if (isAlone) close(buffer);
     const int bucket = openBucket(buffer);
     BucketLayout& range = layout_.buckets[bucket];
-    const int64_t offset = roundUp(range.end, options_.alignment);
+    const int64_t offset = roundUp(range.end, options_.sharded ? kParameterMultiple : 1);
     range.end = offset + spec.numel;
     range.parameters.push_back(parameter);
     layout_.slots[parameter] = {buffer, bucket, offset, spec.numel};
-    if (range.end - range.begin >= options_.bucketSize) close(buffer);
+    if (isAlone || (options_.bucketSize && range.end - range.begin >= *options_.bucketSize)) close(buffer);
   }
 
   Layout finish() {
@@ -73,9 +71,9 @@ class Builder {
 
   int bufferOf(const ParameterSpec& spec) {
     const auto [found, isNew] =
-        buffers_.try_emplace({spec.paramType, spec.gradType}, static_cast<int>(layout_.buffers.size()));
+        buffers_.try_emplace({spec.paramType, spec.gradType, spec.isExpert}, static_cast<int>(layout_.buffers.size()));
     if (isNew) {
-      layout_.buffers.push_back({spec.paramType, spec.gradType, 0});
+      layout_.buffers.push_back({spec.paramType, spec.gradType, spec.isExpert, 0});
       open_.push_back(kNone);
     }
     return found->second;
@@ -90,10 +88,18 @@ class Builder {
     return open_[buffer];
   }
 
+  // Of the end of a bucket. Every bucket of a buffer ends at one, so that each spans one, too.
+  int64_t multipleOf(const BufferLayout& buffer) const {
+    if (!options_.sharded) return 1;
+    const int64_t ranks = buffer.isExpert ? options_.expertWorldSize : options_.worldSize;
+    const int64_t multiple = std::lcm(ranks, kShardMultiple);
+    return options_.padForBusBandwidth ? std::lcm(multiple, kBusMultiple) : multiple;
+  }
+
   void close(int buffer) {
     if (open_[buffer] == kNone) return;
     BucketLayout& range = layout_.buckets[open_[buffer]];
-    range.end = range.begin + roundUp(range.end - range.begin, bucketMultiple_);
+    range.end = roundUp(range.end, multipleOf(layout_.buffers[buffer]));
     layout_.buffers[buffer].numel = range.end;
     open_[buffer] = kNone;
   }
@@ -111,10 +117,9 @@ class Builder {
   }
 
   const LayoutOptions options_;
-  int64_t bucketMultiple_ = 1;
   Layout layout_;
-  std::map<std::pair<int, int>, int> buffers_;  // (parameter type, gradient type) -> index
-  std::vector<int> open_;                       // by buffer: its open bucket, or kNone
+  std::map<std::tuple<int, int, bool>, int> buffers_;  // (parameter type, gradient type, is expert) -> index
+  std::vector<int> open_;                              // by buffer: its open bucket, or kNone
 };
 
 }  // namespace

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -14,13 +15,19 @@ struct ParameterSpec {
   int64_t numel = 0;
   int paramType = 0;
   int gradType = 0;
+  bool isExpert = false;      // reduced over the expert data-parallel group (Megatron's param.allreduce == False)
+  bool hasOwnBucket = false;  // where sharded: an embedding that pipeline stages share, which is reduced between them
 };
 
+// Sizes and paddings are those of Megatron-core's DistributedDataParallel (param_layout.py, distrib_optimizer.py).
 struct LayoutOptions {
-  int64_t bucketSize = 40'000'000;  // elements: a bucket closes as soon as it spans so many
-  int64_t alignment = 64;           // elements: every parameter starts at a multiple
-  int worldSize = 1;
-  bool sharded = false;  // each rank owns an equal part of every bucket: pads buckets to lcm(worldSize, 128)
+  std::optional<int64_t> bucketSize = 40'000'000;  // elements: a bucket closes as soon as it spans so many, or never
+  int worldSize = 1;                               // ranks that share a bucket
+  int expertWorldSize = 1;                         // ranks that share a bucket of experts
+  // Each rank owns an equal part of every bucket: parameters start at multiples of 64
+  // elements and buckets end at multiples of lcm(ranks, 128). Else nothing is padded.
+  bool sharded = false;
+  bool padForBusBandwidth = false;  // where sharded: buckets end at multiples of 65536 elements, too
 };
 
 // Where one parameter's gradient lies. Offsets are elements from the start of its buffer.
@@ -34,6 +41,7 @@ struct Slot {
 struct BufferLayout {
   int paramType = 0;
   int gradType = 0;
+  bool isExpert = false;
   int64_t numel = 0;
 };
 
@@ -55,7 +63,7 @@ struct Layout {
 };
 
 // Lays parameters, given in registration order, into one buffer per (parameter
-// type, gradient type), in reverse: gradients of the last layers come first.
+// type, gradient type, expert or not), in reverse: gradients of the last layers come first.
 Result<Layout> layoutBuckets(std::span<const ParameterSpec> parameters, const LayoutOptions& options);
 
 // One line per bucket: buffer, range, parameters.

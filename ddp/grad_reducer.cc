@@ -14,46 +14,9 @@
 namespace farandole::ddp {
 namespace {
 
-constexpr int64_t kDefaultBucketSize = 40'000'000;
-constexpr int64_t kDefaultBucketSizePerRank = 1'000'000;
 constexpr size_t kMaxNames = 20;  // in one error
 
-std::vector<NamedTensor> trainableOf(const Model& model) {
-  std::vector<NamedTensor> trainable;
-  for (const NamedTensor& parameter : model.parameters) {
-    if (parameter.tensor.requires_grad()) trainable.push_back(parameter);
-  }
-  return trainable;
-}
-
-// Why this rank cannot be part of a data-parallel group; empty when it can.
-std::string refusalOf(const std::vector<NamedTensor>& trainable, const ReducerOptions& options) {
-  if (trainable.empty()) return "the module has no parameter that requires a gradient";
-  if (options.bucketSize && *options.bucketSize < 1) {
-    return "bucket_size=" + std::to_string(*options.bucketSize) + ": expected at least 1 element";
-  }
-  const c10::Device device = trainable[0].tensor.device();
-  for (const auto& [name, tensor] : trainable) {
-    if (tensor.device() != device) {
-      return "parameter '" + name + "' is on " + tensor.device().str() + ", '" + trainable[0].name + "' on " +
-             device.str() + ": expected all on one device";
-    }
-    if (tensor.is_meta()) return "parameter '" + name + "' is on meta: expected a device with memory";
-    if (tensor.layout() != at::kStrided) return "parameter '" + name + "' is sparse: expected a dense one";
-    if (!tensor.is_leaf()) return "parameter '" + name + "' is computed from others: expected a leaf";
-  }
-  return "";
-}
-
-// Where the ranks compare their models: where the parameters are, else where the group has a backend.
-c10::Device exchangeDevice(c10d::ProcessGroup& group, const std::vector<NamedTensor>& trainable) {
-  if (!trainable.empty() && !trainable[0].tensor.is_meta()) return trainable[0].tensor.device();
-  const auto devices = group.getDeviceTypes();
-  const bool onCpu = std::any_of(devices.begin(), devices.end(), [](c10::Device device) { return device.is_cpu(); });
-  return onCpu || devices.empty() ? c10::Device(at::kCPU) : devices.front();
-}
-
-std::string joinNames(const std::vector<NamedTensor>& parameters, const std::vector<int>& indices) {
+std::string joinNames(const std::vector<ModelParameter>& parameters, const std::vector<int>& indices) {
   std::string text;
   for (size_t i = 0; i < std::min(indices.size(), kMaxNames); ++i) {
     text += (i == 0 ? "'" : ", '") + parameters[indices[i]].name + "'";
@@ -65,51 +28,44 @@ std::string joinNames(const std::vector<NamedTensor>& parameters, const std::vec
 // True inside a node of an outer backward, e.g. of a reentrant checkpoint.
 bool insideBackwardNode() { return torch::autograd::get_current_node() != nullptr; }
 
+// Where the ranks compare their models: where the parameters are, else where the group has a backend.
+c10::Device exchangeDevice(c10d::ProcessGroup& group, const std::vector<ModelParameter>& trainable) {
+  if (!trainable.empty() && !trainable[0].tensor.is_meta()) return trainable[0].tensor.device();
+  const auto devices = group.getDeviceTypes();
+  return hasCpuBackend(group) || devices.empty() ? c10::Device(at::kCPU) : devices.front();
+}
+
 }  // namespace
 
-std::shared_ptr<GradReducer> GradReducer::create(c10::intrusive_ptr<c10d::ProcessGroup> group, const Model& model,
-                                                 const ReducerOptions& options) {
-  std::vector<NamedTensor> trainable = trainableOf(model);
-  const int64_t bucketSize =
-      options.bucketSize.value_or(std::max(kDefaultBucketSize, kDefaultBucketSizePerRank * group->getSize()));
-  std::vector<Fact> facts = {{"bucket_size", std::to_string(bucketSize)},
-                             {"unused_parameters", options.unused == UnusedParameters::kError ? "error" : "zero_fill"}};
-  for (Fact& fact : factsOf(model)) facts.push_back(std::move(fact));
-  checkAgreement(*group, exchangeDevice(*group, trainable), facts, refusalOf(trainable, options));
-  broadcastModel(group, model);
-
-  std::vector<ParameterSpec> specs;
-  for (const auto& [name, tensor] : trainable) {
-    const int type = static_cast<int>(tensor.scalar_type());
-    specs.push_back({tensor.numel(), type, type});
+std::shared_ptr<GradReducer> GradReducer::create(const DataParallelGroups& groups, const Model& model,
+                                                 const ReducerOptions& options, Gradients::IsAdded isAdded) {
+  std::vector<Fact> facts = factsOf(options, groups);
+  for (Fact& fact : ddp::factsOf(model)) facts.push_back(std::move(fact));
+  const std::string refusal = refusalOf(model, options.buffers);
+  for (const Group& group : {groups.dense.group, groups.dense.instances}) {
+    if (group) checkAgreement(*group, exchangeDevice(*group, trainableOf(model)), facts, refusal);
   }
-  Result<Layout> layout = layoutBuckets(specs, {.bucketSize = bucketSize, .worldSize = group->getSize()});
-  TORCH_CHECK_VALUE(layout, "farandole.ddp: ", layout.status().toString());
-  std::shared_ptr<GradReducer> reducer(
-      new GradReducer(std::move(group), std::move(trainable), std::move(*layout), options.unused));
+  if (options.broadcasts) broadcastModel(groups, model);
+  std::shared_ptr<GradReducer> reducer(new GradReducer(
+      groups, std::make_shared<ModelBuffers>(model, groups, options.buffers), options, std::move(isAdded)));
   reducer->attachHooks();
   return reducer;
 }
 
-GradReducer::GradReducer(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<NamedTensor> parameters,
-                         Layout layout, UnusedParameters unused)
-    : group_(std::move(group)),
-      parameters_(std::move(parameters)),
-      layout_(std::move(layout)),
-      unused_(unused),
-      ready_(parameters_.size(), 0) {
-  const c10::Device device = parameters_[0].tensor.device();
-  for (const BufferLayout& buffer : layout_.buffers) {
-    buffers_.emplace_back(buffer.numel, at::TensorOptions(device).dtype(static_cast<at::ScalarType>(buffer.gradType)));
-  }
-  for (size_t p = 0; p < parameters_.size(); ++p) {
-    const Slot& slot = layout_.slots[p];
-    mainGrads_.push_back(buffers_[slot.buffer].gradOf(parameters_[p].tensor, slot.offset));
-  }
-  for (const BucketLayout& bucket : layout_.buckets) {
-    buckets_.emplace_back(buffers_[bucket.buffer].range(bucket.begin, bucket.end), bucket.parameters);
-  }
-}
+GradReducer::GradReducer(DataParallelGroups groups, std::shared_ptr<ModelBuffers> buffers,
+                         const ReducerOptions& options, Gradients::IsAdded isAdded)
+    : groups_(std::move(groups)),
+      buffers_(std::move(buffers)),
+      parameters_(buffers_->parameters()),
+      options_(options),
+      group_(*groups_.dense.group),
+      gradients_(buffers_, options.home, std::move(isAdded)),
+      issuer_(groups_, *buffers_, options),
+      expected_(parameters_.size(), 1),
+      arrived_(parameters_.size(), 0),
+      ready_(parameters_.size(), 0),
+      isCounting_(options.isGraphStatic),
+      report_(groups_, options.unused == UnusedParameters::kSkip ? parameters_.size() : 0) {}
 
 void GradReducer::attachHooks() {
   hooks_.reserve(parameters_.size());
@@ -144,18 +100,21 @@ void GradReducer::startSync() {
   TORCH_CHECK(!inRound_,
               "farandole.ddp: start_grad_sync() while a synchronization is open: call finish_grad_sync() first");
   c10::NoGradGuard noGrad;
-  inRound_ = true;
+  openRound();
   for (int parameter = 0; parameter < static_cast<int>(parameters_.size()); ++parameter) {
-    adoptGrad(parameter);
+    gradients_.fill(parameter, true);
     markReady(parameter);
   }
+  issueReady();
 }
 
 void GradReducer::finishSync() {
   {
     std::lock_guard lock(mutex_);
     checkUsable();
+    if (!inRound_ && (options_.endsWithBackward || isFinished_)) return;
   }
+  if (!inRound_) startSync();
   finishRound(RoundEnd::kExplicit);
 }
 
@@ -165,7 +124,7 @@ void GradReducer::abandon(const std::string& why) {
     if (!abandoned_.empty()) return;
     abandoned_ = why;
   }
-  abandonGroup(*group_, why);
+  abandonGroup(group_, why);
 }
 
 void GradReducer::beginStep() {
@@ -180,34 +139,58 @@ bool GradReducer::isSynchronized() {
 }
 
 void GradReducer::checkUsable() const {
-  TORCH_CHECK(abandoned_.empty(), "farandole.ddp: rank ", group_->getRank(),
+  TORCH_CHECK(abandoned_.empty(), "farandole.ddp: rank ", group_.getRank(),
               " of the group cannot average gradients any more: ", abandoned_);
 }
 
-void GradReducer::zeroGradBuffers() {
+void GradReducer::zeroGrads() {
   std::lock_guard lock(mutex_);
-  for (GradBuffer& buffer : buffers_) buffer.zero();
+  gradients_.zero();
+  isFinished_ = false;
+}
+
+void GradReducer::forgetGrads() {
+  std::lock_guard lock(mutex_);
+  gradients_.forget();
+  isFinished_ = false;
+}
+
+bool GradReducer::isReduced() {
+  std::lock_guard lock(mutex_);
+  return gradients_.isReduced();
+}
+
+void GradReducer::scaleGrads(double factor) {
+  std::lock_guard lock(mutex_);
+  buffers_->scaleGrads(factor);
 }
 
 void GradReducer::onGradReady(int parameter, bool hasGradient) {
-  const auto& [name, tensor] = parameters_[parameter];
+  const ModelParameter& named = parameters_[parameter];
   TORCH_CHECK(!at::GradMode::is_enabled(), "farandole.ddp: backward(create_graph=True) is not supported: parameter '",
-              name, "' would get a gradient that is part of a graph");
-  TORCH_CHECK(!hasGradient || tensor.grad().defined(), "farandole.ddp: the gradient of parameter '", name,
+              named.name, "' would get a gradient that is part of a graph");
+  TORCH_CHECK(!hasGradient || named.tensor.grad().defined(), "farandole.ddp: the gradient of parameter '", named.name,
               "' was removed by a hook before it could be reduced");
   std::lock_guard lock(mutex_);
   if (!abandoned_.empty()) return;
-  if (!requireSync_) {
-    if (tensor.grad().defined()) adoptGrad(parameter);
+  isFinished_ = false;
+  // Where nothing is issued before finishSync(), that opens the round.
+  if (!requireSync_ || !(options_.overlaps || options_.endsWithBackward)) {
+    if (named.tensor.grad().defined()) gradients_.accumulate(parameter);
     return;
   }
-  queueBackwardEnd();
-  inRound_ = true;
-  TORCH_CHECK(!ready_[parameter], "farandole.ddp: parameter '", name,
-              "' got its gradient twice in one backward that synchronizes: is it used by several reentrant "
-              "checkpoints? Use checkpoint(..., use_reentrant=False)");
-  adoptGrad(parameter);
+  if (options_.endsWithBackward) queueBackwardEnd();
+  openRound();
+  hasArrivals_ = true;
+  const int arrived = ++arrived_[parameter];
+  TORCH_CHECK(
+      isCounting_ || arrived <= expected_[parameter], "farandole.ddp: parameter '", named.name,
+      "' got its gradient twice in one backward that synchronizes: is it used by several reentrant "
+      "checkpoints? Use checkpoint(..., use_reentrant=False), or static_graph=True where every backward is alike");
+  gradients_.accumulate(parameter);
+  if (isCounting_ || arrived < expected_[parameter]) return;
   markReady(parameter);
+  if (options_.overlaps) issueReady();
 }
 
 void GradReducer::queueBackwardEnd() {
@@ -217,34 +200,17 @@ void GradReducer::queueBackwardEnd() {
   callbackTask_ = task;
 }
 
-// Makes the view the parameter's gradient, with the value of the gradient that was there, or zero.
-void GradReducer::adoptGrad(int parameter) {
-  at::Tensor& grad = parameters_[parameter].tensor.mutable_grad();
-  const at::Tensor& view = mainGrads_[parameter];
-  if (grad.is_same(view)) return;
-  if (!grad.defined()) {
-    view.zero_();
-  } else {
-    const std::string& name = parameters_[parameter].name;
-    TORCH_CHECK(grad.layout() == at::kStrided, "farandole.ddp: the gradient of parameter '", name,
-                "' is sparse: expected a dense one (sparse=False in the embedding)");
-    TORCH_CHECK(grad.sizes() == view.sizes(), "farandole.ddp: the gradient of parameter '", name, "' has the shape ",
-                grad.sizes(), ": expected ", view.sizes(), ", the parameter's when it was wrapped");
-    view.copy_(grad);
-  }
-  grad = view;
-}
-
 void GradReducer::markReady(int parameter) {
   ready_[parameter] = 1;
   ++readyCount_;
-  buckets_[layout_.slots[parameter].bucket].markReady();
-  issueReady();
+  issuer_.markReady(parameter);
 }
 
 void GradReducer::issueReady() {
   try {
-    while (nextBucket_ < buckets_.size() && buckets_[nextBucket_].isReady()) buckets_[nextBucket_++].issue(*group_);
+    issuer_.issue([this](int bucket) {
+      if (options_.checks.isEnabled() && finding_.empty()) finding_ = troubleIn(*buffers_, bucket, options_.checks);
+    });
   } catch (const std::exception&) {
     rethrowWithReason();
   }
@@ -263,50 +229,61 @@ std::vector<int> GradReducer::issueRest() {
   std::vector<int> unused;
   c10::NoGradGuard noGrad;
   for (size_t p = 0; p < ready_.size(); ++p) {
-    if (!ready_[p]) unused.push_back(static_cast<int>(p));
-  }
-  for (int parameter : unused) {
-    adoptGrad(parameter);
+    const int parameter = static_cast<int>(p);
+    if (ready_[p]) continue;
+    if (arrived_[p] == 0) {
+      unused.push_back(parameter);
+      gradients_.fill(parameter, options_.unused != UnusedParameters::kSkip);
+    }
+    if (isCounting_) expected_[p] = std::max(arrived_[p], 1);
     markReady(parameter);
   }
+  issueReady();
+  isCounting_ = false;
   return unused;
 }
 
 void GradReducer::finishRound(RoundEnd end) {
   std::vector<int> unused;
+  std::string trouble;
   std::exception_ptr failure;
   try {
     {
       std::lock_guard lock(mutex_);
       if (!inRound_) return;
       unused = issueRest();
+      trouble = troubleOf(unused, end);
     }
-    awaitBuckets();
+    trouble = awaitRound(unused, trouble);
   } catch (...) {
     failure = std::current_exception();
   }
   {
     std::lock_guard lock(mutex_);
+    if (!failure && options_.unused == UnusedParameters::kSkip) {
+      for (int parameter : unused) {
+        if (report_.flag(parameter)) gradients_.show(parameter);
+      }
+    }
     resetRound();
     synchronized_ = !failure;
   }
   if (failure) std::rethrow_exception(failure);
-  throwUnused(unused, end);
+  TORCH_CHECK(trouble.empty(), "farandole.ddp: ", trouble);
 }
 
-// All are waited for, also after a failure: a reduction that is under way still writes into its bucket.
-void GradReducer::awaitBuckets() {
-  std::exception_ptr first;
-  for (Bucket& bucket : buckets_) {
-    try {
-      bucket.wait(*group_);
-    } catch (const std::exception&) {
-      if (first == nullptr) first = std::current_exception();
-    }
-  }
-  if (first == nullptr) return;
+// Reports come after the buckets, so that a group that was given up has no more of them under way. What an explicit
+// round shows is no order of gradients; rank 0 says so, that all learn in the same round.
+std::string GradReducer::awaitRound(const std::vector<int>& unused, const std::string& trouble) {
   try {
-    std::rethrow_exception(first);
+    issuer_.await();
+    std::vector<char> used(options_.unused == UnusedParameters::kSkip ? parameters_.size() : 0, 1);
+    if (!used.empty()) {
+      for (int parameter : unused) used[parameter] = 0;
+    }
+    report_.start(trouble, used);
+    if (!isOrderLearned_ && options_.overlaps) isOrderLearned_ = issuer_.learnOrder(report_, hasArrivals_);
+    return report_.finish();
   } catch (const std::exception&) {
     std::lock_guard lock(mutex_);
     rethrowWithReason();
@@ -314,33 +291,42 @@ void GradReducer::awaitBuckets() {
 }
 
 void GradReducer::resetRound() {
-  for (Bucket& bucket : buckets_) bucket.reset();
+  issuer_.reset();
   std::fill(ready_.begin(), ready_.end(), 0);
+  std::fill(arrived_.begin(), arrived_.end(), 0);
   readyCount_ = 0;
-  nextBucket_ = 0;
+  hasArrivals_ = false;
+  finding_.clear();
   inRound_ = false;
+  isFinished_ = true;
+  gradients_.markReduced();
 }
 
 void GradReducer::rethrowWithReason() {
-  if (abandoned_.empty()) abandoned_ = abandonmentOf(*group_);
+  if (abandoned_.empty()) abandoned_ = abandonmentOf(group_);
   checkUsable();
   throw;
 }
 
-void GradReducer::throwUnused(const std::vector<int>& unused, RoundEnd end) const {
-  TORCH_CHECK(
-      end != RoundEnd::kAbandoned, "farandole.ddp: rank ", group_->getRank(),
-      " of the group: a forward began before the last backward that synchronizes had ended (did it raise?). Without a "
-      "gradient in it: ",
-      unused.empty() ? "none" : joinNames(parameters_, unused),
-      ". It was ended now, so that other ranks do not wait; its gradients are not to be used");
-  if (unused.empty() || unused_ == UnusedParameters::kZeroFill) return;
-  TORCH_CHECK(false, "farandole.ddp: rank ", group_->getRank(), " of the group: ", unused.size(), " of ",
-              parameters_.size(),
-              " parameters got no gradient in a backward that synchronizes: ", joinNames(parameters_, unused),
-              ". They counted as zero, or as what had accumulated before, so that no other rank waits. Where this is "
-              "meant, pass "
-              "unused_parameters='zero_fill'");
+std::string GradReducer::troubleOf(const std::vector<int>& unused, RoundEnd end) const {
+  const std::string self = "rank " + std::to_string(group_.getRank()) + " of the group: ";
+  if (end == RoundEnd::kAbandoned && options_.endsWithBackward) {
+    return self +
+           "a forward began before the last backward that synchronizes had ended (did it raise?). Without a gradient "
+           "in it: " +
+           (unused.empty() ? "none" : joinNames(parameters_, unused)) +
+           ". It was ended now, so that other ranks do not wait; its gradients are not to be used";
+  }
+  if (end == RoundEnd::kAbandoned) {
+    return self +
+           "a forward began before finish_grad_sync() was called. It was called now, so that other ranks do not wait";
+  }
+  if (!finding_.empty()) return self + finding_;
+  if (unused.empty() || options_.unused != UnusedParameters::kError) return "";
+  return self + std::to_string(unused.size()) + " of " + std::to_string(parameters_.size()) +
+         " parameters got no gradient in a backward that synchronizes: " + joinNames(parameters_, unused) +
+         ". They counted as zero, or as what had accumulated before, so that no other rank waits. Where this is "
+         "meant, pass unused_parameters='zero_fill' or 'skip'";
 }
 
 }  // namespace farandole::ddp

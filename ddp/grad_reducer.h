@@ -4,41 +4,30 @@
 
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
-#include "ddp/bucket.h"
-#include "ddp/bucket_layout.h"
-#include "ddp/grad_buffer.h"
+#include "ddp/bucket_issuer.h"
+#include "ddp/gradients.h"
 #include "ddp/model_agreement.h"
+#include "ddp/model_buffers.h"
 #include "ddp/ready_hook.h"
+#include "ddp/reducer_options.h"
+#include "ddp/round_report.h"
 
 namespace farandole::ddp {
 
-// What to do when a parameter gets no gradient in a backward that synchronizes.
-// Either way its bucket is reduced with what it holds (zeros, or what no_sync
-// accumulated), so that no rank waits for ever and all have the same gradients.
-enum class UnusedParameters {
-  kError,  // then throw on the rank where it happened, naming them
-  kZeroFill,
-};
-
-struct ReducerOptions {
-  std::optional<int64_t> bucketSize;  // elements; by default max(40e6, 1e6 * group size), as Megatron-core's
-  UnusedParameters unused = UnusedParameters::kError;
-};
-
-// Averages the gradients of one model over a process group, bucket by bucket,
-// while backward still runs.
+// Averages the gradients of one model over its replicas, bucket by bucket, while
+// backward still runs.
 //
 // A round is one synchronizing backward: it starts with the first gradient;
-// buckets are issued in index order, each once all of its gradients are there and
-// all before it are issued; it ends in a callback at the end of the backward,
-// which waits. While a backward does not synchronize, gradients only accumulate.
-// Every accumulated gradient is moved into the buffers and `.grad` made a view
-// of them.
+// groups of buckets are issued in an order that all ranks share, each once all of
+// its gradients are there and all before it are issued. It ends in a callback at
+// the end of the backward, which waits, or in finishSync(). While a backward does
+// not synchronize, gradients only accumulate.
+//
+// The order is by index in the first round, which is that of reverse registration;
+// after it, that in which groups became ready on rank 0.
 //
 // Threads: methods and hooks may be called from any thread, without the GIL; one
 // backward at a time. Waiting holds no lock. Lifetime: hooks hold the reducer
@@ -47,8 +36,8 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
  public:
   // A collective: checks that all ranks bring the same model and options, then
   // overwrites the model with that of rank 0.
-  static std::shared_ptr<GradReducer> create(c10::intrusive_ptr<c10d::ProcessGroup> group, const Model& model,
-                                             const ReducerOptions& options);
+  static std::shared_ptr<GradReducer> create(const DataParallelGroups& groups, const Model& model,
+                                             const ReducerOptions& options, Gradients::IsAdded isAdded = {});
 
   GradReducer(const GradReducer&) = delete;
   GradReducer& operator=(const GradReducer&) = delete;
@@ -63,7 +52,8 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
 
   // A round without hooks, e.g. after several backwards that did not synchronize:
   // issues all buckets with what they hold; finishSync waits, and does nothing
-  // when no round is open.
+  // when no round is open. Where rounds do not end with backward, finishSync makes
+  // the round if need be, once until gradients are zeroed or forgotten.
   void startSync();
   void finishSync();
 
@@ -78,55 +68,67 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   void beginStep();
   bool isSynchronized();
 
-  void zeroGradBuffers();
+  // As Gradients'.
+  void zeroGrads();
+  void forgetGrads();
+  void scaleGrads(double factor);
 
-  const Layout& layout() const { return layout_; }
-  const std::vector<NamedTensor>& parameters() const { return parameters_; }  // the trainable ones
-  const std::vector<at::Tensor>& mainGrads() const { return mainGrads_; }     // by parameter
+  // Whether what the buffers hold is the result of a round.
+  bool isReduced();
+
+  const std::shared_ptr<ModelBuffers>& buffers() const { return buffers_; }
+  const DataParallelGroups& groups() const { return groups_; }
 
  private:
   enum class RoundEnd { kBackward, kExplicit, kAbandoned };
 
-  GradReducer(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<NamedTensor> parameters, Layout layout,
-              UnusedParameters unused);
+  GradReducer(DataParallelGroups groups, std::shared_ptr<ModelBuffers> buffers, const ReducerOptions& options,
+              Gradients::IsAdded isAdded);
   void attachHooks();
 
   void onGradReady(int parameter, bool hasGradient);
   void onBackwardEnd();
   void finishRound(RoundEnd end);
-  void awaitBuckets();
+  // What is wrong on any rank; `trouble` is this one's.
+  std::string awaitRound(const std::vector<int>& unused, const std::string& trouble);
 
   // With mutex_ held:
-  void adoptGrad(int parameter);
+  void openRound() { inRound_ = true; }
   void queueBackwardEnd();
   void markReady(int parameter);
   std::vector<int> issueRest();
   void issueReady();
   void resetRound();
   void checkUsable() const;
+  std::string troubleOf(const std::vector<int>& unused, RoundEnd end) const;
   // Inside a catch block: throws why the group was abandoned if it was, else what was caught.
   [[noreturn]] void rethrowWithReason();
 
-  void throwUnused(const std::vector<int>& unused, RoundEnd end) const;
-
-  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  const std::vector<NamedTensor> parameters_;
-  const Layout layout_;
-  const UnusedParameters unused_;
-  std::vector<GradBuffer> buffers_;
-  std::vector<at::Tensor> mainGrads_;
+  const DataParallelGroups groups_;
+  const std::shared_ptr<ModelBuffers> buffers_;
+  const std::vector<ModelParameter>& parameters_;  // the buffers'
+  const ReducerOptions options_;
+  c10d::ProcessGroup& group_;  // the dense one
   std::vector<ReadyHook> hooks_;
 
   std::mutex mutex_;  // guards all below
+  Gradients gradients_;
+  BucketIssuer issuer_;
   bool requireSync_ = true;
-  std::vector<Bucket> buckets_;
-  std::vector<char> ready_;  // by parameter, in this round
-  size_t readyCount_ = 0;
-  size_t nextBucket_ = 0;  // the first that is not issued
+  bool isOrderLearned_ = false;
+  std::vector<int> expected_;  // by parameter: gradients in a round
+  std::vector<int> arrived_;
+  std::vector<char> ready_;
+  std::size_t readyCount_ = 0;
+  bool isCounting_ = false;   // this round finds out what is expected
+  bool hasArrivals_ = false;  // the round was driven by gradients
+  std::string finding_;       // of the checks, in this round
   bool inRound_ = false;
   bool synchronized_ = false;
-  std::string abandoned_;  // why, once this rank knows
-  int callbackTask_ = -1;  // id of the graph task that has our callback
+  bool isFinished_ = false;  // nothing has come since the last round
+  std::string abandoned_;    // why, once this rank knows
+  int callbackTask_ = -1;    // id of the graph task that has our callback
+  RoundReport report_;
 };
 
 }  // namespace farandole::ddp

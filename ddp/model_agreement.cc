@@ -47,28 +47,6 @@ int64_t fnv1a(std::string_view text) {
   return static_cast<int64_t>(hash);
 }
 
-std::vector<at::Tensor> allgather(c10d::ProcessGroup& group, at::Tensor mine, c10::Device device) {
-  mine = mine.to(device);
-  std::vector<std::vector<at::Tensor>> outputs(1);
-  for (int rank = 0; rank < group.getSize(); ++rank) outputs[0].push_back(at::empty_like(mine));
-  std::vector<at::Tensor> inputs = {mine};
-  group.allgather(outputs, inputs)->wait();
-  for (at::Tensor& output : outputs[0]) output = output.cpu();
-  return outputs[0];
-}
-
-std::vector<std::string> allgatherTables(c10d::ProcessGroup& group, c10::Device device, const std::string& table,
-                                         const std::vector<int64_t>& lengths) {
-  at::Tensor mine = at::zeros({*std::max_element(lengths.begin(), lengths.end())}, at::kByte);
-  std::memcpy(mine.mutable_data_ptr(), table.data(), table.size());
-  const std::vector<at::Tensor> gathered = allgather(group, mine, device);
-  std::vector<std::string> tables;
-  for (size_t rank = 0; rank < gathered.size(); ++rank) {
-    tables.emplace_back(static_cast<const char*>(gathered[rank].const_data_ptr()), lengths[rank]);
-  }
-  return tables;
-}
-
 // The first index at which the two differ; nothing when they are equal.
 std::optional<size_t> firstDifference(const std::vector<Fact>& left, const std::vector<Fact>& right) {
   const size_t common = std::min(left.size(), right.size());
@@ -104,9 +82,11 @@ std::string factAt(const std::vector<Fact>& facts, size_t index) {
 
 std::vector<Fact> factsOf(const Model& model) {
   std::vector<Fact> facts;
-  for (const auto& [name, tensor] : model.parameters) {
-    facts.push_back(
-        {"parameter '" + name + "'", valueOf(tensor) + (tensor.requires_grad() ? ", trainable" : ", frozen")});
+  for (const ModelParameter& parameter : model.parameters) {
+    facts.push_back({"parameter '" + parameter.name + "'",
+                     valueOf(parameter.tensor) + (parameter.tensor.requires_grad() ? ", trainable" : ", frozen") +
+                         (parameter.isExpert ? ", expert" : "") +
+                         (parameter.isSharedEmbedding ? ", shared embedding" : "")});
   }
   for (const auto& [name, tensor] : model.buffers) facts.push_back({"buffer '" + name + "'", valueOf(tensor)});
   return facts;
@@ -118,15 +98,11 @@ void checkAgreement(c10d::ProcessGroup& group, c10::Device device, const std::ve
   at::Tensor digest = at::empty({2}, at::kLong);
   digest.mutable_data_ptr<int64_t>()[0] = static_cast<int64_t>(table.size());
   digest.mutable_data_ptr<int64_t>()[1] = fnv1a(table);
-  std::vector<int64_t> lengths;
   bool agree = refusal.empty();
-  for (const at::Tensor& theirs : allgather(group, digest, device)) {
-    lengths.push_back(theirs.const_data_ptr<int64_t>()[0]);
-    agree = agree && theirs.equal(digest);
-  }
+  for (const at::Tensor& theirs : gatherTensors(group, digest, device)) agree = agree && theirs.equal(digest);
   // All ranks see the same digests; only when all refuse alike does `refusal` decide, and then on every rank.
   if (agree) return;
-  const std::vector<std::string> tables = allgatherTables(group, device, table, lengths);
+  const std::vector<std::string> tables = gatherTexts(group, table, device);
   for (size_t rank = 0; rank < tables.size(); ++rank) {
     const std::string_view theirs = tables[rank];
     if (theirs.starts_with(kRefusal)) {
@@ -136,15 +112,24 @@ void checkAgreement(c10d::ProcessGroup& group, c10::Device device, const std::ve
   throwDifference(tables);
 }
 
-void broadcastModel(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const Model& model) {
-  std::vector<at::Tensor> tensors;
-  for (const auto* list : {&model.parameters, &model.buffers}) {
-    for (const auto& [name, tensor] : *list) {
-      const at::Tensor data = tensor.detach();
-      if (data.numel() > 0) tensors.push_back(data.is_complex() ? at::view_as_real(data) : data);
+void broadcastModel(const DataParallelGroups& groups, const Model& model) {
+  std::vector<at::Tensor> dense;
+  std::vector<at::Tensor> experts;
+  const auto add = [](const at::Tensor& tensor, std::vector<at::Tensor>& tensors) {
+    const at::Tensor data = tensor.detach();
+    if (data.numel() > 0) tensors.push_back(data.is_complex() ? at::view_as_real(data) : data);
+  };
+  for (const ModelParameter& parameter : model.parameters) {
+    add(parameter.tensor, parameter.isExpert ? experts : dense);
+  }
+  for (const auto& [name, tensor] : model.buffers) add(tensor, dense);
+  for (const auto& [replicas, tensors] : {std::pair{&groups.dense, &dense}, std::pair{&groups.experts, &experts}}) {
+    // First to rank 0 of every instance, then within each.
+    for (const Group& group : {replicas->instances, replicas->group}) {
+      if (group && group->getSize() > 1 && !tensors->empty())
+        c10d::broadcast_coalesced(group, *tensors, kBroadcastBytes);
     }
   }
-  if (group->getSize() > 1 && !tensors.empty()) c10d::broadcast_coalesced(group, tensors, kBroadcastBytes);
 }
 
 }  // namespace farandole::ddp

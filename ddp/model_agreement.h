@@ -3,8 +3,10 @@
 #include <ATen/ATen.h>
 
 #include <string>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <utility>
 #include <vector>
+
+#include "ddp/reduction.h"
 
 namespace farandole::ddp {
 
@@ -13,10 +15,26 @@ struct NamedTensor {
   at::Tensor tensor;
 };
 
+struct ModelParameter {
+  std::string name;
+  at::Tensor tensor;
+  bool isExpert = false;           // Megatron's param.allreduce == False
+  bool isSharedEmbedding = false;  // Megatron's param.shared_embedding
+};
+
 // What a rank brings to a data-parallel group, in registration order.
 struct Model {
-  std::vector<NamedTensor> parameters;  // frozen ones too
+  std::vector<ModelParameter> parameters;  // frozen ones too
   std::vector<NamedTensor> buffers;
+};
+
+// Who holds the same. All ranks are `dense`'s; `experts` are those with the same experts.
+struct DataParallelGroups {
+  DataParallelGroups(Group group) : dense{group, nullptr}, experts{std::move(group), nullptr} {}  // NOLINT
+  DataParallelGroups(Replicas dense, Replicas experts) : dense(std::move(dense)), experts(std::move(experts)) {}
+
+  Replicas dense;
+  Replicas experts;
 };
 
 // One fact that must be the same on all ranks, e.g. {"parameter 'fc.weight'", "[4, 3] Float, trainable"}.
@@ -34,7 +52,8 @@ std::vector<Fact> factsOf(const Model& model);
 void checkAgreement(c10d::ProcessGroup& group, c10::Device device, const std::vector<Fact>& facts,
                     const std::string& refusal = "");
 
-// Overwrites parameters and buffers with those of rank 0, coalesced by type.
-void broadcastModel(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const Model& model);
+// Overwrites parameters and buffers with those of rank 0, experts with those of rank 0 of their own group,
+// coalesced by type.
+void broadcastModel(const DataParallelGroups& groups, const Model& model);
 
 }  // namespace farandole::ddp

@@ -1,8 +1,12 @@
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "bindings/csrc/layers.h"
 #include "ddp/abandonment.h"
 #include "ddp/grad_reducer.h"
+#include "ddp/param_gather.h"
 
 namespace farandole::python {
 namespace {
@@ -11,43 +15,121 @@ namespace py = pybind11;
 using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 
-std::vector<ddp::NamedTensor> toNamedTensors(const NamedTensors& tensors) {
-  std::vector<ddp::NamedTensor> result;
-  for (const auto& [name, tensor] : tensors) result.push_back({name, tensor});
-  return result;
+// (name, tensor, is an expert, is a shared embedding)
+using Parameters = std::vector<std::tuple<std::string, at::Tensor, bool, bool>>;
+
+// (process group, group across optimizer instances or None)
+using PyReplicas = std::pair<ddp::Group, std::optional<ddp::Group>>;
+
+ddp::Model toModel(const Parameters& parameters, const NamedTensors& buffers) {
+  ddp::Model model;
+  for (const auto& [name, tensor, isExpert, isShared] : parameters) {
+    model.parameters.push_back({name, tensor, isExpert, isShared});
+  }
+  for (const auto& [name, tensor] : buffers) model.buffers.push_back({name, tensor});
+  return model;
 }
 
-std::shared_ptr<ddp::GradReducer> createReducer(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
-                                                const NamedTensors& parameters, const NamedTensors& buffers,
-                                                std::optional<int64_t> bucketSize, ddp::UnusedParameters unused) {
-  return ddp::GradReducer::create(group, {toNamedTensors(parameters), toNamedTensors(buffers)}, {bucketSize, unused});
+ddp::DataParallelGroups toGroups(const PyReplicas& dense, const PyReplicas& experts) {
+  return {{dense.first, dense.second.value_or(nullptr)}, {experts.first, experts.second.value_or(nullptr)}};
+}
+
+// One bucket as Python sees it: what the distributed optimizer needs to find its part.
+struct Bucket {
+  at::Tensor grads;
+  std::optional<at::Tensor> parameters;
+  bool isExpert;
+  std::vector<std::tuple<int, int64_t, int64_t>> slots;  // (parameter, offset in the bucket, elements)
+};
+
+std::vector<Bucket> bucketsOf(const ddp::GradReducer& reducer) {
+  const ddp::ModelBuffers& buffers = *reducer.buffers();
+  const ddp::Layout& layout = buffers.layout();
+  std::vector<Bucket> buckets;
+  for (size_t b = 0; b < layout.buckets.size(); ++b) {
+    const ddp::BucketLayout& range = layout.buckets[b];
+    const int index = static_cast<int>(b);
+    Bucket bucket{buffers.gradsOf(index), std::nullopt, layout.buffers[range.buffer].isExpert, {}};
+    if (buffers.isSharded()) bucket.parameters = buffers.parametersOf(index);
+    for (int parameter : range.parameters) {
+      const ddp::Slot& slot = layout.slots[parameter];
+      bucket.slots.emplace_back(parameter, slot.offset - range.begin, slot.numel);
+    }
+    buckets.push_back(std::move(bucket));
+  }
+  return buckets;
 }
 
 NamedTensors mainGrads(const ddp::GradReducer& reducer) {
+  const ddp::ModelBuffers& buffers = *reducer.buffers();
   NamedTensors result;
-  for (size_t i = 0; i < reducer.parameters().size(); ++i) {
-    result.emplace_back(reducer.parameters()[i].name, reducer.mainGrads()[i]);
+  for (size_t i = 0; i < buffers.parameters().size(); ++i) {
+    result.emplace_back(buffers.parameters()[i].name, buffers.mainGrads()[i]);
   }
   return result;
 }
 
-}  // namespace
-
-void bindDdp(py::module_& module) {
+void bindOptions(py::module_& module) {
   py::enum_<ddp::UnusedParameters>(module, "UnusedParameters")
       .value("error", ddp::UnusedParameters::kError)
-      .value("zero_fill", ddp::UnusedParameters::kZeroFill);
+      .value("zero_fill", ddp::UnusedParameters::kZeroFill)
+      .value("skip", ddp::UnusedParameters::kSkip);
 
-  module.def(
-      "abandon_group",
-      [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& why) {
-        ddp::abandonGroup(*group, why);
-      },
-      py::arg("group"), py::arg("why"), ReleaseGil());
+  py::class_<ddp::ReducerOptions>(module, "ReducerOptions")
+      .def(py::init<>())
+      .def_readwrite("unused", &ddp::ReducerOptions::unused)
+      .def_readwrite("overlaps", &ddp::ReducerOptions::overlaps)
+      .def_readwrite("ends_with_backward", &ddp::ReducerOptions::endsWithBackward)
+      .def_readwrite("is_averaged", &ddp::ReducerOptions::isAveraged)
+      .def_readwrite("average_in_collective", &ddp::ReducerOptions::averageInCollective)
+      .def_readwrite("is_graph_static", &ddp::ReducerOptions::isGraphStatic)
+      .def_readwrite("broadcasts", &ddp::ReducerOptions::broadcasts)
+      .def_property(
+          "in_main_grad",
+          [](const ddp::ReducerOptions& options) { return options.home == ddp::Gradients::Home::kMainGrad; },
+          [](ddp::ReducerOptions& options, bool inMainGrad) {
+            options.home = inMainGrad ? ddp::Gradients::Home::kMainGrad : ddp::Gradients::Home::kGrad;
+          })
+      .def_property(
+          "bucket_size", [](const ddp::ReducerOptions& options) { return options.buffers.bucketSize; },
+          [](ddp::ReducerOptions& options, std::optional<int64_t> size) { options.buffers.bucketSize = size; })
+      .def_property(
+          "is_bucketed", [](const ddp::ReducerOptions& options) { return options.buffers.isBucketed; },
+          [](ddp::ReducerOptions& options, bool isBucketed) { options.buffers.isBucketed = isBucketed; })
+      .def_property(
+          "grad_dtype", [](const ddp::ReducerOptions& options) { return options.buffers.gradType; },
+          [](ddp::ReducerOptions& options, std::optional<at::ScalarType> type) { options.buffers.gradType = type; })
+      .def_property(
+          "is_sharded", [](const ddp::ReducerOptions& options) { return options.buffers.sharded; },
+          [](ddp::ReducerOptions& options, bool sharded) { options.buffers.sharded = sharded; })
+      .def_property(
+          "pads_for_bus_bandwidth",
+          [](const ddp::ReducerOptions& options) { return options.buffers.padForBusBandwidth; },
+          [](ddp::ReducerOptions& options, bool pads) { options.buffers.padForBusBandwidth = pads; })
+      .def_property(
+          "checks_nan", [](const ddp::ReducerOptions& options) { return options.checks.nan; },
+          [](ddp::ReducerOptions& options, bool nan) { options.checks.nan = nan; })
+      .def_property(
+          "largest_grad", [](const ddp::ReducerOptions& options) { return options.checks.largest; },
+          [](ddp::ReducerOptions& options, double largest) { options.checks.largest = largest; });
+}
+
+void bindReducer(py::module_& module) {
+  py::class_<Bucket>(module, "GradientBucket")
+      .def_readonly("grads", &Bucket::grads)
+      .def_readonly("parameters", &Bucket::parameters)
+      .def_readonly("is_expert", &Bucket::isExpert)
+      .def_readonly("slots", &Bucket::slots);
 
   py::class_<ddp::GradReducer, std::shared_ptr<ddp::GradReducer>>(module, "GradReducer")
-      .def(py::init(&createReducer), py::arg("group"), py::arg("parameters"), py::arg("buffers"),
-           py::arg("bucket_size"), py::arg("unused_parameters"), ReleaseGil())
+      .def(py::init([](const PyReplicas& dense, const PyReplicas& experts, const Parameters& parameters,
+                       const NamedTensors& buffers, const ddp::ReducerOptions& options,
+                       ddp::Gradients::IsAdded isAdded) {
+             return ddp::GradReducer::create(toGroups(dense, experts), toModel(parameters, buffers), options,
+                                             std::move(isAdded));
+           }),
+           py::arg("dense"), py::arg("experts"), py::arg("parameters"), py::arg("buffers"), py::arg("options"),
+           py::arg("is_added"), ReleaseGil())
       .def("set_require_sync", &ddp::GradReducer::setRequireSync, py::arg("require_sync"), ReleaseGil())
       .def("prepare_forward", &ddp::GradReducer::prepareForward, py::arg("require_sync"), ReleaseGil())
       .def("abandon", &ddp::GradReducer::abandon, py::arg("why"), ReleaseGil())
@@ -55,9 +137,45 @@ void bindDdp(py::module_& module) {
       .def("is_synchronized", &ddp::GradReducer::isSynchronized, ReleaseGil())
       .def("start_sync", &ddp::GradReducer::startSync, ReleaseGil())
       .def("finish_sync", &ddp::GradReducer::finishSync, ReleaseGil())
-      .def("zero_grad_buffers", &ddp::GradReducer::zeroGradBuffers, ReleaseGil())
+      .def("zero_grads", &ddp::GradReducer::zeroGrads, ReleaseGil())
+      .def("forget_grads", &ddp::GradReducer::forgetGrads, ReleaseGil())
+      .def("scale_grads", &ddp::GradReducer::scaleGrads, py::arg("factor"), ReleaseGil())
+      .def("is_reduced", &ddp::GradReducer::isReduced, ReleaseGil())
       .def("main_grads", &mainGrads)
-      .def("layout", [](const ddp::GradReducer& reducer) { return ddp::toString(reducer.layout()); });
+      .def("buckets", &bucketsOf)
+      .def("layout", [](const ddp::GradReducer& reducer) { return ddp::toString(reducer.buffers()->layout()); });
+
+  py::class_<ddp::ParamGather, std::shared_ptr<ddp::ParamGather>>(module, "ParamGather")
+      .def(py::init([](const ddp::GradReducer& reducer) {
+             return std::make_shared<ddp::ParamGather>(reducer.groups(), reducer.buffers());
+           }),
+           py::arg("reducer"))
+      .def("mark_stale", &ddp::ParamGather::markStale, ReleaseGil())
+      .def("start", &ddp::ParamGather::start, ReleaseGil())
+      .def("finish_all", &ddp::ParamGather::finishAll, ReleaseGil())
+      .def(
+          "finish",
+          [](ddp::ParamGather& gather, const std::vector<int>& bucketGroups) {
+            if (gather.isCurrent()) return false;
+            py::gil_scoped_release release;
+            return gather.finish(bucketGroups);
+          },
+          py::arg("bucket_groups"))
+      .def_property_readonly("is_current", &ddp::ParamGather::isCurrent)
+      .def("bucket_group_of", &ddp::ParamGather::bucketGroupOf);
+}
+
+}  // namespace
+
+void bindDdp(py::module_& module) {
+  module.def(
+      "abandon_group",
+      [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& why) {
+        ddp::abandonGroup(*group, why);
+      },
+      py::arg("group"), py::arg("why"), ReleaseGil());
+  bindOptions(module);
+  bindReducer(module);
 }
 
 }  // namespace farandole::python

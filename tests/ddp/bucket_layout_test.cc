@@ -3,9 +3,12 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <limits>
 #include <numeric>
 #include <random>
 #include <set>
+#include <tuple>
+#include <utility>
 
 namespace farandole::ddp {
 namespace {
@@ -23,12 +26,15 @@ Case randomCase(uint64_t seed) {
   const int64_t largest = int64_t{1} << below(18);
   result.parameters.resize(below(60));
   for (ParameterSpec& spec : result.parameters) {
-    spec = {below(largest + 1), static_cast<int>(below(types)), static_cast<int>(below(2))};
+    spec = {below(largest + 1), static_cast<int>(below(types)), static_cast<int>(below(2)), below(4) == 0,
+            below(10) == 0};
   }
   result.options.bucketSize = 1 + below(int64_t{1} << below(20));
-  result.options.alignment = below(2) ? 64 : 1 + below(100);
+  if (below(8) == 0) result.options.bucketSize.reset();
   result.options.worldSize = static_cast<int>(1 + below(48));
+  result.options.expertWorldSize = static_cast<int>(1 + below(12));
   result.options.sharded = below(2) == 1;
+  result.options.padForBusBandwidth = below(8) == 0;
   return result;
 }
 
@@ -59,12 +65,14 @@ TEST(BucketLayout, EveryParameterLiesInExactlyOneBucketOfTheBufferOfItsTypes) {
         EXPECT_EQ(slot.numel, given.parameters[p].numel);
         EXPECT_EQ(layout.buffers[slot.buffer].paramType, given.parameters[p].paramType);
         EXPECT_EQ(layout.buffers[slot.buffer].gradType, given.parameters[p].gradType);
+        EXPECT_EQ(layout.buffers[slot.buffer].isExpert, given.parameters[p].isExpert);
       }
     }
     EXPECT_TRUE(std::all_of(seen.begin(), seen.end(), [](int count) { return count == 1; }));
-    std::set<std::pair<int, int>> types;
+    std::set<std::tuple<int, int, bool>> types;
     for (const BufferLayout& buffer : layout.buffers) {
-      EXPECT_TRUE(types.emplace(buffer.paramType, buffer.gradType).second) << "two buffers of one kind";
+      EXPECT_TRUE(types.emplace(buffer.paramType, buffer.gradType, buffer.isExpert).second)
+          << "two buffers of one kind";
     }
   });
 }
@@ -74,7 +82,7 @@ TEST(BucketLayout, ParametersAreAlignedAndNeverOverlapNorLeaveTheirBucket) {
     std::vector<std::vector<char>> used;
     for (const BufferLayout& buffer : layout.buffers) used.emplace_back(buffer.numel, 0);
     for (const Slot& slot : layout.slots) {
-      EXPECT_EQ(slot.offset % given.options.alignment, 0);
+      EXPECT_EQ(slot.offset % (given.options.sharded ? 64 : 1), 0);
       EXPECT_GE(slot.offset, layout.buckets[slot.bucket].begin);
       EXPECT_LE(slot.offset + slot.numel, layout.buckets[slot.bucket].end);
       for (int64_t i = slot.offset; i < slot.offset + slot.numel; ++i) {
@@ -122,19 +130,21 @@ TEST(BucketLayout, BucketsAreInTheOrderInWhichReverseGradientsFillThem) {
   });
 }
 
-TEST(BucketLayout, ABucketClosesWithTheFirstParameterThatReachesItsSize) {
+TEST(BucketLayout, ABucketClosesWithTheFirstParameterThatReachesItsSizeOrStandsAlone) {
   forRandomLayouts([](const Case& given, const Layout& layout) {
-    std::vector<const BucketLayout*> last(layout.buffers.size(), nullptr);
-    for (const BucketLayout& bucket : layout.buckets) last[bucket.buffer] = &bucket;
+    const int64_t size = given.options.bucketSize.value_or(std::numeric_limits<int64_t>::max());
+    const auto isAlone = [&](int p) { return given.options.sharded && given.parameters[p].hasOwnBucket; };
+    std::vector<const BucketLayout*> previous(layout.buffers.size(), nullptr);
     for (const BucketLayout& bucket : layout.buckets) {
-      const Slot& closing = layout.slots[bucket.parameters.back()];
-      const int64_t size = closing.offset + closing.numel - bucket.begin;
-      if (&bucket != last[bucket.buffer]) {
-        EXPECT_GE(size, given.options.bucketSize);
+      if (const BucketLayout* before = std::exchange(previous[bucket.buffer], &bucket)) {
+        const Slot& closing = layout.slots[before->parameters.back()];
+        EXPECT_TRUE(closing.offset + closing.numel - before->begin >= size || isAlone(before->parameters.back()) ||
+                    isAlone(bucket.parameters.front()));
       }
-      if (bucket.parameters.size() > 1) {
-        const Slot& before = layout.slots[bucket.parameters[bucket.parameters.size() - 2]];
-        EXPECT_LT(before.offset + before.numel - bucket.begin, given.options.bucketSize);
+      for (size_t i = 0; i + 1 < bucket.parameters.size(); ++i) {
+        const Slot& slot = layout.slots[bucket.parameters[i]];
+        EXPECT_LT(slot.offset + slot.numel - bucket.begin, size);
+        EXPECT_FALSE(isAlone(bucket.parameters[i]) || isAlone(bucket.parameters[i + 1]));
       }
     }
   });
@@ -144,21 +154,31 @@ TEST(BucketLayout, ShardedBucketsSplitEvenlyIntoAlignedParts) {
   forRandomLayouts([](const Case& given, const Layout& layout) {
     if (!given.options.sharded) return;
     for (const BucketLayout& bucket : layout.buckets) {
-      EXPECT_EQ((bucket.end - bucket.begin) % std::lcm<int64_t>(given.options.worldSize, 128), 0);
+      const int ranks =
+          layout.buffers[bucket.buffer].isExpert ? given.options.expertWorldSize : given.options.worldSize;
+      EXPECT_EQ((bucket.end - bucket.begin) % std::lcm<int64_t>(ranks, 128), 0);
+      if (given.options.padForBusBandwidth) {
+        EXPECT_EQ(bucket.end % 65536, 0);
+      }
     }
   });
 }
 
-TEST(BucketLayout, PaddingStaysBelowOneMultiplePerParameterAndBucket) {
+TEST(BucketLayout, PaddingStaysBelowOneMultiplePerParameterAndBucketAndIsNoneWithoutShards) {
   forRandomLayouts([](const Case& given, const Layout& layout) {
     int64_t padding = 0;
     for (const BufferLayout& buffer : layout.buffers) padding += buffer.numel;
     for (const ParameterSpec& spec : given.parameters) padding -= spec.numel;
-    const int64_t multiple = given.options.sharded
-                                 ? std::lcm(given.options.alignment, std::lcm<int64_t>(given.options.worldSize, 128))
-                                 : given.options.alignment;
-    const auto bound = given.options.alignment * static_cast<int64_t>(given.parameters.size()) +
-                       multiple * static_cast<int64_t>(layout.buckets.size());
+    if (!given.options.sharded) {
+      EXPECT_EQ(padding, 0);
+      return;
+    }
+    int64_t bound = 64 * static_cast<int64_t>(given.parameters.size());
+    for (const BucketLayout& bucket : layout.buckets) {
+      const int ranks =
+          layout.buffers[bucket.buffer].isExpert ? given.options.expertWorldSize : given.options.worldSize;
+      bound += std::lcm(std::lcm<int64_t>(ranks, 128), given.options.padForBusBandwidth ? int64_t{65536} : 1);
+    }
     EXPECT_LE(padding, bound);
   });
 }
@@ -168,9 +188,9 @@ TEST(BucketLayout, PrintsOneLinePerBucket) {
   const Result<Layout> layout = layoutBuckets(parameters, {.bucketSize = 10});
   ASSERT_TRUE(layout);
   EXPECT_EQ(toString(*layout),
-            "bucket 0: buffer 0 [0, 64) parameters 2\n"
-            "bucket 1: buffer 1 [0, 64) parameters 1\n"
-            "bucket 2: buffer 1 [64, 192) parameters 0\n");
+            "bucket 0: buffer 0 [0, 7) parameters 2\n"
+            "bucket 1: buffer 1 [0, 10) parameters 1\n"
+            "bucket 2: buffer 1 [10, 110) parameters 0\n");
 }
 
 TEST(BucketLayout, RefusesBadInputByNameValueAndExpectation) {
@@ -182,7 +202,7 @@ TEST(BucketLayout, RefusesBadInputByNameValueAndExpectation) {
     return std::string(layout.status().message());
   };
   EXPECT_EQ(message(good, {.bucketSize = 0}), "bucketSize=0: expected at least 1");
-  EXPECT_EQ(message(good, {.alignment = 0}), "alignment=0: expected at least 1");
+  EXPECT_EQ(message(good, {.expertWorldSize = 0}), "expertWorldSize=0: expected at least 1");
   EXPECT_EQ(message(good, {.worldSize = -2}), "worldSize=-2: expected at least 1");
   const std::vector<ParameterSpec> negative = {{4, 0, 0}, {-1, 0, 0}};
   EXPECT_NE(message(negative, {}).find("parameters[1].numel=-1"), std::string::npos);

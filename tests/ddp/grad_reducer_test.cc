@@ -4,8 +4,11 @@
 #include <torch/csrc/autograd/engine.h>
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <numeric>
 #include <random>
+#include <utility>
 
 #include "ddp/ready_hook.h"
 #include "tests/ddp/thread_group.h"
@@ -70,7 +73,7 @@ TEST(GradReducer, BucketsAreIssuedInIndexOrderWhateverOrderGradientsComeIn) {
       // Bucket i has a size of its own, so that the log tells them apart; ranks differ in their orders.
       std::vector<at::Tensor> tensors;
       for (int64_t i = 8; i > 0; --i) tensors.push_back(parameter(64 * i));
-      auto reducer = GradReducer::create(self.group, modelOf(tensors), {.bucketSize = 1});
+      auto reducer = GradReducer::create(self.group, modelOf(tensors), {.buffers = {.bucketSize = 1}});
       std::vector<size_t> order = allOf(tensors);
       std::mt19937_64 random(seed * 2 + self.rank);
       std::shuffle(order.begin(), order.end(), random);
@@ -79,6 +82,7 @@ TEST(GradReducer, BucketsAreIssuedInIndexOrderWhateverOrderGradientsComeIn) {
       std::vector<std::string> expected;
       for (int64_t i = 1; i <= 8; ++i) expected.push_back("allreduce " + std::to_string(64 * i));
       expected.insert(expected.end(), 8, "wait");
+      expected.insert(expected.end(), {"allreduce 1", "wait", "wait"});  // what the ranks report; the order to come
       EXPECT_EQ(self.backend->events, expected);
       for (const at::Tensor& tensor : tensors) EXPECT_TRUE(isEverywhere(tensor.grad(), 1.5));
     });
@@ -88,7 +92,7 @@ TEST(GradReducer, BucketsAreIssuedInIndexOrderWhateverOrderGradientsComeIn) {
 TEST(GradReducer, TheFirstBucketIsIssuedWhileBackwardStillRuns) {
   runThreads(2, [](ThreadRank& self) {
     std::vector<at::Tensor> tensors = {parameter(192), parameter(128), parameter(64)};
-    auto reducer = GradReducer::create(self.group, modelOf(tensors), {.bucketSize = 1});
+    auto reducer = GradReducer::create(self.group, modelOf(tensors), {.buffers = {.bucketSize = 1}});
     std::vector<ReadyHook> observers;  // after the reducer's: each sees what its own gradient set off
     for (size_t i = 0; i < tensors.size(); ++i) {
       observers.emplace_back(tensors[i],
@@ -96,8 +100,9 @@ TEST(GradReducer, TheFirstBucketIsIssuedWhileBackwardStillRuns) {
     }
     self.backend->events.clear();
     backward(lossOf(tensors, {0, 1, 2}, 1));
-    EXPECT_EQ(self.backend->events, (std::vector<std::string>{"allreduce 64", "grad 2", "allreduce 128", "grad 1",
-                                                              "allreduce 192", "grad 0", "wait", "wait", "wait"}));
+    EXPECT_EQ(self.backend->events,
+              (std::vector<std::string>{"allreduce 64", "grad 2", "allreduce 128", "grad 1", "allreduce 192", "grad 0",
+                                        "wait", "wait", "wait", "allreduce 1", "wait", "wait"}));
   });
 }
 
@@ -113,7 +118,7 @@ TEST(GradReducer, WithoutSyncGradientsAccumulateAndTheNextSyncAveragesTheirSum) 
     EXPECT_TRUE(isEverywhere(tensors[0].grad(), self.rank + 10.0));
     reducer->setRequireSync(true);
     backward(lossOf(tensors, {0, 1}, 100));
-    EXPECT_EQ(countOf(self.backend->events, "wait"), 1U);
+    EXPECT_EQ(countOf(self.backend->events, "wait"), 2U);  // for the bucket, and for what the ranks report
     EXPECT_TRUE(isEverywhere(tensors[0].grad(), 110.5));
     EXPECT_TRUE(isEverywhere(tensors[1].grad(), 100.5));
   });
@@ -126,7 +131,7 @@ TEST(GradReducer, GradientsAreViewsOfMainGradAlsoAfterTheUserSetsThemToNothing) 
     for (int step = 1; step <= 3; ++step) {
       backward(lossOf(tensors, {0, 1}, step * (self.rank + 1)));
       for (size_t i = 0; i < tensors.size(); ++i) {
-        EXPECT_TRUE(tensors[i].grad().is_same(reducer->mainGrads()[i]));
+        EXPECT_TRUE(tensors[i].grad().is_same(reducer->buffers()->mainGrads()[i]));
         EXPECT_TRUE(isEverywhere(tensors[i].grad(), 1.5 * step));
         tensors[i].mutable_grad().reset();
       }
@@ -141,23 +146,19 @@ TEST(GradReducer, AGradientThatTheUserReplacedCountsWithItsValue) {
     tensors[0].mutable_grad() = at::full({10}, 100.0 * self.rank, at::kDouble);
     backward(lossOf(tensors, {0}, 1));
     EXPECT_TRUE(isEverywhere(tensors[0].grad(), 51));
-    EXPECT_TRUE(tensors[0].grad().is_same(reducer->mainGrads()[0]));
+    EXPECT_TRUE(tensors[0].grad().is_same(reducer->buffers()->mainGrads()[0]));
   });
 }
 
-TEST(GradReducer, AnUnusedParameterIsNamedOnItsRankAndNobodyWaits) {
+TEST(GradReducer, AnUnusedParameterIsNamedOnEveryRankAndNobodyWaits) {
   runThreads(2, [](ThreadRank& self) {
     std::vector<at::Tensor> tensors = {parameter(10), parameter(20), parameter(30)};
-    auto reducer = GradReducer::create(self.group, modelOf(tensors), {.bucketSize = 1});
+    auto reducer = GradReducer::create(self.group, modelOf(tensors), {.buffers = {.bucketSize = 1}});
     const auto order = self.rank == 0 ? std::vector<size_t>{0, 1, 2} : std::vector<size_t>{1};
     const std::string error = errorOf([&] { backward(lossOf(tensors, order, 2)); });
-    if (self.rank == 0) {
-      EXPECT_EQ(error, "");
-    } else {
-      EXPECT_NE(error.find("2 of 3 parameters got no gradient"), std::string::npos) << error;
-      EXPECT_NE(error.find("'p0', 'p2'"), std::string::npos) << error;
-      EXPECT_EQ(error.find("'p1'"), std::string::npos) << error;
-    }
+    EXPECT_NE(error.find("rank 1 of the group: 2 of 3 parameters got no gradient"), std::string::npos) << error;
+    EXPECT_NE(error.find("'p0', 'p2'"), std::string::npos) << error;
+    EXPECT_EQ(error.find("'p1'"), std::string::npos) << error;
     EXPECT_TRUE(isEverywhere(tensors[0].grad(), 1));
     EXPECT_TRUE(isEverywhere(tensors[1].grad(), 2));
     EXPECT_TRUE(isEverywhere(tensors[2].grad(), 1));
@@ -169,8 +170,7 @@ TEST(GradReducer, AnUnusedParameterIsNamedOnItsRankAndNobodyWaits) {
 TEST(GradReducer, ZeroFillLetsUnusedParametersCountAsZeroOrAsWhatTheyAccumulated) {
   runThreads(2, [](ThreadRank& self) {
     std::vector<at::Tensor> tensors = {parameter(10), parameter(20), parameter(30)};
-    auto reducer =
-        GradReducer::create(self.group, modelOf(tensors), {.bucketSize = {}, .unused = UnusedParameters::kZeroFill});
+    auto reducer = GradReducer::create(self.group, modelOf(tensors), {.unused = UnusedParameters::kZeroFill});
     reducer->setRequireSync(false);
     if (self.rank == 1) backward(lossOf(tensors, {0}, 6));
     reducer->setRequireSync(true);
@@ -184,8 +184,7 @@ TEST(GradReducer, ZeroFillLetsUnusedParametersCountAsZeroOrAsWhatTheyAccumulated
 TEST(GradReducer, AnUnusedParameterLeavesNoGradientOfAnEarlierStepBehind) {
   runThreads(2, [](ThreadRank& self) {
     std::vector<at::Tensor> tensors = {parameter(10), parameter(20)};
-    auto reducer =
-        GradReducer::create(self.group, modelOf(tensors), {.bucketSize = {}, .unused = UnusedParameters::kZeroFill});
+    auto reducer = GradReducer::create(self.group, modelOf(tensors), {.unused = UnusedParameters::kZeroFill});
     backward(lossOf(tensors, {0, 1}, 5));
     for (at::Tensor& tensor : tensors) tensor.mutable_grad().reset();
     backward(lossOf(tensors, {1}, 2));
@@ -197,9 +196,10 @@ TEST(GradReducer, AnUnusedParameterLeavesNoGradientOfAnEarlierStepBehind) {
 TEST(GradReducer, ABackwardThatRaisedIsEndedByTheNextForward) {
   runThreads(2, [](ThreadRank& self) {
     std::vector<at::Tensor> tensors = {parameter(10), parameter(20)};
-    auto reducer = GradReducer::create(self.group, modelOf(tensors), {.bucketSize = 1});
+    auto reducer = GradReducer::create(self.group, modelOf(tensors), {.buffers = {.bucketSize = 1}});
     if (self.rank == 0) {
-      backward(lossOf(tensors, {0, 1}, 1));  // waits for rank 1's part
+      const std::string error = errorOf([&] { backward(lossOf(tensors, {0, 1}, 1)); });  // waits for rank 1's part
+      EXPECT_NE(error.find("rank 1 of the group: a forward began before"), std::string::npos) << error;
     } else {
       ReadyHook bomb(tensors[1], [](bool) { TORCH_CHECK(false, "out of memory"); });
       EXPECT_EQ(errorOf([&] { backward(lossOf(tensors, {0, 1}, 1)); }), "out of memory");
@@ -217,7 +217,7 @@ TEST(GradReducer, ABackwardThatRaisedIsEndedByTheNextForward) {
 TEST(GradReducer, AFailedCollectiveComesOutOfBackwardAndTheNextRoundWorks) {
   runThreads(2, [](ThreadRank& self) {
     std::vector<at::Tensor> tensors = {parameter(10), parameter(20)};
-    auto reducer = GradReducer::create(self.group, modelOf(tensors), {.bucketSize = 1});
+    auto reducer = GradReducer::create(self.group, modelOf(tensors), {.buffers = {.bucketSize = 1}});
     self.backend->failure = "the wire broke";
     EXPECT_EQ(errorOf([&] { backward(lossOf(tensors, {0, 1}, 1)); }), "the wire broke");
     self.backend->failure.clear();
@@ -232,7 +232,7 @@ TEST(GradReducer, ARankThatAbandonsEndsTheRoundOfTheOthersWithItsReason) {
   for (const bool hasBegun : {false, true}) {  // its own round
     runThreads(3, [&](ThreadRank& self) {
       std::vector<at::Tensor> tensors = {parameter(10), parameter(20)};
-      auto reducer = GradReducer::create(self.group, modelOf(tensors), {.bucketSize = 1});
+      auto reducer = GradReducer::create(self.group, modelOf(tensors), {.buffers = {.bucketSize = 1}});
       const std::string expected = "rank " + std::to_string(self.rank) +
                                    " of the group cannot average gradients any more: rank 1 ran out of memory";
       if (self.rank == 1) {
@@ -269,7 +269,7 @@ TEST(GradReducer, KnowsWhetherThisStepHasReduced) {
       EXPECT_FALSE(reducer->isSynchronized());
       reducer->setRequireSync(true);
       EXPECT_FALSE(reducer->isSynchronized());
-      // A parameter that one rank leaves out is an error after the round, on that rank alone.
+      // A parameter that one rank leaves out is an error after the round.
       (void)errorOf([&] { backward(lossOf(tensors, self.rank == 0 ? std::vector<size_t>{0} : allOf(tensors), 1)); });
       EXPECT_TRUE(reducer->isSynchronized());
     }
@@ -279,7 +279,7 @@ TEST(GradReducer, KnowsWhetherThisStepHasReduced) {
 TEST(GradReducer, AnExplicitRoundAveragesWhatAccumulated) {
   runThreads(2, [](ThreadRank& self) {
     std::vector<at::Tensor> tensors = {parameter(10), parameter(20), parameter(30)};
-    auto reducer = GradReducer::create(self.group, modelOf(tensors), {.bucketSize = 1});
+    auto reducer = GradReducer::create(self.group, modelOf(tensors), {.buffers = {.bucketSize = 1}});
     reducer->setRequireSync(false);
     backward(lossOf(tensors, {0, 1}, 2 * self.rank));
     reducer->startSync();
@@ -290,7 +290,7 @@ TEST(GradReducer, AnExplicitRoundAveragesWhatAccumulated) {
     const size_t events = self.backend->events.size();
     reducer->finishSync();  // nothing is open
     EXPECT_EQ(self.backend->events.size(), events);
-    reducer->zeroGradBuffers();
+    reducer->zeroGrads();
     EXPECT_TRUE(isEverywhere(tensors[0].grad(), 0));
   });
 }
@@ -321,7 +321,7 @@ TEST(GradReducer, ABackwardInsideABackwardDoesNotEndTheRound) {
 TEST(GradReducer, AParameterThatInnerBackwardsLeftOutIsNamedByTheNextForward) {
   runThreads(2, [](ThreadRank& self) {
     std::vector<at::Tensor> tensors = {parameter(10), parameter(20)};
-    auto reducer = GradReducer::create(self.group, modelOf(tensors), {.bucketSize = 1});
+    auto reducer = GradReducer::create(self.group, modelOf(tensors), {.buffers = {.bucketSize = 1}});
     // The outer backward reaches no parameter of the model: nothing in it can tell the end.
     const std::vector<at::Tensor> input = {parameter(5)};
     ReadyHook nested(input[0], [&](bool) { backward(lossOf(tensors, {1}, self.rank)); });
@@ -333,11 +333,176 @@ TEST(GradReducer, AParameterThatInnerBackwardsLeftOutIsNamedByTheNextForward) {
   });
 }
 
+TEST(GradReducer, FromTheSecondRoundOnBucketsAreIssuedInTheOrderThatRankZeroHasSeen) {
+  runThreads(2, [](ThreadRank& self) {
+    std::vector<at::Tensor> tensors = {parameter(192), parameter(128), parameter(64)};
+    auto reducer = GradReducer::create(self.group, modelOf(tensors), {.buffers = {.bucketSize = 1}});
+    // A round without backward shows no order.
+    reducer->startSync();
+    reducer->finishSync();
+    const std::vector<size_t> seen = self.rank == 0 ? std::vector<size_t>{1, 2, 0} : std::vector<size_t>{0, 1, 2};
+    for (int round = 0; round < 3; ++round) {
+      self.backend->events.clear();
+      backward(lossOf(tensors, seen, 1));
+      const std::vector<std::string> issued(self.backend->events.begin(), self.backend->events.begin() + 3);
+      EXPECT_EQ(issued, round == 0 ? (std::vector<std::string>{"allreduce 64", "allreduce 128", "allreduce 192"})
+                                   : (std::vector<std::string>{"allreduce 192", "allreduce 64", "allreduce 128"}));
+    }
+  });
+}
+
+TEST(GradReducer, MainGradsOfAnotherTypeTakeWhatIsAddedAndLeaveGradEmpty) {
+  runThreads(2, [](ThreadRank& self) {
+    std::vector<at::Tensor> tensors = {at::ones({10}, at::kBFloat16).set_requires_grad(true)};
+    auto reducer = GradReducer::create(
+        self.group, modelOf(tensors),
+        {.buffers = {.gradType = at::kFloat}, .home = Gradients::Home::kMainGrad, .endsWithBackward = false});
+    const at::Tensor& mainGrad = reducer->buffers()->mainGrads()[0];
+    for (int step = 0; step < 3; ++step) {
+      step == 1 ? reducer->forgetGrads() : reducer->zeroGrads();
+      reducer->setRequireSync(false);
+      backward(lossOf(tensors, {0}, 256));
+      reducer->setRequireSync(true);
+      backward(lossOf(tensors, {0}, 1 + self.rank));
+      EXPECT_FALSE(tensors[0].grad().defined());
+      reducer->finishSync();
+      reducer->finishSync();  // once for a step
+      EXPECT_TRUE(isEverywhere(mainGrad, 257.5)) << "a bfloat16 has no such value";
+    }
+    reducer->scaleGrads(2);
+    EXPECT_TRUE(isEverywhere(mainGrad, 515));
+  });
+}
+
+TEST(GradReducer, WhatAKernelHasAddedToMainGradIsNotAddedAgain) {
+  runThreads(1, [](ThreadRank& self) {
+    std::vector<at::Tensor> tensors = {parameter(10), parameter(20)};
+    auto reducer = GradReducer::create(self.group, modelOf(tensors), {.home = Gradients::Home::kMainGrad},
+                                       [](int p) { return p == 0; });
+    reducer->buffers()->mainGrads()[0].fill_(5);
+    backward(lossOf(tensors, {0, 1}, 3));
+    EXPECT_TRUE(isEverywhere(reducer->buffers()->mainGrads()[0], 5));
+    EXPECT_TRUE(isEverywhere(reducer->buffers()->mainGrads()[1], 3));
+    reducer->forgetGrads();
+    EXPECT_NE(errorOf([&] {
+                backward(lossOf(tensors, {0, 1}, 3));
+              }).find("call zero_grad_buffer()"),
+              std::string::npos);
+  });
+}
+
+TEST(GradReducer, WithoutOverlapNothingIsIssuedBeforeTheEnd) {
+  for (const bool endsWithBackward : {false, true}) {
+    runThreads(2, [&](ThreadRank& self) {
+      std::vector<at::Tensor> tensors = {parameter(10), parameter(20)};
+      auto reducer =
+          GradReducer::create(self.group, modelOf(tensors),
+                              {.buffers = {.bucketSize = 1}, .overlaps = false, .endsWithBackward = endsWithBackward});
+      ReadyHook observer(tensors[0], [&self](bool) { self.backend->events.emplace_back("last"); });
+      self.backend->events.clear();
+      backward(lossOf(tensors, {0, 1}, self.rank));
+      EXPECT_EQ(self.backend->events.front(), "last");
+      EXPECT_EQ(self.backend->events.size() > 1, endsWithBackward);
+      if (!endsWithBackward) reducer->finishSync();
+      for (const at::Tensor& tensor : tensors) EXPECT_TRUE(isEverywhere(tensor.grad(), 0.5));
+    });
+  }
+}
+
+TEST(GradReducer, WhereShardedEachRankHasTheAverageOfItsPartAndParametersLieInBuffers) {
+  runThreads(2, [](ThreadRank& self) {
+    std::vector<at::Tensor> tensors = {parameter(100, 7), parameter(300, 8)};
+    auto reducer = GradReducer::create(
+        self.group, modelOf(tensors),
+        {.buffers = {.sharded = true}, .home = Gradients::Home::kMainGrad, .endsWithBackward = false});
+    const ModelBuffers& buffers = *reducer->buffers();
+    EXPECT_TRUE(isEverywhere(tensors[0], 7));
+    EXPECT_TRUE(tensors[0].is_alias_of(buffers.parametersOf(0)));
+    reducer->zeroGrads();
+    backward(lossOf(tensors, {0, 1}, self.rank));
+    reducer->finishSync();
+    const at::Tensor part = buffers.gradsOf(0).chunk(2)[self.rank];
+    const at::Tensor data = buffers.parametersOf(0).chunk(2)[self.rank];
+    EXPECT_TRUE(at::equal(part != 0, data != 0)) << "all but the padding";
+    EXPECT_TRUE(part.eq(0.5).logical_or(part.eq(0)).all().item<bool>());
+    const std::string error = errorOf([&] { backward(lossOf(tensors, {0, 1}, 1)); });
+    EXPECT_NE(error.find("gradients of the step before are still there"), std::string::npos) << error;
+  });
+}
+
+TEST(GradReducer, WhatIsSkippedKeepsItsGradientUnlessAnotherRankHasOne) {
+  runThreads(2, [](ThreadRank& self) {
+    std::vector<at::Tensor> tensors = {parameter(10), parameter(20), parameter(30)};
+    auto reducer = GradReducer::create(self.group, modelOf(tensors), {.unused = UnusedParameters::kSkip});
+    backward(lossOf(tensors, self.rank == 0 ? std::vector<size_t>{0} : std::vector<size_t>{0, 1}, 2));
+    EXPECT_TRUE(isEverywhere(tensors[0].grad(), 2));
+    EXPECT_TRUE(isEverywhere(tensors[1].grad(), 1));
+    EXPECT_FALSE(tensors[2].grad().defined());
+  });
+}
+
+TEST(GradReducer, AStaticGraphMayGiveAParameterSeveralGradientsInABackward) {
+  runThreads(2, [](ThreadRank& self) {
+    std::vector<at::Tensor> tensors = {parameter(10), parameter(20)};
+    auto reducer =
+        GradReducer::create(self.group, modelOf(tensors), {.buffers = {.bucketSize = 1}, .isGraphStatic = true});
+    bool isNested = false;
+    ReadyHook nested(tensors[1], [&](bool) {
+      if (!std::exchange(isNested, true)) backward(lossOf(tensors, {1}, 10.0 * self.rank));
+    });
+    for (int round = 0; round < 3; ++round) {
+      for (at::Tensor& tensor : tensors) tensor.mutable_grad().reset();
+      isNested = false;
+      backward(lossOf(tensors, {0, 1}, self.rank));
+      EXPECT_TRUE(isEverywhere(tensors[0].grad(), 0.5));
+      EXPECT_TRUE(isEverywhere(tensors[1].grad(), 5.5));
+    }
+  });
+}
+
+TEST(GradReducer, ChecksNameParameterBucketAndRankOnEveryRankAndTheNextRoundWorks) {
+  const double inf = std::numeric_limits<double>::infinity();
+  for (const double bad : {std::nan(""), inf, 1e6}) {
+    runThreads(2, [&](ThreadRank& self) {
+      std::vector<at::Tensor> tensors = {parameter(10), parameter(20), parameter(30)};
+      auto reducer = GradReducer::create(self.group, modelOf(tensors),
+                                         {.buffers = {.bucketSize = 1}, .checks = {.nan = true, .largest = 1e5}});
+      at::Tensor loss = lossOf(tensors, {0, 1, 2}, 1);
+      if (self.rank == 1) loss = loss + (tensors[1][3] * bad);
+      const std::string error = errorOf([&] { backward(loss); });
+      EXPECT_NE(error.find("rank 1 of the group: the gradient of parameter 'p1' (bucket 1) "), std::string::npos)
+          << error;
+      EXPECT_NE(error.find(std::isnan(bad)   ? "NaN"
+                           : std::isinf(bad) ? "infinite"
+                                             : "a norm of 1e+06"),
+                std::string::npos)
+          << error;
+      for (at::Tensor& tensor : tensors) tensor.mutable_grad().reset();
+      backward(lossOf(tensors, {0, 1, 2}, 1));
+      EXPECT_TRUE(isEverywhere(tensors[1].grad(), 1));
+    });
+  }
+}
+
+TEST(GradReducer, ExpertsAreAveragedOverTheirReplicasButScaledAsAll) {
+  runGrid(2, 2, [](int rank, ThreadRank& row, ThreadRank& column) {
+    // Two experts, one for each column, on two ranks each; the dense parameter is on all four.
+    std::vector<at::Tensor> tensors = {parameter(10), parameter(20)};
+    Model model = modelOf(tensors);
+    model.parameters[1].isExpert = true;
+    auto reducer = GradReducer::create({{row.group, column.group}, {column.group, nullptr}}, model, {});
+    EXPECT_EQ(reducer->buffers()->layout().buffers.size(), 2U);
+    backward(lossOf(tensors, {0, 1}, rank + 1));
+    EXPECT_TRUE(isEverywhere(tensors[0].grad(), 2.5));
+    EXPECT_TRUE(isEverywhere(tensors[1].grad(), row.rank == 0 ? 1 : 1.5));  // (1 + 3) / 4 and (2 + 4) / 4
+  });
+}
+
 TEST(GradReducer, HooksEndWithTheReducer) {
   runThreads(1, [](ThreadRank& self) {
     std::vector<at::Tensor> tensors = {parameter(10)};
     auto reducer = GradReducer::create(self.group, modelOf(tensors), {});
-    const at::Tensor mainGrad = reducer->mainGrads()[0];
+    const at::Tensor mainGrad = reducer->buffers()->mainGrads()[0];
     reducer.reset();
     backward(lossOf(tensors, {0}, 1));
     EXPECT_FALSE(tensors[0].grad().is_same(mainGrad));
@@ -349,7 +514,7 @@ TEST(GradReducer, FrozenParametersAreBroadcastButHaveNoGradient) {
   runThreads(2, [](ThreadRank& self) {
     std::vector<at::Tensor> tensors = {parameter(10), at::full({5}, self.rank, at::kDouble), parameter(20)};
     auto reducer = GradReducer::create(self.group, modelOf(tensors), {});
-    EXPECT_EQ(reducer->parameters().size(), 2U);
+    EXPECT_EQ(reducer->buffers()->parameters().size(), 2U);
     EXPECT_TRUE(isEverywhere(tensors[1], 0));
     backward(lossOf(tensors, {0, 1, 2}, self.rank));
     EXPECT_TRUE(isEverywhere(tensors[2].grad(), 0.5));
@@ -372,8 +537,10 @@ TEST(GradReducer, WhatOneRankCannotDoIsRefusedOnAll) {
               return rank == 0 ? good(0) : Model{};
             }).find("rank 1: the module has no parameter that requires a gradient"),
             std::string::npos);
-  EXPECT_NE(errorsOf(good, {.bucketSize = 0}).find("rank 1: bucket_size=0: expected at least 1"), std::string::npos);
-  EXPECT_NE(errorsOf(good, {.bucketSize = 7}).find("rank 0 has bucket_size: 40000000; rank 1 has bucket_size: 7"),
+  EXPECT_NE(errorsOf(good, {.buffers = {.bucketSize = 0}}).find("rank 1: bucket_size=0: expected at least 1"),
+            std::string::npos);
+  EXPECT_NE(errorsOf(good, {.buffers = {.bucketSize = 7}})
+                .find("rank 0 has bucket_size: 40000000; rank 1 has bucket_size: 7"),
             std::string::npos);
   EXPECT_NE(errorsOf([&](int rank) {
               return rank == 0 ? good(0) : modelOf({at::empty({3}, at::device(at::kMeta)).set_requires_grad(true)});

@@ -77,9 +77,19 @@ TEST(ModelAgreement, BroadcastGivesAllRanksTheModelOfRankZero) {
     model.buffers.push_back({"n", at::full({}, value, at::kLong)});
     model.buffers.push_back({"none", at::zeros({0})});
     broadcastModel(self.group, model);
-    for (const auto* list : {&model.parameters, &model.buffers}) {
-      for (const auto& [name, tensor] : *list) EXPECT_TRUE(tensor.eq(1).all().item<bool>()) << name;
-    }
+    for (const auto& parameter : model.parameters) EXPECT_TRUE(parameter.tensor.eq(1).all().item<bool>());
+    for (const auto& [name, tensor] : model.buffers) EXPECT_TRUE(tensor.eq(1).all().item<bool>()) << name;
+  });
+}
+
+TEST(ModelAgreement, ExpertsAreBroadcastAmongThoseThatHoldTheSame) {
+  runGrid(2, 2, [](int rank, ThreadRank& row, ThreadRank& column) {
+    Model model;
+    model.parameters.push_back({"dense", at::full({3}, rank + 1.0)});
+    model.parameters.push_back({"expert", at::full({3}, rank + 1.0), /*isExpert=*/true});
+    broadcastModel({{row.group, column.group}, {column.group, nullptr}}, model);
+    EXPECT_TRUE(model.parameters[0].tensor.eq(1).all().item<bool>());
+    EXPECT_TRUE(model.parameters[1].tensor.eq(row.rank + 1).all().item<bool>());
   });
 }
 

@@ -20,11 +20,23 @@ class ThreadWork : public c10d::Work {
     return true;
   }
 
+  bool isCompleted() override { return hub_->isDone(sequence_); }
+
  private:
   std::shared_ptr<ThreadHub> hub_;
   const size_t sequence_;
   ThreadBackend* const backend_;
 };
+
+at::Tensor combined(const std::vector<at::Tensor>& inputs, const c10d::ReduceOp& op) {
+  at::Tensor result = inputs[0].clone();
+  for (size_t rank = 1; rank < inputs.size(); ++rank) {
+    op == c10d::ReduceOp::MAX ? result.copy_(at::maximum(result, inputs[rank])) : result.add_(inputs[rank]);
+  }
+  if (op == c10d::ReduceOp::AVG) result.div_(static_cast<double>(inputs.size()));
+  TORCH_CHECK(op == c10d::ReduceOp::SUM || op == c10d::ReduceOp::AVG || op == c10d::ReduceOp::MAX, "only these");
+  return result;
+}
 
 }  // namespace
 
@@ -49,6 +61,11 @@ void ThreadHub::await(size_t sequence) {
   TORCH_CHECK(done, "collective ", sequence, ": ", size_ - collectives_[sequence].arrived, " ranks never came");
 }
 
+bool ThreadHub::isDone(size_t sequence) {
+  std::lock_guard lock(mutex_);
+  return collectives_[sequence].done;
+}
+
 void ThreadHub::abort() {
   std::lock_guard lock(mutex_);
   aborted_ = true;
@@ -67,12 +84,34 @@ c10::intrusive_ptr<c10d::Work> ThreadBackend::start(std::vector<at::Tensor> tens
 
 c10::intrusive_ptr<c10d::Work> ThreadBackend::allreduce(std::vector<at::Tensor>& tensors,
                                                         const c10d::AllreduceOptions& options) {
-  TORCH_CHECK(options.reduceOp == c10d::ReduceOp::SUM, "only SUM");
   events.push_back("allreduce " + std::to_string(tensors.at(0).numel()));
-  return start(tensors, [](auto& byRank) {
-    at::Tensor sum = byRank[0][0].clone();
-    for (size_t rank = 1; rank < byRank.size(); ++rank) sum.add_(byRank[rank][0]);
-    for (auto& tensors : byRank) tensors[0].copy_(sum);
+  return start(tensors, [op = options.reduceOp](auto& byRank) {
+    std::vector<at::Tensor> inputs;
+    for (auto& tensors : byRank) inputs.push_back(tensors[0]);
+    const at::Tensor reduced = combined(inputs, op);
+    for (auto& tensors : byRank) tensors[0].copy_(reduced);
+  });
+}
+
+c10::intrusive_ptr<c10d::Work> ThreadBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                                   const c10d::ReduceScatterOptions& options) {
+  events.push_back("reduce_scatter " + std::to_string(input.numel()));
+  return start({output, input}, [op = options.reduceOp](auto& byRank) {
+    std::vector<at::Tensor> inputs;
+    for (auto& tensors : byRank) inputs.push_back(tensors[1]);
+    const std::vector<at::Tensor> parts = combined(inputs, op).chunk(static_cast<int64_t>(byRank.size()));
+    for (size_t rank = 0; rank < parts.size(); ++rank) byRank[rank][0].copy_(parts[rank]);
+  });
+}
+
+c10::intrusive_ptr<c10d::Work> ThreadBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                                              const c10d::AllgatherOptions& options) {
+  events.push_back("allgather " + std::to_string(output.numel()));
+  return start({output, input}, [](auto& byRank) {
+    std::vector<at::Tensor> inputs;
+    for (auto& tensors : byRank) inputs.push_back(tensors[1]);
+    const at::Tensor whole = at::cat(inputs);
+    for (auto& tensors : byRank) tensors[0].copy_(whole);
   });
 }
 
@@ -95,19 +134,22 @@ c10::intrusive_ptr<c10d::Work> ThreadBackend::allgather(std::vector<std::vector<
   });
 }
 
-void runThreads(int size, const std::function<void(ThreadRank&)>& body) {
-  auto hub = std::make_shared<ThreadHub>(size);
-  const auto store = c10::make_intrusive<c10d::HashStore>();
+namespace {
+
+ThreadRank rankOf(const std::shared_ptr<ThreadHub>& hub, const c10::intrusive_ptr<c10d::Store>& store, int rank) {
+  auto group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, hub->size());
+  auto backend = c10::make_intrusive<ThreadBackend>(hub, rank);
+  group->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::CUSTOM, backend);
+  return {rank, group, backend};
+}
+
+void runRanks(int size, const std::function<void(int)>& body) {
   std::vector<std::exception_ptr> failures(size);
   std::vector<std::thread> threads;
   for (int rank = 0; rank < size; ++rank) {
     threads.emplace_back([&, rank] {
       try {
-        auto group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, size);
-        auto backend = c10::make_intrusive<ThreadBackend>(hub, rank);
-        group->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::CUSTOM, backend);
-        ThreadRank self{rank, group, backend};
-        body(self);
+        body(rank);
       } catch (...) {
         failures[rank] = std::current_exception();
       }
@@ -117,6 +159,30 @@ void runThreads(int size, const std::function<void(ThreadRank&)>& body) {
   for (const std::exception_ptr& failure : failures) {
     if (failure) std::rethrow_exception(failure);
   }
+}
+
+}  // namespace
+
+void runThreads(int size, const std::function<void(ThreadRank&)>& body) {
+  auto hub = std::make_shared<ThreadHub>(size);
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  runRanks(size, [&](int rank) {
+    ThreadRank self = rankOf(hub, store, rank);
+    body(self);
+  });
+}
+
+void runGrid(int rows, int columns, const std::function<void(int rank, ThreadRank& row, ThreadRank& column)>& body) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  std::vector<std::shared_ptr<ThreadHub>> rowHubs;
+  std::vector<std::shared_ptr<ThreadHub>> columnHubs;
+  for (int row = 0; row < rows; ++row) rowHubs.push_back(std::make_shared<ThreadHub>(columns));
+  for (int column = 0; column < columns; ++column) columnHubs.push_back(std::make_shared<ThreadHub>(rows));
+  runRanks(rows * columns, [&](int rank) {
+    ThreadRank row = rankOf(rowHubs[rank / columns], store, rank % columns);
+    ThreadRank column = rankOf(columnHubs[rank % columns], store, rank / columns);
+    body(rank, row, column);
+  });
 }
 
 }  // namespace farandole::ddp

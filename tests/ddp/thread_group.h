@@ -28,6 +28,7 @@ class ThreadHub {
   // The `sequence`-th collective of `rank`.
   void arrive(size_t sequence, int rank, std::vector<at::Tensor> tensors, const Combine& combine);
   void await(size_t sequence);
+  bool isDone(size_t sequence);
 
   // Ends all waits, and what comes, with an error.
   void abort();
@@ -63,6 +64,11 @@ class ThreadBackend : public c10d::Backend {
                                            std::vector<at::Tensor>& inputs,
                                            const c10d::AllgatherOptions& options) override;
 
+  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                      const c10d::ReduceScatterOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
+                                                 const c10d::AllgatherOptions& options) override;
+
   void abort() override { hub_->abort(); }
 
   // What happened on this rank, e.g. "allreduce 64", "wait". Tests may add their own.
@@ -86,5 +92,9 @@ struct ThreadRank {
 
 // Runs `body` on `size` ranks and rethrows the first failure of any.
 void runThreads(int size, const std::function<void(ThreadRank&)>& body);
+
+// The same with ranks in a grid: `body` gets this rank's end of the group of its row, then of its column.
+// Rank r is in row r / columns.
+void runGrid(int rows, int columns, const std::function<void(int rank, ThreadRank& row, ThreadRank& column)>& body);
 
 }  // namespace farandole::ddp

@@ -103,8 +103,9 @@ def _fail_in_step_with_others(rank: int, world_size: int) -> list[str]:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_error_that_leaves_ranks_in_step_abandons_nothing(backend: str) -> None:
     results = run_ranks(_fail_in_step_with_others, RANKS, backend, timeout=GROUP_TIMEOUT)
-    assert [bool(error) for (error,) in results] == [rank == CULPRIT for rank in range(RANKS)]
-    assert "'spare.weight', 'spare.bias'" in results[CULPRIT][0]
+    for (error,) in results:
+        assert f"rank {CULPRIT} of the group" in error
+        assert "'spare.weight', 'spare.bias'" in error
 
 
 def _abandon(rank: int, world_size: int) -> list[tuple[str, float]]:

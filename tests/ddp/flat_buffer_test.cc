@@ -1,14 +1,14 @@
-#include "ddp/grad_buffer.h"
+#include "ddp/flat_buffer.h"
 
 #include <gtest/gtest.h>
 
 namespace farandole::ddp {
 namespace {
 
-TEST(GradBuffer, StartsAtZeroAndGradientsAliasTheirRange) {
-  GradBuffer buffer(256, at::kDouble);
+TEST(FlatBuffer, StartsAtZeroAndGradientsAliasTheirRange) {
+  FlatBuffer buffer(256, at::kDouble);
   const at::Tensor param = at::empty({3, 5}, at::kDouble);
-  const at::Tensor grad = buffer.gradOf(param, 64);
+  const at::Tensor grad = buffer.like(param, 64);
   const at::Tensor range = buffer.range(64, 128);
   EXPECT_EQ(range.abs().sum().item<double>(), 0);
   grad.copy_(at::arange(15, at::kDouble).view({3, 5}));
@@ -18,19 +18,19 @@ TEST(GradBuffer, StartsAtZeroAndGradientsAliasTheirRange) {
   EXPECT_EQ(grad.abs().sum().item<double>(), 0);
 }
 
-TEST(GradBuffer, GradientsHaveTheStridesOfDenseParametersAndAreContiguousForOthers) {
-  GradBuffer buffer(4096, at::kFloat);
+TEST(FlatBuffer, GradientsHaveTheStridesOfDenseParametersAndAreContiguousForOthers) {
+  FlatBuffer buffer(4096, at::kFloat);
   const at::Tensor channelsLast = at::empty({2, 3, 4, 5}).contiguous(at::MemoryFormat::ChannelsLast);
-  EXPECT_EQ(buffer.gradOf(channelsLast, 0).strides(), channelsLast.strides());
+  EXPECT_EQ(buffer.like(channelsLast, 0).strides(), channelsLast.strides());
   const at::Tensor sparseStrides = at::empty({8, 8}).slice(1, 0, 8, 2);
-  EXPECT_EQ(buffer.gradOf(sparseStrides, 0).sizes(), sparseStrides.sizes());
-  EXPECT_TRUE(buffer.gradOf(sparseStrides, 0).is_contiguous());
+  EXPECT_EQ(buffer.like(sparseStrides, 0).sizes(), sparseStrides.sizes());
+  EXPECT_TRUE(buffer.like(sparseStrides, 0).is_contiguous());
 }
 
-TEST(GradBuffer, ChangingOneGradientDoesNotCountAsChangingAnother) {
-  GradBuffer buffer(128, at::kFloat);
-  const at::Tensor first = buffer.gradOf(at::empty({4}), 0);
-  const at::Tensor second = buffer.gradOf(at::empty({4}), 64);
+TEST(FlatBuffer, ChangingOneGradientDoesNotCountAsChangingAnother) {
+  FlatBuffer buffer(128, at::kFloat);
+  const at::Tensor first = buffer.like(at::empty({4}), 0);
+  const at::Tensor second = buffer.like(at::empty({4}), 64);
   const auto version = second._version();
   first.add_(1);
   EXPECT_EQ(second._version(), version);

@@ -1,4 +1,4 @@
-#include "ddp/grad_buffer.h"
+#include "ddp/flat_buffer.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/GradMode.h>
@@ -13,22 +13,27 @@ at::Tensor alias(const at::Tensor& base, at::IntArrayRef sizes, at::IntArrayRef 
 
 }  // namespace
 
-GradBuffer::GradBuffer(int64_t numel, const at::TensorOptions& options) {
+FlatBuffer::FlatBuffer(int64_t numel, const at::TensorOptions& options) {
   c10::NoGradGuard noGrad;
   data_ = at::zeros({numel}, options);
 }
 
-at::Tensor GradBuffer::gradOf(const at::Tensor& param, int64_t offset) const {
+at::Tensor FlatBuffer::like(const at::Tensor& param, int64_t offset) const {
   if (param.is_non_overlapping_and_dense()) return alias(data_, param.sizes(), param.strides(), offset);
   const auto strides = c10::contiguous_strides(param.sizes());
   return alias(data_, param.sizes(), strides, offset);
 }
 
-at::Tensor GradBuffer::range(int64_t begin, int64_t end) const { return alias(data_, {end - begin}, {1}, begin); }
+at::Tensor FlatBuffer::range(int64_t begin, int64_t end) const { return alias(data_, {end - begin}, {1}, begin); }
 
-void GradBuffer::zero() {
+void FlatBuffer::zero() {
   c10::NoGradGuard noGrad;
   data_.zero_();
+}
+
+void FlatBuffer::scale(double factor) {
+  c10::NoGradGuard noGrad;
+  data_.mul_(factor);
 }
 
 }  // namespace farandole::ddp

@@ -1,0 +1,254 @@
+"""An optimizer whose state the replicas share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from farandole.ddp import _optimizer_state as saved
+from farandole.ddp._runs import Run, runs_of, total_norm
+from farandole.ddp._wrapper import DistributedDataParallel
+
+_CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
+
+# Those that update an element by what they know of that element alone, so that neighbours can be one tensor.
+_ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+# Those that are known not to.
+_BY_SHAPE = ("Adafactor", "LBFGS", "Muon", "SparseAdam", "Shampoo", "SOAP", "LAMB", "LARS")
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """A torch optimizer of whose state each rank keeps its part, as Megatron-core's DistributedOptimizer (ZeRO-1).
+
+    Over a model that is wrapped with ``use_distributed_optimizer=True`` each rank updates its part of every bucket,
+    with a float32 copy where parameters have a shorter type, and all get the result by an all-gather. A model that is
+    wrapped without it is updated by each rank as a whole, with the same float32 copies: for ``grad_reduce_in_fp32``.
+
+        model = DistributedDataParallel(module, use_distributed_optimizer=True)
+        optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model)
+        for batch in data:
+            optimizer.zero_grad()
+            loss(model(batch)).backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+
+    Learning rate schedulers take it as any optimizer. With a scaler of float16 losses take
+    ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler(process_group=...)``, which tells all ranks of an
+    overflow that one of them sees, and ``grad_reduce_in_fp32=True``.
+
+    Args:
+        optimizer: made over parameters of the model, in any param groups, and not yet used: it is taken over, and its
+            ``param_groups`` get the tensors that this rank updates, flat ones where the model is sharded. It must
+            update each element by itself, as Adam or SGD do, where the model is sharded.
+        model: the wrapped model, or several (virtual stages). Parameters that ``optimizer`` has not stay as they are.
+        model_parallel_group: ranks with other parameters of the same model (pipeline and tensor parallel ones),
+            over which norms of gradients are added up, too. A parameter with ``shared = True`` is left out of norms.
+        is_elementwise: whether a custom optimizer updates each element by itself: must be said where that is not known.
+
+    Raises:
+        ValueError: an optimizer that is not elementwise over a sharded model, one that has state, a parameter that is
+            of none of the models.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        model: DistributedDataParallel | Sequence[DistributedDataParallel],
+        *,
+        model_parallel_group: dist.ProcessGroup | None = None,
+        is_elementwise: bool | None = None,
+    ) -> None:
+        models = [model] if isinstance(model, DistributedDataParallel) else list(model)
+        for one in models:
+            if not isinstance(one, DistributedDataParallel):
+                raise TypeError(
+                    f"model has a {type(one).__name__}: expected farandole.ddp.DistributedDataParallel, or several"
+                )
+        if not models:
+            raise ValueError("model=[]: expected at least one DistributedDataParallel")
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer is a {type(optimizer).__name__}: expected a torch.optim.Optimizer")
+        if optimizer.state:
+            raise ValueError("optimizer has state: expected one that has not stepped yet (load its state afterwards)")
+        self._is_sharded = any(one._param_sync is not None for one in models)
+        if self._is_sharded:
+            _check_elementwise(optimizer, is_elementwise)
+        self._models = models
+        self._inner = optimizer
+        self._model_parallel_group = model_parallel_group
+        self._runs, self._names = _take_over(optimizer, models)
+        self._is_provisional = False  # the state was made to be loaded into, and was not
+        self._has_grads = False
+        super().__init__([dict(group) for group in optimizer.param_groups], optimizer.defaults)
+        self.param_groups = optimizer.param_groups
+        self.state = optimizer.state
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Begins a step: gradients of the last one do not count any more.
+
+        With ``set_to_none`` the next gradient of each parameter replaces what ``main_grad`` holds, which spares a pass
+        over the buffers; else they are zeroed (``zero_grad_buffer``).
+        """
+        self._drop_grads()
+        for model in self._models:
+            model.forget_grads() if set_to_none else model.zero_grad_buffer()
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scales all gradients down so that their norm, over all ranks, is at most ``max_norm``; returns the norm.
+
+        The same on all ranks of the data-parallel and the model-parallel groups. A collective of these.
+        """
+        self._take_grads("clip_grad_norm_()")
+        total = self._total_norm(float(norm_type))
+        if error_if_nonfinite and not torch.isfinite(total):
+            raise RuntimeError(
+                f"the norm of the gradients, of order {norm_type}, is {total.item()}: expected a finite one"
+            )
+        factor = (max_norm / (total + _CLIP_EPSILON)).clamp(max=1.0)
+        grads = [run.tensor.grad for run in self._runs]
+        torch._foreach_mul_([grad for grad in grads if grad is not None], factor.to(torch.float32))
+        return total
+
+    def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
+        """The norm of the gradients over all ranks. A collective."""
+        with torch.no_grad():
+            self._take_grads("grad_norm()")
+            return self._total_norm(float(norm_type))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates this rank's part, and brings all ranks' parts together: a collective.
+
+        Raises:
+            RuntimeError: gradients were not reduced: there was no backward, or it was inside of no_sync.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._take_grads("step()")
+        if self._is_provisional:
+            saved.clear(self._inner)
+            self._is_provisional = False
+        self._inner.step()
+        for run in self._runs:
+            run.publish()
+        self._drop_grads()
+        for model in self._models:
+            if model._param_sync is not None:
+                model._param_sync.updated()
+        return loss
+
+    def reload_model_params(self) -> None:
+        """Takes float32 copies from the model anew, after its parameters were loaded."""
+        for run in self._runs:
+            run.reload()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the state, by the names of parameters: for torch.distributed.checkpoint, or in memory.
+
+        ``{"state": {name: {"exp_avg": part, ..., "param": part of the float32 copy}}, "param_groups": [...]}``, where
+        parts know their place in the flattened parameter: a checkpoint can be loaded with another number of ranks or
+        another bucket size. Where the optimizer has not stepped, its state is made first, to be loaded into.
+        """
+        self._is_provisional = saved.initialize(self._inner, self._runs) or self._is_provisional
+        return saved.collect(self._inner, self._runs, self._names)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """What :meth:`state_dict` or :meth:`full_state_dict` gave, or what torch.distributed.checkpoint has loaded.
+
+        Raises:
+            ValueError: another number of param groups, a parameter or a state that is missing, or parts that do not
+                have what this rank owns (those of another number of ranks: use full_state_dict() or a checkpoint).
+        """
+        saved.initialize(self._inner, self._runs)
+        saved.restore(self._inner, self._runs, self._names, state_dict)
+        self._is_provisional = False
+        for run in self._runs:
+            run.publish()
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """As :meth:`state_dict`, with whole tensors, flat, of all parameters on every rank. A collective."""
+        groups = [(model.replicas.group, model.experts.group) for model in self._models]
+        return saved.gather(self.state_dict(), self._runs, groups[0] if self._is_sharded else None)
+
+    def _total_norm(self, norm_type: float) -> torch.Tensor:
+        """The weights: a sharded run is this rank's alone, any other is every replica's."""
+        first = self._models[0]
+        device = self._runs[0].device if self._runs else torch.device("cpu")
+        copies = {False: first.replicas.group.size(), True: first.experts.group.size()}
+        total = total_norm(
+            self._runs, norm_type, lambda run: 1.0 if self._is_sharded else 1.0 / copies[run.is_expert], device
+        )
+        op = dist.ReduceOp.MAX if norm_type == torch.inf else dist.ReduceOp.SUM
+        for group in (first.replicas.group, self._model_parallel_group):
+            if group is not None and group.size() > 1:
+                dist.all_reduce(total, op, group=group)
+        return total if norm_type == torch.inf else total ** (1.0 / norm_type)
+
+    def _take_grads(self, what: str) -> None:
+        if self._has_grads:
+            return
+        for model in self._models:
+            if not model._reducer.is_reduced():
+                raise RuntimeError(
+                    f"{what}: gradients were not reduced: expected a backward outside of no_sync(), or "
+                    "finish_grad_sync(), since the last zero_grad()"
+                )
+        for run in self._runs:
+            run.take_grad()
+        self._has_grads = True
+
+    def _drop_grads(self) -> None:
+        self._has_grads = False
+        for run in self._runs:
+            run.drop_grad()
+
+
+def _check_elementwise(optimizer: torch.optim.Optimizer, is_elementwise: bool | None) -> None:
+    name = type(optimizer).__name__
+    if is_elementwise is None:
+        is_elementwise = True if name in _ELEMENTWISE else False if name in _BY_SHAPE else None
+    if is_elementwise is None:
+        raise ValueError(
+            f"optimizer is a {name}: expected is_elementwise=True if it updates each element of a tensor by itself, as "
+            "Adam does (each rank has a flat part of the parameters)"
+        )
+    if not is_elementwise:
+        raise ValueError(
+            f"optimizer is a {name}, which needs whole parameters: expected a model that is wrapped with "
+            "use_distributed_optimizer=False"
+        )
+
+
+def _take_over(
+    optimizer: torch.optim.Optimizer, models: list[DistributedDataParallel]
+) -> tuple[list[Run], list[list[str]]]:
+    """Puts runs into the optimizer's param groups. Returns them, and the names of the parameters by param group."""
+    prefixes = ["" if len(models) == 1 else f"{index}." for index in range(len(models))]
+    name_of = {
+        parameter: prefix + name
+        for prefix, model in zip(prefixes, models, strict=True)
+        for name, parameter in model._trainable.items()
+    }
+    group_of: dict[torch.Tensor, int] = {}
+    names: list[list[str]] = []
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter not in name_of and parameter.requires_grad:
+                raise ValueError(
+                    f"optimizer has a parameter of shape {tuple(parameter.shape)} in param group {index} that is none "
+                    "of the model's: expected one made over model.parameters()"
+                )
+            group_of[parameter] = index
+        names.append([name_of[parameter] for parameter in group["params"] if parameter in name_of])
+    runs = [run for prefix, model in zip(prefixes, models, strict=True) for run in runs_of(model, prefix, group_of)]
+    for index, group in enumerate(optimizer.param_groups):
+        group["params"] = [run.tensor for run in runs if run.group == index]
+    return runs, names

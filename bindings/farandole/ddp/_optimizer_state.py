@@ -1,0 +1,189 @@
+"""The state of a distributed optimizer by the names of its parameters: what is saved, loaded and compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from farandole.ddp._runs import Piece, Run
+
+_MASTER = "param"  # Megatron-core's name of the float32 copy
+
+
+class FlatPart:
+    """Elements [begin, begin + len(tensor)) of a flat tensor of ``numel`` elements.
+
+    torch.distributed.checkpoint saves it as that part of one tensor, and loads into it whatever parts were saved
+    (the protocol of torch.distributed._checkpointable).
+    """
+
+    def __init__(self, tensor: torch.Tensor, begin: int, numel: int) -> None:
+        self.tensor = tensor
+        self.begin = begin
+        self.numel = numel
+
+    def size(self) -> torch.Size:
+        """Of the whole."""
+        return torch.Size([self.numel])
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        (chunk,) = self.__create_chunk_list__()
+        data = TensorWriteData(
+            chunk=chunk, properties=TensorProperties.create_from_tensor(self.tensor), size=self.size()
+        )
+        return [WriteItem(index=MetadataIndex(fqn, chunk.offsets), type=WriteItemType.SHARD, tensor_data=data)]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offsets=torch.Size([self.begin]), sizes=self.tensor.size())]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return self.tensor
+
+    def __repr__(self) -> str:
+        return f"FlatPart([{self.begin}, {self.begin + self.tensor.numel()}) of {self.numel}, {self.tensor.dtype})"
+
+
+def clear(optimizer: torch.optim.Optimizer) -> None:
+    """As if it had never stepped."""
+    optimizer.state.clear()
+
+
+def initialize(optimizer: torch.optim.Optimizer, runs: list[Run]) -> bool:
+    """Makes the state of an optimizer that has not stepped, by a step with zero gradients that changes nothing.
+
+    True when it did.
+    """
+    if optimizer.state or not runs:
+        return False
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    before = [run.tensor.detach().clone() for run in runs]
+    grads = [run.tensor.grad for run in runs]
+    for group in optimizer.param_groups:
+        if "lr" in group:
+            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+    for run in runs:
+        run.tensor.grad = torch.zeros_like(run.tensor)
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        if "lr" in group:
+            group["lr"] = rate
+    for run, data, grad in zip(runs, before, grads, strict=True):
+        run.tensor.detach().copy_(data)
+        run.tensor.grad = grad
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"].zero_()
+        elif "step" in state:
+            state["step"] = 0
+    return True
+
+
+def _values_of(optimizer: torch.optim.Optimizer, run: Run) -> dict[str, Any]:
+    values = dict(optimizer.state.get(run.tensor, {}))
+    if run.has_master:
+        values[_MASTER] = run.tensor.detach()
+    return values
+
+
+def _is_parted(value: Any, run: Run) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == run.tensor.numel()
+
+
+def collect(optimizer: torch.optim.Optimizer, runs: list[Run], names: list[list[str]]) -> dict[str, Any]:
+    """By parameter: parts of what has an element for each of the run's, other values as they are."""
+    state: dict[str, dict[str, Any]] = {}
+    for run in runs:
+        for key, value in _values_of(optimizer, run).items():
+            for piece in run.pieces:
+                part = (
+                    FlatPart(piece.of(value), piece.begin, piece.parameter.numel()) if _is_parted(value, run) else value
+                )
+                state.setdefault(piece.name, {})[key] = part
+    groups = [
+        {key: value for key, value in group.items() if key != "params"} | {"params": list(group_names)}
+        for group, group_names in zip(optimizer.param_groups, names, strict=True)
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def restore(
+    optimizer: torch.optim.Optimizer, runs: list[Run], names: list[list[str]], state_dict: dict[str, Any]
+) -> None:
+    """The way back, in place."""
+    groups = state_dict["param_groups"]
+    if len(groups) != len(optimizer.param_groups):
+        raise ValueError(f"state_dict has {len(groups)} param groups: expected {len(optimizer.param_groups)}")
+    for index, (group, loaded, group_names) in enumerate(zip(optimizer.param_groups, groups, names, strict=True)):
+        if list(loaded["params"]) != group_names:
+            raise ValueError(
+                f"state_dict's param group {index} has the parameters {list(loaded['params'])}: expected {group_names}"
+            )
+        group.update({key: value for key, value in loaded.items() if key != "params"})
+    for run in runs:
+        for key, value in _values_of(optimizer, run).items():
+            found = [_value_in(state_dict["state"], piece, key) for piece in run.pieces]
+            if _is_parted(value, run):
+                for piece, source in zip(run.pieces, found, strict=True):
+                    piece.of(value).copy_(_part_in(source, piece, key))
+            elif isinstance(value, torch.Tensor):
+                value.copy_(found[0])
+            else:
+                optimizer.state[run.tensor][key] = found[0]
+
+
+def _value_in(state: dict[str, Any], piece: Piece, key: str) -> Any:
+    if piece.name not in state or key not in state[piece.name]:
+        raise ValueError(f"state_dict has no {key!r} of parameter '{piece.name}'")
+    return state[piece.name][key]
+
+
+def _part_in(source: Any, piece: Piece, key: str) -> torch.Tensor:
+    if isinstance(source, FlatPart):
+        begin, tensor = source.begin, source.tensor
+    else:
+        begin, tensor = 0, source.reshape(-1)
+    first = piece.begin - begin
+    if first < 0 or first + piece.numel > tensor.numel():
+        raise ValueError(
+            f"state_dict has the elements [{begin}, {begin + tensor.numel()}) of {key!r} of parameter '{piece.name}': "
+            f"expected [{piece.begin}, {piece.begin + piece.numel}), which this rank owns. Was it saved by another "
+            "number of ranks? Take full_state_dict(), or torch.distributed.checkpoint"
+        )
+    return tensor[first : first + piece.numel]
+
+
+def gather(
+    state_dict: dict[str, Any], runs: list[Run], groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None
+) -> dict[str, Any]:
+    """Whole tensors of all parameters, from what each rank has; ``groups`` of dense parameters and of experts."""
+    if groups is None:
+        ranks = [state_dict["state"]]
+    else:
+        ranks = [None] * groups[0].size()
+        dist.all_gather_object(ranks, _on_cpu(state_dict["state"]), group=groups[0])
+    state: dict[str, dict[str, Any]] = {}
+    for mine in ranks:
+        for name, values in mine.items():
+            for key, value in values.items():
+                if not isinstance(value, FlatPart):
+                    state.setdefault(name, {})[key] = value
+                    continue
+                whole = state.setdefault(name, {}).setdefault(key, torch.zeros(value.numel, dtype=value.tensor.dtype))
+                whole[value.begin : value.begin + value.tensor.numel()] = value.tensor.cpu()
+    return {"state": state, "param_groups": state_dict["param_groups"]}
+
+
+def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: {
+            key: FlatPart(value.tensor.detach().cpu().clone(), value.begin, value.numel)
+            if isinstance(value, FlatPart)
+            else value
+            for key, value in values.items()
+        }
+        for name, values in state.items()
+    }

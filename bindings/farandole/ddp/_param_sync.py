@@ -1,0 +1,191 @@
+"""Parameters that other ranks have updated come back, while the next forward runs where that is asked for."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from farandole import _C
+
+
+class ParamSync:
+    """Which modules wait for which buckets of parameters.
+
+    Gathers are started by the optimizer, all at once, in the order of registration. A forward pre-hook of each module
+    waits for the buckets that hold its parameters. Not every parameter is read inside the forward of the module that
+    holds it (nn.MultiheadAttention reads those of its out_proj, whose forward is never called; Megatron-core's hooks
+    leave such weights stale): so the first forward waits for all, and sees which modules are called. What the others
+    hold is waited for by the innermost module around them that is. Should a later forward leave out a module that the
+    first one called, its parameters may have been read too early: if one of them then gets a gradient, backward raises
+    an error that names it.
+
+    Threads: the one that runs forwards.
+    """
+
+    def __init__(self, model: torch.nn.Module, reducer: _C.GradReducer, overlaps: bool) -> None:
+        self.overlaps = overlaps
+        self.overlaps_optimizer_step = False
+        self._gather = _C.ParamGather(reducer)
+        self._root: torch.nn.Module = model.module
+        groups = self._gather.bucket_group_of()
+        names = [name for name, _ in reducer.main_grads()]
+        self._name_of = {parameter: name for name, parameter in self._root.named_parameters() if name in set(names)}
+        self._group_of = {parameter: groups[names.index(name)] for parameter, name in self._name_of.items()}
+        self._awaited: dict[torch.nn.Module, list[int]] | None = None  # by module that the first forward called
+        self._called: set[torch.nn.Module] = set()
+        self._in_forward = False
+        self._handles: list[Any] = []
+        self._suspects: list[Any] = []
+        self._warned = False
+        if overlaps:
+            self.enable()
+
+    def updated(self) -> None:
+        """The optimizer has stepped: what other ranks own is old. Collective."""
+        self._gather.mark_stale()
+        self._gather.start()
+        if not self._handles:
+            self._gather.finish_all()
+
+    def start(self, *, force_sync: bool = False, force_dispatch: bool = False) -> None:
+        """Megatron-core's start_param_sync: asynchronous where it overlaps, unless ``force_sync``.
+
+        Where the optimizer's step starts the gathers by itself it does nothing, unless ``force_dispatch``. Collective.
+        """
+        if self.overlaps_optimizer_step and not (force_sync or force_dispatch):
+            return
+        if self._gather.is_current:
+            self._gather.mark_stale()
+        self._gather.start()
+        if force_sync or not self._handles:
+            self._gather.finish_all()
+
+    def finish(self) -> None:
+        """Waits until every parameter is what its owner has made of it."""
+        self._gather.finish_all()
+
+    def enable(self) -> None:
+        """Modules wait for their parameters."""
+        if self._handles:
+            raise RuntimeError("enable_forward_pre_hook(): the hooks are enabled already")
+        for module in _called_modules(self._root):
+            self._handles.append(module.register_forward_pre_hook(self._before_module))
+        self._handles.append(self._root.register_forward_hook(self._after_root, always_call=True))
+
+    def disable(self, param_sync: bool) -> None:
+        """Modules wait no more; with ``param_sync`` this waits for all."""
+        if not self._handles:
+            raise RuntimeError("disable_forward_pre_hook(): the hooks are not enabled")
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if param_sync:
+            self._gather.finish_all()
+
+    def before_forward(self) -> None:
+        """Where no hook waits, this does."""
+        if not self._handles and not self._gather.is_current:
+            self._gather.finish_all()
+
+    def _before_module(self, module: torch.nn.Module, args: Any) -> None:
+        if module is self._root:
+            self._begin_forward()
+        elif not self._in_forward:
+            # A part of the model by itself: who reads what in it was not learned.
+            if not self._gather.is_current:
+                self._gather.finish_all()
+            return
+        self._called.add(module)
+        if self._awaited is None or self._gather.is_current:
+            return
+        if module not in self._awaited:  # the first forward did not call it
+            self._awaited[module] = self._groups_of(module.parameters())
+        if self._gather.finish(self._awaited[module]) and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the forward of {type(self._root).__name__} needs parameters in another order than they were "
+                "registered in: values are right, but less of their all-gather is hidden",
+                stacklevel=2,
+            )
+
+    def _begin_forward(self) -> None:
+        for handle in self._suspects:
+            handle.remove()
+        self._suspects.clear()
+        self._called.clear()
+        self._in_forward = not self._gather.is_current
+        # Without gradients no backward could tell that a parameter was read too early.
+        if self._in_forward and (self._awaited is None or not torch.is_grad_enabled()):
+            self._gather.finish_all()
+
+    def _after_root(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if not self._in_forward:
+            return
+        self._in_forward = False
+        if self._awaited is None:
+            self._awaited = self._learn()
+            return
+        self._gather.finish_all()
+        for missing in self._awaited.keys() - self._called:
+            for parameter in missing.parameters(recurse=False):
+                if parameter in self._group_of and torch.is_grad_enabled():
+                    self._suspects.append(parameter.register_hook(self._refusal_of(parameter)))
+
+    def _learn(self) -> dict[torch.nn.Module, list[int]]:
+        awaited: dict[torch.nn.Module, set[int]] = {module: set() for module in self._called}
+        for module, caller in _with_callers(self._root, self._called):
+            awaited[caller].update(self._groups_of(module.parameters(recurse=False)))
+        return {module: sorted(groups, reverse=True) for module, groups in awaited.items()}
+
+    def _groups_of(self, parameters: Iterable[torch.Tensor]) -> list[int]:
+        """Those that come first, first."""
+        return sorted({self._group_of[p] for p in parameters if p in self._group_of}, reverse=True)
+
+    def _refusal_of(self, parameter: torch.nn.Parameter) -> Any:
+        def refuse(grad: torch.Tensor) -> None:
+            self._awaited = None  # the next forward learns anew
+            raise RuntimeError(
+                f"parameter '{self._name_of[parameter]}' was read in a forward that did not call the module it belongs "
+                "to, which the first forward did: it may have been read before other ranks' updates of it had come. "
+                "Where the forward's calls change, pass overlap_param_gather=False"
+            )
+
+        return refuse
+
+
+def _is_opaque(module: torch.nn.Module) -> bool:
+    """Whether hooks on what is inside it would be compiled away, or cut its graph."""
+    return (
+        isinstance(module, (torch._dynamo.OptimizedModule, torch.jit.ScriptModule))
+        or getattr(module, "_compiled_call_impl", None) is not None
+    )
+
+
+def _called_modules(root: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Modules that can have hooks, each once."""
+    seen = {root}
+    stack = [root]
+    while stack:
+        module = stack.pop()
+        yield module
+        if _is_opaque(module):
+            continue
+        for child in module.children():
+            if child not in seen:
+                seen.add(child)
+                stack.append(child)
+
+
+def _with_callers(
+    root: torch.nn.Module, called: set[torch.nn.Module]
+) -> Iterator[tuple[torch.nn.Module, torch.nn.Module]]:
+    """Every module with the innermost one around it, itself included, that was called; once for each way to it."""
+    stack = [(root, root)]
+    while stack:
+        module, caller = stack.pop()
+        caller = module if module in called else caller
+        yield module, caller
+        stack.extend((child, caller) for child in module.children())

@@ -1,0 +1,258 @@
+"""Data parallelism: gradients averaged over a process group while backward still runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from farandole import _C
+from farandole.ddp._options import Replicas, group_of, parameters_of, unused_policy
+from farandole.ddp._param_sync import ParamSync
+
+__all__ = ["DistributedDataParallel"]
+
+
+class DistributedDataParallel(torch.nn.Module):
+    """Wraps a module so that each backward leaves the average gradient over the group in ``.grad``.
+
+    Gradients live in contiguous buffers, laid out in reverse registration order (as Megatron-core's) and cut into
+    buckets. Hooks in C++ issue the all-reduce of a bucket, in index order, as soon as its gradients are there, while
+    the rest of backward runs; ``backward()`` returns when all are done. The result is that of
+    ``torch.nn.parallel.DistributedDataParallel``: the sum over ranks of gradients scaled by 1 / size. Each trainable
+    parameter gets a ``main_grad``, its part of the buffer; after a backward its ``.grad`` is that very tensor. It may
+    be set to None, zeroed or replaced between steps.
+
+    Constructing is a collective: all ranks must bring the same module (names, shapes, types, what is frozen) and the
+    same options, else a ValueError on every rank names the first difference. Parameters and buffers are then
+    overwritten with those of rank 0. Buffers are not synchronized again later.
+
+    With ``use_distributed_optimizer`` gradients are reduced so that each rank gets the average of its part of every
+    bucket only, and :class:`DistributedOptimizer` updates that part; parameters become views of contiguous buffers,
+    and gradients are in ``main_grad`` alone, ``.grad`` being None (as in Megatron-core's DistributedDataParallel).
+    So it is with ``grad_reduce_in_fp32``, whose gradients have another type than their parameters.
+
+    Args:
+        module: with at least one parameter that requires a gradient, all of these on one device. A parameter with
+            ``allreduce = False`` is an expert: it is reduced over ``expert_process_group``, and scaled as all others.
+        process_group: over which to average; by default the world.
+        bucket_size: elements after which a bucket is closed; by default max(40e6, 1e6 x size). Smaller models than
+            that overlap nothing unless this is smaller, too.
+        unused_parameters: what to do about a parameter that gets no gradient in a backward that synchronizes. Its
+            bucket is reduced with what it holds, so that no rank hangs; then "error" raises a RuntimeError from
+            ``backward()`` on every rank that names it; "zero_fill" goes on, and ``.grad`` is the average with zero in
+            its place; "skip" leaves ``.grad`` what it was where no rank has a gradient.
+        disable_bucketing: one bucket for all gradients of a type.
+        overlap_grad_reduce: reduce buckets while backward runs, else after it.
+        grad_reduce_in_fp32: accumulate and reduce in float32 what parameters have in a shorter type.
+        use_distributed_optimizer: each rank gets its part of the gradients, see above.
+        overlap_param_gather: with it, the parameters that other ranks have updated come while the next forward runs,
+            each bucket just before the first module that needs it; else :class:`DistributedOptimizer` waits for them.
+        average_in_collective: average by the collective's AVG also where the backend would not do so by itself.
+        calculate_per_token_loss: sum gradients instead of averaging them; ``scale_gradients`` divides them later.
+        check_for_nan_in_grad: look for NaN and Inf in each bucket before it is reduced: then ``backward()`` raises on
+            every rank, naming parameter, bucket and rank.
+        check_for_large_grads: so for parameters whose gradient has a larger 2-norm than this; 0 for none.
+        pad_buckets_for_high_nccl_busbw: buckets end at multiples of 65536 elements, with use_distributed_optimizer.
+        expert_process_group: the ranks with the same experts; by default ``process_group``.
+        instance_process_group: with several optimizer instances, the ranks that own the same parts of the state;
+            ``process_group`` is then this rank's instance alone.
+        expert_instance_process_group: so for experts.
+
+    A backward that raised, in a module's own code for example, leaves other ranks waiting until the next forward,
+    which ends the reduction, raises a RuntimeError that says so, and leaves the group usable. Where there may be no
+    next forward, run each step inside :meth:`abandon_on_error`, or call :meth:`abandon`; ``farandole.pipelining`` does.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        bucket_size: int | None = None,
+        unused_parameters: str | None = None,
+        disable_bucketing: bool = False,
+        overlap_grad_reduce: bool = True,
+        grad_reduce_in_fp32: bool = False,
+        use_distributed_optimizer: bool = False,
+        overlap_param_gather: bool = False,
+        average_in_collective: bool = False,
+        calculate_per_token_loss: bool = False,
+        check_for_nan_in_grad: bool = False,
+        check_for_large_grads: float = 0.0,
+        pad_buckets_for_high_nccl_busbw: bool = False,
+        expert_process_group: dist.ProcessGroup | None = None,
+        instance_process_group: dist.ProcessGroup | None = None,
+        expert_instance_process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(f"module is a {type(module).__name__}: expected a torch.nn.Module")
+        if overlap_param_gather and not use_distributed_optimizer:
+            raise ValueError("overlap_param_gather=True: expected use_distributed_optimizer=True with it")
+        options = _C.ReducerOptions()
+        options.unused = unused_policy(unused_parameters, find_unused_parameters=False)
+        options.bucket_size = bucket_size
+        options.is_bucketed = not disable_bucketing
+        options.overlaps = overlap_grad_reduce
+        options.grad_dtype = torch.float32 if grad_reduce_in_fp32 else None
+        options.is_sharded = use_distributed_optimizer
+        options.in_main_grad = grad_reduce_in_fp32 or use_distributed_optimizer
+        options.average_in_collective = average_in_collective
+        options.is_averaged = not calculate_per_token_loss
+        options.checks_nan = check_for_nan_in_grad
+        options.largest_grad = check_for_large_grads
+        options.pads_for_bus_bandwidth = pad_buckets_for_high_nccl_busbw
+        group = group_of("process_group", process_group)
+        experts = group if expert_process_group is None else group_of("expert_process_group", expert_process_group)
+        self._build(
+            module,
+            Replicas(group, instance_process_group),
+            Replicas(experts, expert_instance_process_group if expert_process_group else instance_process_group),
+            options,
+            overlap_param_gather,
+        )
+
+    def _build(
+        self,
+        module: torch.nn.Module,
+        replicas: Replicas,
+        experts: Replicas,
+        options: _C.ReducerOptions,
+        overlap_param_gather: bool,
+        is_added: Callable[[int], bool] | None = None,
+    ) -> None:
+        """Once the arguments are known: also for those who take others."""
+        self.module = module
+        self.process_group = replicas.group
+        self.replicas = replicas
+        self.experts = experts
+        self.require_backward_grad_sync = True
+        self._no_sync_depth = 0
+        self._reducer = _C.GradReducer(
+            replicas.packed(),
+            experts.packed(),
+            parameters_of(module),
+            list(module.named_buffers()),
+            options,
+            is_added,
+        )
+        main_grads = dict(self._reducer.main_grads())
+        self._trainable = {name: parameter for name, parameter in module.named_parameters() if name in main_grads}
+        for name, parameter in self._trainable.items():
+            parameter.main_grad = main_grads[name]
+        self._param_sync = ParamSync(self, self._reducer, overlap_param_gather) if options.is_sharded else None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._param_sync is not None:
+            self._param_sync.before_forward()
+        if torch.is_grad_enabled():
+            self._reducer.prepare_forward(self.require_backward_grad_sync)
+        return self.module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of forwards inside it accumulate locally; the first backward whose forward was outside averages all.
+
+        The forward decides, as in torch: a backward may be outside.
+        """
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        self._no_sync_depth += 1
+        try:
+            yield
+        finally:
+            self._no_sync_depth -= 1
+            self.require_backward_grad_sync = before
+
+    def _set_require_sync(self, require: bool) -> None:
+        """Decides whether the next backward averages: for callers that run several per step. no_sync wins over it."""
+        self.require_backward_grad_sync = require and self._no_sync_depth == 0
+        self._reducer.set_require_sync(self.require_backward_grad_sync)
+
+    def abandon(self, reason: str) -> None:
+        """Gives the group up, for a rank that failed and will not reduce the gradients that the others reduce.
+
+        Every rank of the group that waits for the reduction, or comes to it, gets a RuntimeError at once that names
+        this rank and the reason. The group is aborted, for whoever else uses it, too; from then on this wrapper's
+        forward raises, and gradients are left alone: wrap the module again, over a new group. The first reason given
+        counts.
+
+        What the others learn at once depends on the backend: farandole tells all ranks. Gloo has no abort; a rank
+        that waits looks every 200 ms whether the group was given up, and the operation that is left behind keeps a
+        thread until the group's timeout. Over other backends ranks that already wait may do so until the timeout,
+        and then raise with the reason.
+        """
+        rank, group_rank = dist.get_rank(), dist.get_rank(self.process_group)
+        named = f"rank {group_rank}" + ("" if rank == group_rank else f" (global rank {rank})")
+        self._reducer.abandon(f"{named} abandoned the data-parallel group: {reason}")
+
+    @contextlib.contextmanager
+    def abandon_on_error(self) -> Iterator[None]:
+        """Calls :meth:`abandon` when what is inside raises, and lets the error pass.
+
+        For a whole step, forward and backward: ``with model.abandon_on_error(): loss_fn(model(x), y).backward()``.
+        An error after which all ranks are still in step (parameters that got no gradient) abandons nothing.
+        """
+        self._reducer.begin_step()
+        try:
+            yield
+        except BaseException as error:
+            if not self._reducer.is_synchronized():
+                self.abandon(f"{type(error).__name__}: {error}")
+            raise
+
+    def _abandon_step(self, reason: str) -> None:
+        """For a caller of _set_require_sync: abandons the group unless this step has reduced, or is not to."""
+        if self._no_sync_depth == 0 and not self._reducer.is_synchronized():
+            self.abandon(reason)
+
+    def start_grad_sync(self) -> None:
+        """Starts to average what has accumulated, for backwards that ran without synchronizing."""
+        self._reducer.start_sync()
+
+    def finish_grad_sync(self) -> None:
+        """Waits for start_grad_sync; does nothing when no synchronization is open."""
+        self._reducer.finish_sync()
+
+    def zero_grad_buffer(self) -> None:
+        """Zeroes every ``main_grad``, and with it every ``.grad`` that is one, by one kernel per buffer."""
+        self._reducer.zero_grads()
+
+    def forget_grads(self) -> None:
+        """What ``main_grad`` holds does not count any more, and the next gradient replaces it; ``.grad`` is None.
+
+        It spares the pass over the buffers that :meth:`zero_grad_buffer` makes. Between the two ``main_grad`` must not
+        be read.
+        """
+        self._reducer.forget_grads()
+
+    def scale_gradients(self, scaling_factor: float) -> None:
+        """Multiplies every ``main_grad``, one kernel per buffer: e.g. by one over the number of tokens."""
+        self._reducer.scale_grads(scaling_factor)
+
+    def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
+        """Brings the parameters that the optimizer has updated on other ranks: see ParamSync.start."""
+        if self._param_sync is None:
+            raise RuntimeError("start_param_sync(): nothing is sharded: expected use_distributed_optimizer=True")
+        self._param_sync.start(force_sync=force_sync, force_dispatch=force_dispatch)
+
+    def enable_forward_pre_hook(self) -> None:
+        """Forwards wait for the parameters that they need, as after construction with overlap_param_gather."""
+        self._overlapped_param_sync().enable()
+
+    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
+        """Forwards do not wait any more. Waits for all parameters now, unless ``param_sync`` is False."""
+        self._overlapped_param_sync().disable(param_sync)
+
+    def _overlapped_param_sync(self) -> ParamSync:
+        if self._param_sync is None or not self._param_sync.overlaps:
+            raise RuntimeError("forward pre-hooks: expected overlap_param_gather=True")
+        return self._param_sync
+
+    def bucket_layout(self) -> str:
+        """One line per bucket: its buffer, its range in elements, and its parameters by index of registration."""
+        return self._reducer.layout()

@@ -1,0 +1,95 @@
+#include "ddp/bucket_issuer.h"
+
+#include <exception>
+#include <memory>
+#include <optional>
+#include <utility>
+
+namespace farandole::ddp {
+
+BucketIssuer::BucketIssuer(const DataParallelGroups& groups, const ModelBuffers& buffers, const ReducerOptions& options)
+    : groups_(groups) {
+  const double scale = options.isAveraged ? 1.0 / groups_.dense.size() : 1.0;
+  std::vector<std::shared_ptr<const Reduction>> reductions;
+  for (const Replicas* replicas : {&groups_.dense, &groups_.experts}) {
+    reductions.push_back(std::make_shared<Reduction>(
+        *replicas, buffers.device().type(),
+        Reduction::Options{
+            .scale = scale, .sharded = buffers.isSharded(), .averageInCollective = options.averageInCollective}));
+  }
+  std::vector<std::vector<int>> groupsOf(reductions.size());
+  bucketGroupOf_.resize(buffers.parameters().size());
+  for (const BucketGroupLayout& layout : buffers.bucketGroups()) {
+    const size_t queue = layout.isExpert ? 1 : 0;
+    const int index = static_cast<int>(bucketGroups_.size());
+    std::vector<Bucket> buckets;
+    size_t waitsFor = 0;
+    for (int bucket : layout.buckets) {
+      buckets.emplace_back(buffers.gradsOf(bucket), reductions[queue]);
+      for (int parameter : buffers.layout().buckets[bucket].parameters) bucketGroupOf_[parameter] = index;
+      waitsFor += buffers.layout().buckets[bucket].parameters.size();
+    }
+    bucketGroups_.emplace_back(std::move(buckets), waitsFor, queue);
+    bucketsOf_.push_back(layout.buckets);
+    groupsOf[queue].push_back(index);
+  }
+  for (std::vector<int>& indices : groupsOf) queues_.emplace_back(std::move(indices));
+  issued_.reserve(bucketGroups_.size());
+}
+
+void BucketIssuer::markReady(int parameter) {
+  const int group = bucketGroupOf_[parameter];
+  if (bucketGroups_[group].markReady()) queues_[bucketGroups_[group].queue()].markReady(group);
+}
+
+void BucketIssuer::issue(const std::function<void(int bucket)>& check) {
+  for (IssueQueue& queue : queues_) {
+    while (const std::optional<int> group = queue.takeNext()) {
+      for (int bucket : bucketsOf_[*group]) check(bucket);
+      bucketGroups_[*group].issue();
+      issued_.push_back(*group);
+    }
+  }
+  advance(false);
+}
+
+void BucketIssuer::advance(bool wait) {
+  while (advanced_ < issued_.size() && bucketGroups_[issued_[advanced_]].advance(wait)) ++advanced_;
+}
+
+void BucketIssuer::await() {
+  std::exception_ptr first;
+  const auto attempt = [&first](const auto& step) {
+    try {
+      step();
+    } catch (const std::exception&) {
+      if (first == nullptr) first = std::current_exception();
+    }
+  };
+  attempt([this] { advance(true); });
+  for (BucketGroup& group : bucketGroups_) attempt([&group] { group.wait(); });
+  if (first) std::rethrow_exception(first);
+}
+
+bool BucketIssuer::learnOrder(const RoundReport& report, bool showsOrder) {
+  for (std::size_t q = 0; q < queues_.size(); ++q) {
+    if (queues_[q].order().size() < 2) continue;
+    std::vector<int> told = queues_[q].arrivals();
+    told.push_back(showsOrder ? 1 : 0);
+    told = report.agree(q == 0 ? groups_.dense : groups_.experts, told);
+    const bool isOrder = told.back() == 1;
+    told.pop_back();
+    if (!isOrder) return false;
+    TORCH_CHECK(queues_[q].setOrder(told), "farandole.ddp: rank 0 told an order of other buckets");
+  }
+  return true;
+}
+
+void BucketIssuer::reset() {
+  for (BucketGroup& group : bucketGroups_) group.reset();
+  for (IssueQueue& queue : queues_) queue.reset();
+  issued_.clear();
+  advanced_ = 0;
+}
+
+}  // namespace farandole::ddp

@@ -1,0 +1,27 @@
+#pragma once
+
+#include <ATen/ATen.h>
+
+namespace farandole::ddp {
+
+// One contiguous buffer of gradients or parameters, zero at first; `numel` in elements.
+// The views it gives alias it without being autograd views of it: each has a version
+// counter of its own, as separate tensors would.
+class FlatBuffer {
+ public:
+  FlatBuffer(int64_t numel, const at::TensorOptions& options);
+
+  // From `offset` on: the shape of `param`, and its strides where they are dense.
+  at::Tensor like(const at::Tensor& param, int64_t offset) const;
+
+  // The elements [begin, end), flat.
+  at::Tensor range(int64_t begin, int64_t end) const;
+
+  void zero();
+  void scale(double factor);
+
+ private:
+  at::Tensor data_;
+};
+
+}  // namespace farandole::ddp

@@ -1,0 +1,60 @@
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "ddp/model_buffers.h"
+
+namespace farandole::ddp {
+
+// How gradients come from autograd into the buffers, and what `.grad` is after.
+// Not synchronized: its GradReducer is.
+class Gradients {
+ public:
+  enum class Home {
+    kGrad,      // `.grad` is a view of the buffer, as in torch's DDP with gradient_as_bucket_view
+    kMainGrad,  // the gradient is added to main_grad, whatever its type, and `.grad` is left empty, as in Megatron-core
+  };
+
+  // Whether a kernel has added a parameter's gradient to main_grad already, so that `.grad` must not be added:
+  // Megatron's grad_added_to_main_grad and zero_out_wgrad.
+  using IsAdded = std::function<bool(int parameter)>;
+
+  Gradients(std::shared_ptr<ModelBuffers> buffers, Home home, IsAdded isAdded);
+
+  // Takes what autograd has accumulated. Throws, naming the parameter, what cannot be taken.
+  void accumulate(int parameter);
+
+  // For one that has got no gradient: what it holds counts, or zero. Where it is not `shown`, `.grad` stays empty.
+  void fill(int parameter, bool shown);
+  void show(int parameter);
+
+  // The buffers hold zero, and whatever adds to main_grad may do so.
+  void zero();
+
+  // What the buffers hold does not count any more: the next gradient of each parameter replaces it, without a pass
+  // over the buffers. With Home::kGrad `.grad` is emptied. Nothing where they hold zero.
+  void forget();
+
+  // What the buffers hold is reduced and, where sharded, no longer a sum that could be added to.
+  void markReduced() { isReduced_ = true; }
+  bool isReduced() const { return isReduced_; }
+
+ private:
+  void adopt(int parameter);
+  void add(int parameter);
+  void checkAccumulates(int parameter) const;
+  void checkFits(int parameter, const at::Tensor& grad) const;
+
+  const std::shared_ptr<ModelBuffers> buffers_;
+  const Home home_;
+  const IsAdded isAdded_;
+  std::vector<char> isForgotten_;  // by parameter: what main_grad holds does not count
+  bool isReduced_ = false;
+  bool isZero_ = false;
+};
+
+}  // namespace farandole::ddp

@@ -1,0 +1,130 @@
+#include "ddp/model_buffers.h"
+
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace farandole::ddp {
+namespace {
+
+constexpr int64_t kDefaultBucketSize = 40'000'000;
+constexpr int64_t kDefaultBucketSizePerRank = 1'000'000;
+constexpr at::ScalarType kQuantizedStorage = at::kByte;
+
+// Float8 parameters are gathered as bytes, which every backend can move.
+at::ScalarType storageTypeOf(const at::Tensor& parameter) {
+  return at::isFloat8Type(parameter.scalar_type()) ? kQuantizedStorage : parameter.scalar_type();
+}
+
+ParameterSpec specOf(const ModelParameter& parameter, const BufferOptions& options) {
+  const at::ScalarType type = parameter.tensor.scalar_type();
+  return {.numel = parameter.tensor.numel(),
+          .paramType = static_cast<int>(storageTypeOf(parameter.tensor)),
+          .gradType = static_cast<int>(options.gradType.value_or(type)),
+          .isExpert = parameter.isExpert,
+          .hasOwnBucket = parameter.isSharedEmbedding};
+}
+
+// Why it cannot be reduced; empty when it can.
+std::string refusalOf(const ModelParameter& parameter, c10::Device device, const std::string& first,
+                      const BufferOptions& options) {
+  const auto& tensor = parameter.tensor;
+  const std::string name = "parameter '" + parameter.name + "' ";
+  if (tensor.device() != device) {
+    return name + "is on " + tensor.device().str() + ", '" + first + "' on " + device.str() +
+           ": expected all on one device";
+  }
+  if (tensor.is_meta()) return name + "is on meta: expected a device with memory";
+  if (tensor.layout() != at::kStrided) return name + "is sparse: expected a dense one";
+  if (!tensor.is_leaf()) return name + "is computed from others: expected a leaf";
+  if (at::isFloat8Type(tensor.scalar_type()) && !options.gradType) {
+    return name + "is a float8: expected gradients of another type (grad_reduce_in_fp32=True)";
+  }
+  if (tensor.is_complex() && (options.gradType || options.sharded)) {
+    return name + "is complex: expected neither grad_reduce_in_fp32 nor use_distributed_optimizer";
+  }
+  return "";
+}
+
+}  // namespace
+
+std::vector<ModelParameter> trainableOf(const Model& model) {
+  std::vector<ModelParameter> trainable;
+  for (const ModelParameter& parameter : model.parameters) {
+    if (parameter.tensor.requires_grad()) trainable.push_back(parameter);
+  }
+  return trainable;
+}
+
+std::string refusalOf(const Model& model, const BufferOptions& options) {
+  const std::vector<ModelParameter> trainable = trainableOf(model);
+  if (trainable.empty()) return "the module has no parameter that requires a gradient";
+  if (options.bucketSize && *options.bucketSize < 1) {
+    return "bucket_size=" + std::to_string(*options.bucketSize) + ": expected at least 1 element";
+  }
+  for (const ModelParameter& parameter : trainable) {
+    std::string refusal = refusalOf(parameter, trainable[0].tensor.device(), trainable[0].name, options);
+    if (!refusal.empty()) return refusal;
+  }
+  return "";
+}
+
+int64_t bucketSizeOf(const BufferOptions& options, const DataParallelGroups& groups) {
+  return options.bucketSize.value_or(
+      std::max(kDefaultBucketSize, kDefaultBucketSizePerRank * groups.dense.group->getSize()));
+}
+
+ModelBuffers::ModelBuffers(const Model& model, const DataParallelGroups& groups, const BufferOptions& options)
+    : parameters_(trainableOf(model)), sharded_(options.sharded) {
+  std::vector<ParameterSpec> specs;
+  for (const ModelParameter& parameter : parameters_) specs.push_back(specOf(parameter, options));
+  LayoutOptions layoutOptions{.worldSize = groups.dense.group->getSize(),
+                              .expertWorldSize = groups.experts.group->getSize(),
+                              .sharded = options.sharded,
+                              .padForBusBandwidth = options.padForBusBandwidth};
+  layoutOptions.bucketSize.reset();
+  if (options.isBucketed) layoutOptions.bucketSize = bucketSizeOf(options, groups);
+  Result<Layout> layout = layoutBuckets(specs, layoutOptions);
+  TORCH_CHECK_VALUE(layout, "farandole.ddp: ", layout.status().toString());
+  layout_ = std::move(*layout);
+  bucketGroups_ =
+      groupBuckets(layout_, {.isSingle = !options.isBucketed, .quantizedType = static_cast<int>(kQuantizedStorage)});
+
+  c10::NoGradGuard noGrad;
+  for (const BufferLayout& buffer : layout_.buffers) {
+    grads_.emplace_back(buffer.numel, at::dtype(static_cast<at::ScalarType>(buffer.gradType)).device(device()));
+    if (sharded_) {
+      data_.emplace_back(buffer.numel, at::dtype(static_cast<at::ScalarType>(buffer.paramType)).device(device()));
+    }
+  }
+  for (size_t p = 0; p < parameters_.size(); ++p) {
+    at::Tensor& tensor = parameters_[p].tensor;
+    const Slot& slot = layout_.slots[p];
+    mainGrads_.push_back(grads_[slot.buffer].like(tensor, slot.offset));
+    if (!sharded_) continue;
+    at::Tensor data = data_[slot.buffer].like(tensor, slot.offset).view(tensor.scalar_type());
+    data.copy_(tensor.detach());
+    tensor.set_data(data);
+  }
+}
+
+at::Tensor ModelBuffers::gradsOf(int bucket) const {
+  const BucketLayout& range = layout_.buckets[bucket];
+  return grads_[range.buffer].range(range.begin, range.end);
+}
+
+at::Tensor ModelBuffers::parametersOf(int bucket) const {
+  const BucketLayout& range = layout_.buckets[bucket];
+  return data_.at(range.buffer).range(range.begin, range.end);
+}
+
+void ModelBuffers::zeroGrads() {
+  for (FlatBuffer& buffer : grads_) buffer.zero();
+}
+
+void ModelBuffers::scaleGrads(double factor) {
+  for (FlatBuffer& buffer : grads_) buffer.scale(factor);
+}
+
+}  // namespace farandole::ddp

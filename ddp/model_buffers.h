@@ -1,0 +1,70 @@
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "ddp/bucket_groups.h"
+#include "ddp/bucket_layout.h"
+#include "ddp/flat_buffer.h"
+#include "ddp/model_agreement.h"
+#include "ddp/reduction.h"
+
+namespace farandole::ddp {
+
+struct BufferOptions {
+  std::optional<int64_t> bucketSize = std::nullopt;  // elements; by default max(40e6, 1e6 * ranks), as Megatron-core's
+  bool isBucketed = true;                            // false: one bucket for each buffer, and one group of all
+  std::optional<at::ScalarType> gradType =
+      std::nullopt;      // of the buffers of gradients; by default each parameter's own
+  bool sharded = false;  // parameters move into buffers, too, of which each rank owns a part
+  bool padForBusBandwidth = false;
+};
+
+// The contiguous buffers of a model's trainable parameters: of gradients, and where
+// sharded of the parameters themselves, which become views of them. Immutable but
+// for the buffers' contents.
+class ModelBuffers {
+ public:
+  // Of the trainable parameters of a model that refusalOf() has nothing against.
+  ModelBuffers(const Model& model, const DataParallelGroups& groups, const BufferOptions& options);
+
+  const std::vector<ModelParameter>& parameters() const { return parameters_; }
+  const Layout& layout() const { return layout_; }
+  const std::vector<BucketGroupLayout>& bucketGroups() const { return bucketGroups_; }
+  bool isSharded() const { return sharded_; }
+  c10::Device device() const { return parameters_[0].tensor.device(); }
+
+  // Gradients by parameter: views with its shape.
+  const std::vector<at::Tensor>& mainGrads() const { return mainGrads_; }
+
+  // All of a bucket, flat, padding included.
+  at::Tensor gradsOf(int bucket) const;
+  at::Tensor parametersOf(int bucket) const;  // where sharded
+
+  void zeroGrads();
+  void scaleGrads(double factor);
+
+ private:
+  std::vector<ModelParameter> parameters_;
+  bool sharded_;
+  Layout layout_;
+  std::vector<BucketGroupLayout> bucketGroups_;
+  std::vector<FlatBuffer> grads_;
+  std::vector<FlatBuffer> data_;
+  std::vector<at::Tensor> mainGrads_;
+};
+
+// The trainable ones, in registration order.
+std::vector<ModelParameter> trainableOf(const Model& model);
+
+// Why this rank cannot be part of a data-parallel group; empty when it can.
+std::string refusalOf(const Model& model, const BufferOptions& options);
+
+// Elements of a bucket.
+int64_t bucketSizeOf(const BufferOptions& options, const DataParallelGroups& groups);
+
+}  // namespace farandole::ddp

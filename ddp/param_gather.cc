@@ -1,0 +1,88 @@
+#include "ddp/param_gather.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+
+#include <utility>
+
+#include "ddp/abandonment.h"
+
+namespace farandole::ddp {
+
+ParamGather::ParamGather(DataParallelGroups groups, std::shared_ptr<ModelBuffers> buffers)
+    : buffers_(std::move(buffers)), bucketGroupOf_(buffers_->parameters().size()) {
+  const Layout& layout = buffers_->layout();
+  for (const BucketGroupLayout& bucketGroup : buffers_->bucketGroups()) {
+    const Group& group = bucketGroup.isExpert ? groups.experts.group : groups.dense.group;
+    GroupState& state = states_.emplace_back();
+    for (int bucket : bucketGroup.buckets) {
+      const at::Tensor whole = buffers_->parametersOf(bucket);
+      const int64_t numel = whole.numel() / group->getSize();
+      at::AutoDispatchBelowADInplaceOrView untracked;
+      if (numel > 0 && group->getSize() > 1) {
+        state.gathers.push_back({whole, whole.narrow(0, group->getRank() * numel, numel), group, nullptr});
+      }
+      for (int parameter : layout.buckets[bucket].parameters) {
+        bucketGroupOf_[parameter] = static_cast<int>(states_.size()) - 1;
+      }
+    }
+  }
+}
+
+void ParamGather::markStale() {
+  std::lock_guard lock(mutex_);
+  TORCH_CHECK(isCurrent(), "farandole.ddp: parameters changed while those of the step before were still gathered");
+  for (GroupState& state : states_) state.isStarted = state.isFinished = false;
+  next_ = static_cast<int>(states_.size()) - 1;
+  unfinished_ = static_cast<int>(states_.size());
+}
+
+void ParamGather::startNext() {
+  GroupState& state = states_[next_--];
+  state.isStarted = true;
+  for (Gather& gather : state.gathers) gather.work = allGather(*gather.group, gather.whole, gather.part);
+}
+
+void ParamGather::start() {
+  std::lock_guard lock(mutex_);
+  while (next_ >= 0) startNext();
+}
+
+bool ParamGather::finish(const std::vector<int>& bucketGroups) {
+  if (isCurrent()) return false;
+  bool isOutOfOrder = false;
+  for (int bucketGroup : bucketGroups) {
+    {
+      std::lock_guard lock(mutex_);
+      if (states_[bucketGroup].isFinished) continue;
+      for (size_t later = bucketGroup + 1; later < states_.size(); ++later) {
+        isOutOfOrder = isOutOfOrder || !states_[later].isFinished;
+      }
+      while (!states_[bucketGroup].isStarted) startNext();
+    }
+    finishOne(bucketGroup);
+  }
+  return isOutOfOrder;
+}
+
+void ParamGather::finishAll() {
+  start();
+  for (int bucketGroup = static_cast<int>(states_.size()); bucketGroup-- > 0;) finish({bucketGroup});
+}
+
+// Two threads may come for the same group: each waits for the work, and the first to be done marks it.
+void ParamGather::finishOne(int bucketGroup) {
+  std::vector<Gather> gathers;
+  {
+    std::lock_guard lock(mutex_);
+    gathers = states_[bucketGroup].gathers;
+  }
+  for (Gather& gather : gathers) {
+    if (gather.work) await(*gather.group, gather.whole.device().type(), *gather.work);
+  }
+  std::lock_guard lock(mutex_);
+  GroupState& state = states_[bucketGroup];
+  for (Gather& gather : state.gathers) gather.work.reset();
+  if (!std::exchange(state.isFinished, true)) --unfinished_;
+}
+
+}  // namespace farandole::ddp

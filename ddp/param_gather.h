@@ -1,0 +1,65 @@
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "ddp/model_buffers.h"
+
+namespace farandole::ddp {
+
+// Brings the parameters that each rank has updated, its part of every bucket, to all
+// others: one all-gather for each bucket, group by group, in the order in which a
+// forward through the modules as registered needs them (the reverse of the gradients').
+// Whatever order a forward really has, ranks start them in that one, so that they cannot
+// mismatch. Threads: any; a wait holds no lock that another group needs.
+class ParamGather {
+ public:
+  // Of sharded buffers.
+  ParamGather(DataParallelGroups groups, std::shared_ptr<ModelBuffers> buffers);
+
+  // What other ranks own is old from now on, in every bucket. Nothing may be under way.
+  void markStale();
+
+  // Starts all that are stale.
+  void start();
+
+  // Waits for these groups, which are started if need be, as all that come before them. True when one was needed
+  // before another that comes before it in the order: then overlap is lost.
+  bool finish(const std::vector<int>& bucketGroups);
+  void finishAll();
+
+  // No group is stale or under way. Cheap.
+  bool isCurrent() const { return unfinished_.load(std::memory_order_relaxed) == 0; }
+
+  // By trainable parameter, in registration order: the group that it comes with.
+  const std::vector<int>& bucketGroupOf() const { return bucketGroupOf_; }
+
+ private:
+  struct Gather {
+    at::Tensor whole;
+    at::Tensor part;
+    Group group;
+    WorkPtr work;
+  };
+  struct GroupState {
+    std::vector<Gather> gathers;
+    bool isStarted = true;
+    bool isFinished = true;
+  };
+
+  void startNext();  // with mutex_ held
+  void finishOne(int bucketGroup);
+
+  const std::shared_ptr<ModelBuffers> buffers_;
+  std::vector<int> bucketGroupOf_;
+  std::mutex mutex_;  // guards all below
+  std::vector<GroupState> states_;
+  int next_ = -1;  // the group to be started next; -1: all are
+  std::atomic<int> unfinished_{0};
+};
+
+}  // namespace farandole::ddp

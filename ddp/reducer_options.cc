@@ -1,0 +1,27 @@
+#include "ddp/reducer_options.h"
+
+#include <string>
+
+namespace farandole::ddp {
+namespace {
+
+constexpr const char* kUnusedNames[] = {"error", "zero_fill", "skip"};
+
+}  // namespace
+
+std::vector<Fact> factsOf(const ReducerOptions& options, const DataParallelGroups& groups) {
+  const auto yes = [](bool value) { return std::string(value ? "True" : "False"); };
+  const BufferOptions& buffers = options.buffers;
+  return {{"bucket_size", buffers.isBucketed ? std::to_string(bucketSizeOf(buffers, groups)) : "none"},
+          {"unused_parameters", kUnusedNames[static_cast<int>(options.unused)]},
+          {"gradient type", buffers.gradType ? at::toString(*buffers.gradType) : "the parameter's"},
+          {"use_distributed_optimizer", yes(buffers.sharded)},
+          {"pad_buckets_for_high_nccl_busbw", yes(buffers.padForBusBandwidth)},
+          {"overlap_grad_reduce", yes(options.overlaps)},
+          {"average_in_collective", yes(options.averageInCollective)},
+          {"static_graph", yes(options.isGraphStatic)},
+          {"gradients are averaged", yes(options.isAveraged)},
+          {"optimizer instances", std::to_string(groups.dense.instances ? groups.dense.instances->getSize() : 1)}};
+}
+
+}  // namespace farandole::ddp

@@ -1,0 +1,48 @@
+#include "ddp/reduction.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+
+#include <cmath>
+#include <utility>
+
+namespace farandole::ddp {
+namespace {
+
+constexpr double kSameFactor = 1e-12;  // relative: what dividing twice may lose
+
+}  // namespace
+
+// Torch's own reducer scales, then sums. An average in the collective is the same bits where the number of ranks is a
+// power of two (but for underflow), and spares a pass over the gradients.
+Reduction::Reduction(Replicas replicas, c10::DeviceType device, const Options& options)
+    : replicas_(std::move(replicas)), sharded_(options.sharded), factor_(options.scale) {
+  const double averaged = options.scale * replicas_.size();
+  const bool isAverage = std::abs(averaged - 1) < kSameFactor && averages(*replicas_.group, device) &&
+                         (!replicas_.instances || averages(*replicas_.instances, device));
+  if (!options.averageInCollective && !isAverage) return;
+  op_ = c10d::ReduceOp::AVG;
+  factor_ = isAverage ? 1 : averaged;
+}
+
+at::Tensor Reduction::partOf(const at::Tensor& data) const {
+  if (!sharded_) return data;
+  const int64_t numel = data.numel() / replicas_.group->getSize();
+  at::AutoDispatchBelowADInplaceOrView untracked;
+  return data.narrow(0, replicas_.group->getRank() * numel, numel);
+}
+
+WorkPtr Reduction::startGroup(at::Tensor& data) const {
+  if (data.numel() == 0) return nullptr;
+  if (factor_ != 1) data.mul_(factor_);
+  if (replicas_.group->getSize() == 1) return nullptr;
+  if (!sharded_) return allReduce(*replicas_.group, data, op_);
+  at::Tensor part = partOf(data);
+  return reduceScatter(*replicas_.group, part, data, op_);
+}
+
+WorkPtr Reduction::startInstances(at::Tensor& part) const {
+  if (!replicas_.instances || replicas_.instances->getSize() == 1 || part.numel() == 0) return nullptr;
+  return allReduce(*replicas_.instances, part, op_);
+}
+
+}  // namespace farandole::ddp

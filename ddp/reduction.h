@@ -1,0 +1,50 @@
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <memory>
+#include <vector>
+
+#include "ddp/collectives.h"
+
+namespace farandole::ddp {
+
+// The ranks that hold the same parameters, dense ones or experts.
+struct Replicas {
+  Group group;      // those that share optimizer state, or all
+  Group instances;  // null, or those that hold the same part of it: group and instances make all ranks together
+
+  int size() const { return group->getSize() * (instances ? instances->getSize() : 1); }
+};
+
+// How the gradients of one kind of parameters become the sum over their replicas
+// times a scale, in place: by an all-reduce, or, where each rank owns a part of
+// every bucket, by a reduce-scatter, after which it has its part; then that part is
+// summed up over the instances. Immutable.
+class Reduction {
+ public:
+  struct Options {
+    double scale = 1;                  // of the sum
+    bool sharded = false;              // reduce-scatter
+    bool averageInCollective = false;  // AVG instead of SUM; where the backend has none, torch's error says so
+  };
+
+  Reduction(Replicas replicas, c10::DeviceType device, const Options& options);
+
+  const Replicas& replicas() const { return replicas_; }
+
+  // This rank's part of `data`: all of it where nothing is sharded.
+  at::Tensor partOf(const at::Tensor& data) const;
+
+  // Start the two steps. Null: nothing is to be done in it.
+  WorkPtr startGroup(at::Tensor& data) const;
+  WorkPtr startInstances(at::Tensor& part) const;
+
+ private:
+  Replicas replicas_;
+  bool sharded_;
+  c10d::ReduceOp op_ = c10d::ReduceOp::SUM;
+  double factor_ = 1;  // of each rank's gradients, before
+};
+
+}  // namespace farandole::ddp
