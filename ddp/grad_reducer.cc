@@ -173,6 +173,7 @@ void GradReducer::onGradReady(int parameter, bool hasGradient) {
               "' was removed by a hook before it could be reduced");
   std::lock_guard lock(mutex_);
   if (!abandoned_.empty()) return;
+  gradients_.checkAccumulates(parameter);
   isFinished_ = false;
   // Where nothing is issued before finishSync(), that opens the round.
   if (!requireSync_ || !(options_.overlaps || options_.endsWithBackward)) {

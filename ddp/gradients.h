@@ -25,6 +25,9 @@ class Gradients {
 
   Gradients(std::shared_ptr<ModelBuffers> buffers, Home home, IsAdded isAdded);
 
+  // Throws where what the buffers hold cannot be added to.
+  void checkAccumulates(int parameter) const;
+
   // Takes what autograd has accumulated. Throws, naming the parameter, what cannot be taken.
   void accumulate(int parameter);
 
@@ -46,7 +49,6 @@ class Gradients {
  private:
   void adopt(int parameter);
   void add(int parameter);
-  void checkAccumulates(int parameter) const;
   void checkFits(int parameter, const at::Tensor& grad) const;
 
   const std::shared_ptr<ModelBuffers> buffers_;

@@ -40,17 +40,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
     overflow that one of them sees, and ``grad_reduce_in_fp32=True``.
 
     Args:
-        optimizer: made over parameters of the model, in any param groups, and not yet used: it is taken over, and its
-            ``param_groups`` get the tensors that this rank updates, flat ones where the model is sharded. It must
-            update each element by itself, as Adam or SGD do, where the model is sharded.
+        optimizer: made over parameters of the model, in any param groups. It is taken over with the state it has: its
+            ``param_groups`` get the tensors that this rank updates, flat ones where the model is sharded. There it must
+            update each element by itself, as Adam or SGD do.
         model: the wrapped model, or several (virtual stages). Parameters that ``optimizer`` has not stay as they are.
         model_parallel_group: ranks with other parameters of the same model (pipeline and tensor parallel ones),
             over which norms of gradients are added up, too. A parameter with ``shared = True`` is left out of norms.
         is_elementwise: whether a custom optimizer updates each element by itself: must be said where that is not known.
 
     Raises:
-        ValueError: an optimizer that is not elementwise over a sharded model, one that has state, a parameter that is
-            of none of the models.
+        ValueError: an optimizer that is not elementwise over a sharded model; a parameter that is of none of the models.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         model_parallel_group: dist.ProcessGroup | None = None,
         is_elementwise: bool | None = None,
     ) -> None:
-        models = [model] if isinstance(model, DistributedDataParallel) else list(model)
+        models = [model] if isinstance(model, torch.nn.Module) else list(model)
         for one in models:
             if not isinstance(one, DistributedDataParallel):
                 raise TypeError(
@@ -71,8 +70,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ValueError("model=[]: expected at least one DistributedDataParallel")
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer is a {type(optimizer).__name__}: expected a torch.optim.Optimizer")
-        if optimizer.state:
-            raise ValueError("optimizer has state: expected one that has not stepped yet (load its state afterwards)")
         self._is_sharded = any(one._param_sync is not None for one in models)
         if self._is_sharded:
             _check_elementwise(optimizer, is_elementwise)
@@ -111,8 +108,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"the norm of the gradients, of order {norm_type}, is {total.item()}: expected a finite one"
             )
         factor = (max_norm / (total + _CLIP_EPSILON)).clamp(max=1.0)
-        grads = [run.tensor.grad for run in self._runs]
-        torch._foreach_mul_([grad for grad in grads if grad is not None], factor.to(torch.float32))
+        if self._runs:  # a rank may own padding only
+            torch._foreach_mul_([run.tensor.grad for run in self._runs], factor)
         return total
 
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
@@ -251,4 +248,5 @@ def _take_over(
     runs = [run for prefix, model in zip(prefixes, models, strict=True) for run in runs_of(model, prefix, group_of)]
     for index, group in enumerate(optimizer.param_groups):
         group["params"] = [run.tensor for run in runs if run.group == index]
+    saved.take_over(optimizer, runs)
     return runs, names

@@ -14,21 +14,28 @@ from farandole.ddp._runs import Piece, Run
 _MASTER = "param"  # Megatron-core's name of the float32 copy
 
 
-class FlatPart:
-    """Elements [begin, begin + len(tensor)) of a flat tensor of ``numel`` elements.
+class FlatPart(torch.Tensor):
+    """Elements [begin, begin + numel of ``tensor``) of a flat tensor of ``whole`` elements.
 
     torch.distributed.checkpoint saves it as that part of one tensor, and loads into it whatever parts were saved
     (the protocol of torch.distributed._checkpointable).
     """
 
-    def __init__(self, tensor: torch.Tensor, begin: int, numel: int) -> None:
-        self.tensor = tensor
-        self.begin = begin
-        self.numel = numel
+    tensor: torch.Tensor
+    begin: int
+    whole: int
 
-    def size(self) -> torch.Size:
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, tensor: torch.Tensor, begin: int, whole: int) -> FlatPart:
+        self = torch.Tensor._make_subclass(cls, tensor.detach())
+        self.tensor, self.begin, self.whole = tensor.detach(), begin, whole
+        return self
+
+    def size(self, dim: int | None = None) -> Any:
         """Of the whole."""
-        return torch.Size([self.numel])
+        return torch.Size([self.whole]) if dim is None else self.whole
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         (chunk,) = self.__create_chunk_list__()
@@ -44,7 +51,24 @@ class FlatPart:
         return self.tensor
 
     def __repr__(self) -> str:
-        return f"FlatPart([{self.begin}, {self.begin + self.tensor.numel()}) of {self.numel}, {self.tensor.dtype})"
+        return f"FlatPart([{self.begin}, {self.begin + self.tensor.numel()}) of {self.whole}, {self.tensor.dtype})"
+
+
+def take_over(optimizer: torch.optim.Optimizer, runs: list[Run]) -> None:
+    """Turns the state of parameters into that of runs: of an optimizer that makes it at once (Adagrad), or has stepped."""
+    before = dict(optimizer.state)
+    optimizer.state.clear()
+    for run in runs:
+        for piece in run.pieces:
+            for key, value in before.get(piece.parameter, {}).items():
+                state = optimizer.state[run.tensor]
+                # The count of steps of a parameter without dimensions has its shape, too.
+                if not isinstance(value, torch.Tensor) or value.shape != piece.parameter.shape or key == "step":
+                    state[key] = value
+                    continue
+                if key not in state:
+                    state[key] = torch.zeros_like(run.tensor, dtype=value.dtype)
+                piece.of(state[key]).copy_(value.reshape(-1)[piece.begin : piece.begin + piece.numel])
 
 
 def clear(optimizer: torch.optim.Optimizer) -> None:
@@ -172,7 +196,7 @@ def gather(
                 if not isinstance(value, FlatPart):
                     state.setdefault(name, {})[key] = value
                     continue
-                whole = state.setdefault(name, {}).setdefault(key, torch.zeros(value.numel, dtype=value.tensor.dtype))
+                whole = state.setdefault(name, {}).setdefault(key, torch.zeros(value.whole, dtype=value.tensor.dtype))
                 whole[value.begin : value.begin + value.tensor.numel()] = value.tensor.cpu()
     return {"state": state, "param_groups": state_dict["param_groups"]}
 
@@ -180,7 +204,7 @@ def gather(
 def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
     return {
         name: {
-            key: FlatPart(value.tensor.detach().cpu().clone(), value.begin, value.numel)
+            key: FlatPart(value.tensor.detach().cpu().clone(), value.begin, value.whole)
             if isinstance(value, FlatPart)
             else value
             for key, value in values.items()

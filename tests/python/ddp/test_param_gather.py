@@ -1,0 +1,189 @@
+"""Parameters that come while a forward runs are right whatever that forward does, or the error says why not."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_models import BACKENDS
+from torch.utils.checkpoint import checkpoint
+
+from farandole.ddp import DistributedDataParallel, DistributedOptimizer
+from support.processes import run_ranks
+
+
+class _Layers(torch.nn.Module):
+    """Layers that run in the order that ``order`` gives; ``read`` ones are read, and their forward is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, order: list[int], read: tuple[int, ...] = (), recompute: bool = False) -> Any:
+        for index in order:
+            layer = self.layers[index]
+            if index in read:
+                x = torch.nn.functional.linear(x, layer.weight, layer.bias)
+            else:
+                x = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
+            x = torch.tanh(x)
+        return x.square().mean()
+
+
+def _make() -> tuple[DistributedDataParallel, DistributedOptimizer]:
+    model = DistributedDataParallel(
+        _Layers(),
+        bucket_size=1,
+        use_distributed_optimizer=True,
+        overlap_param_gather=True,
+        unused_parameters="zero_fill",
+    )
+    return model, DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9), model)
+
+
+def _train(model: Any, optimizer: Any, rank: int, calls: list[dict[str, Any]], world_size: int) -> list[torch.Tensor]:
+    """Each call's output must be that of one process with the plain optimizer. Returns those of this model."""
+    plain = _Layers()
+    expected = torch.optim.SGD(plain.parameters(), lr=0.5, momentum=0.9)
+    outputs = []
+    for step, call in enumerate(calls):
+        inputs = [torch.randn(3, 16, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(world_size)]
+        want = [plain(x, **call) for x in inputs]
+        expected.zero_grad(set_to_none=False)
+        (sum(want[1:], want[0]) / world_size).backward()
+        expected.step()
+        optimizer.zero_grad()
+        output = model(inputs[rank], **call)
+        torch.testing.assert_close(output, want[rank], rtol=1e-4, atol=1e-6, msg=f"step {step} {call}")
+        output.backward()
+        time.sleep(0.03 * rank)  # the other rank is in its next forward before this one's part has left
+        optimizer.step()
+        outputs.append(output)
+    return outputs
+
+
+IN_ORDER = {"order": [0, 1, 2, 3]}
+
+
+def _any_forward(rank: int, world_size: int) -> None:
+    for calls in (
+        [IN_ORDER] * 4,
+        [{"order": [3, 1, 0, 2]}] * 4,  # not as registered
+        [IN_ORDER, {"order": [3, 2, 1, 0]}, {"order": [2, 0]}, IN_ORDER],  # another one each time
+        [{"order": [0, 1, 2, 3], "read": (2,)}] * 4,  # a layer that is never called
+        [{"order": [0, 1], "read": (1,)}, {"order": [0, 1, 2]}, {"order": [3]}, {"order": [0, 2, 3]}],
+        [{"order": [0, 1, 2, 3], "recompute": True}] * 4,
+    ):
+        model, optimizer = _make()
+        _train(model, optimizer, rank, calls, world_size)
+    # Ranks whose forwards go different ways do not mismatch their gathers.
+    model, optimizer = _make()
+    for step in range(4):
+        optimizer.zero_grad()
+        model(torch.ones(3, 16), [step % 4, 1, 3] if rank == 0 else [3, 0, 2]).backward()
+        optimizer.step()
+    model.start_param_sync(force_sync=True)
+    for parameter in model.parameters():
+        copies = [torch.empty_like(parameter) for _ in range(world_size)]
+        dist.all_gather(copies, parameter.detach())
+        assert all(map(copies[0].equal, copies))
+
+
+@pytest.mark.filterwarnings("ignore:the forward of")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_outputs_are_right_whatever_order_the_forward_has(backend):
+    run_ranks(_any_forward, 2, backend, timeout=60)
+
+
+def _departs(rank: int, world_size: int) -> None:
+    model, optimizer = _make()
+    _train(model, optimizer, rank, [IN_ORDER] * 3, world_size)
+    optimizer.zero_grad()
+    loss = model(torch.ones(3, 16), [0, 1, 2, 3], read=(2,))
+    with pytest.raises(
+        RuntimeError, match=r"parameter 'layers\.2\.(weight|bias)' was read in a forward that did not call"
+    ):
+        loss.backward()
+    # The next forwards learn it.
+    with pytest.raises(RuntimeError, match="a forward began before the last backward"):
+        model(torch.ones(3, 16), [0, 1, 2, 3], read=(2,))
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(3, 16), [0, 1, 2, 3], read=(2,)).backward()
+        optimizer.step()
+
+
+def test_a_parameter_that_may_have_been_read_too_early_is_named():
+    run_ranks(_departs, 2, BACKENDS[-1], timeout=60)
+
+
+def _says_so_once(rank: int, world_size: int) -> list[str]:
+    model, optimizer = _make()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _train(model, optimizer, rank, [{"order": [3, 1, 0, 2]}] * 4, world_size)
+    return [str(warning.message) for warning in caught if "needs parameters in another order" in str(warning.message)]
+
+
+def test_a_forward_in_another_order_says_so_once():
+    for said in run_ranks(_says_so_once, 2, BACKENDS[-1], timeout=60):
+        assert len(said) == 1, said
+
+
+def _parts(rank: int, world_size: int) -> None:
+    """What is called or read outside of the model's forward is current, too."""
+    uses: list[Callable[[DistributedDataParallel], torch.Tensor]] = [
+        lambda model: model.module.layers[3](torch.ones(2, 16)),
+        lambda model: model.eval()(torch.ones(2, 16), [1, 0]),
+        lambda model: model.module(torch.ones(2, 16), [2, 3]),
+    ]
+    for use in uses:
+        for is_differentiated in (False, True):
+            model, optimizer = _make()
+            twin, other = _make()
+            for one, its_optimizer in ((model, optimizer), (twin, other)):
+                for _ in range(2):
+                    its_optimizer.zero_grad()
+                    one(torch.full((3, 16), 1.0 + rank), **IN_ORDER).backward()
+                    its_optimizer.step()
+            twin.start_param_sync(force_sync=True)
+            with torch.set_grad_enabled(is_differentiated):
+                assert use(model).equal(use(twin))
+
+
+def test_parts_of_the_model_can_be_called_by_themselves():
+    run_ranks(_parts, 2, BACKENDS[-1], timeout=60)
+
+
+def _switches(rank: int, world_size: int) -> None:
+    model, optimizer = _make()
+    _train(model, optimizer, rank, [IN_ORDER] * 2, world_size)
+    model.disable_forward_pre_hook()
+    with pytest.raises(RuntimeError, match=r"disable_forward_pre_hook\(\): the hooks are not enabled"):
+        model.disable_forward_pre_hook()
+    _train(*_make(), rank, [IN_ORDER] * 2, world_size)
+    model.enable_forward_pre_hook()
+    with pytest.raises(RuntimeError, match=r"enable_forward_pre_hook\(\): the hooks are enabled already"):
+        model.enable_forward_pre_hook()
+    plain = DistributedDataParallel(_Layers(), use_distributed_optimizer=True)
+    with pytest.raises(RuntimeError, match="expected overlap_param_gather=True"):
+        plain.enable_forward_pre_hook()
+    # Whoever updates its own part by hand brings it to all.
+    for bucket in plain._reducer.buckets():
+        part = bucket.parameters.chunk(world_size)[rank]
+        part.fill_(rank)
+    plain.start_param_sync()
+    ranks = {value for parameter in plain.parameters() for value in parameter.flatten().tolist()}
+    assert ranks == set(range(world_size))
+    with pytest.raises(RuntimeError, match="nothing is sharded"):
+        DistributedDataParallel(_Layers()).start_param_sync()
+
+
+def test_hooks_can_be_switched_and_parameters_gathered_by_hand():
+    run_ranks(_switches, 2, BACKENDS[-1], timeout=60)
