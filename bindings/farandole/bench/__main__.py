@@ -20,6 +20,7 @@ from farandole.bench import (
     batch,
     collectives,
     cuda,
+    data_parallel,
     hosts,
     megatron,
     overlap,
@@ -46,6 +47,7 @@ SUBJECTS: dict[str, Callable[[Settings, RankPair], Report]] = {
     "actions": actions.measure,
     "predicted": predicted.measure,
     "megatron": megatron.measure,
+    "data_parallel": data_parallel.measure,
     "cuda": cuda.measure,
 }
 # They take minutes, or a set-up of their own.
@@ -57,6 +59,7 @@ _ONLY_WHEN_ASKED_FOR = (
     "actions",
     "predicted",
     "megatron",
+    "data_parallel",
     "cuda",
 )
 _WIDTH = 160  # of the tables when they do not go to a terminal

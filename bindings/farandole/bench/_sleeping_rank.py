@@ -13,7 +13,7 @@ from farandole import pipelining
 from farandole.bench._ranks import Rank
 
 
-class _SleepInBackward(torch.autograd.Function):
+class SleepInBackward(torch.autograd.Function):
     """The identity; its backward sleeps."""
 
     @staticmethod
@@ -37,8 +37,8 @@ class SleepingStage(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         time.sleep(self._seconds)
-        weight = _SleepInBackward.apply(self.weight, self._seconds)
-        return _SleepInBackward.apply(x, self._seconds) * weight
+        weight = SleepInBackward.apply(self.weight, self._seconds)
+        return SleepInBackward.apply(x, self._seconds) * weight
 
 
 def sleep_often(rank: Rank, seconds: float, count: int) -> float:

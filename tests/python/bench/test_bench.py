@@ -175,6 +175,17 @@ def test_steps_are_measured_beside_megatron_cores(tmp_path, capsys):
     assert all(value > 0 for value in medians.values())
 
 
+def test_data_parallelism_is_measured_beside_torchs(tmp_path, capsys):
+    report = measure(tmp_path, capsys, "data_parallel")
+    medians = medians_of(report)
+    for case in ("transformer, 40M", "2000 parameters", "sleeping"):
+        for peer in ("alone", "farandole", "torch over gloo", "torch over farandole"):
+            assert medians[case, peer, "step"] > 0
+        assert medians[case, "all_reduce", "time"] > 0
+        assert (case, "farandole", "exposed") in medians
+    assert len(report["targets"]) == 5
+
+
 def test_steps_are_measured_beside_what_was_predicted(tmp_path, capsys):
     report = measure(tmp_path, capsys, "predicted")
     ratios = {peer: value for (_, peer, quantity), value in medians_of(report).items() if quantity == "ratio"}

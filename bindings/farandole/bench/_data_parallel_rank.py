@@ -1,0 +1,116 @@
+"""A rank of the data-parallel benchmark: one backward at a time, of every wrapper in turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from farandole.bench._ranks import Rank
+from farandole.bench._sleeping_rank import SleepInBackward
+from farandole.ddp import DistributedDataParallel
+
+ALONE, RAW = "alone", "all_reduce"
+_WIDTH, _BLOCKS = 576, 10  # 40 million parameters
+_SMALL, _LAYERS = 16, 1000  # 2000 parameters
+_SLEEPS, _SLEEPING_WIDTH = 20, 1024  # a million parameters in each
+
+
+class _Block(nn.Module):
+    """A transformer's: attention and a perceptron, each after a norm."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, 8, batch_first=True)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norms[0](x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        return x + self.down(nn.functional.gelu(self.up(self.norms[1](x))))
+
+
+class _Sleeping(nn.Module):
+    """A weight whose gradient takes a set time without using a core."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(_SLEEPING_WIDTH, _SLEEPING_WIDTH))
+        self._seconds = seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return SleepInBackward.apply(x, self._seconds) + self.weight[0, 0]
+
+
+def _transformer() -> tuple[nn.Module, torch.Tensor, int]:
+    return nn.Sequential(*(_Block(_WIDTH) for _ in range(_BLOCKS))), torch.randn(2, 16, _WIDTH), 2_000_000
+
+
+def _small() -> tuple[nn.Module, torch.Tensor, int]:
+    return nn.Sequential(*(nn.Linear(_SMALL, _SMALL) for _ in range(_LAYERS))), torch.randn(2, _SMALL), 70_000
+
+
+def _sleeping() -> tuple[nn.Module, torch.Tensor, int]:
+    return nn.Sequential(*(_Sleeping(0.01) for _ in range(_SLEEPS))), torch.randn(8).requires_grad_(), 1 << 20
+
+
+# The module, its input, and the bucket size in elements.
+CASES: dict[str, Callable[[], tuple[nn.Module, torch.Tensor, int]]] = {
+    "transformer, 40M": _transformer,
+    "2000 parameters": _small,
+    "sleeping": _sleeping,
+}
+
+
+def time_backwards(rank: Rank, case: str, peers: list[str], count: int) -> dict[str, list[float]]:
+    """Runs on all ranks: seconds of a forward and backward by peer, which take turns; of RAW those of one all_reduce.
+
+    Each turn begins with another peer: what a step costs depends on the memory that the one before it has left.
+    """
+    torch.set_num_threads(1)
+    key = (case, tuple(peers))
+    if key not in rank.state:
+        rank.state[key] = {peer: _step_of(rank, case, peer) for peer in peers}
+        for step in rank.state[key].values():
+            step()
+            step()
+    taken: dict[str, list[float]] = {peer: [] for peer in peers}
+    turns = [*peers]
+    for _ in range(count):
+        turns.append(turns.pop(0))
+        for peer in turns:
+            dist.barrier(rank.groups["farandole"])
+            taken[peer].append(rank.state[key][peer]())
+    return taken
+
+
+def _step_of(rank: Rank, case: str, peer: str) -> Callable[[], float]:
+    torch.manual_seed(0)
+    module, x, bucket_size = CASES[case]()
+    if peer == RAW:
+        flat = torch.zeros(sum(parameter.numel() for parameter in module.parameters()))
+        return lambda: _timed(lambda: dist.all_reduce(flat, group=rank.groups["farandole"]))
+    wrapped: nn.Module = module
+    if peer == "farandole":
+        wrapped = DistributedDataParallel(module, process_group=rank.groups["farandole"], bucket_size=bucket_size)
+    elif peer != ALONE:
+        backend = peer.removeprefix("torch over ")
+        wrapped = nn.parallel.DistributedDataParallel(module, process_group=rank.groups[backend])
+
+    def step() -> float:
+        for parameter in module.parameters():
+            parameter.grad = None
+        return _timed(lambda: wrapped(x).square().mean().backward())
+
+    return step
+
+
+def _timed(fn: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    fn()
+    return time.perf_counter() - start

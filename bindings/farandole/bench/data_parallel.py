@@ -1,0 +1,61 @@
+"""What data parallelism adds to a backward that has no communication: torch's DDP beside farandole's, on two ranks.
+
+"exposed" is the time of a forward and backward less that of the same module without a wrapper, in the same turn. Two ranks on two cores hide nothing, so what is exposed is compared with one all_reduce of as many elements
+("all_reduce"); where backward sleeps a core is free, and communication can be hidden.
+"""
+
+from __future__ import annotations
+
+from farandole.bench import _data_parallel_rank as on_rank
+from farandole.bench._data_parallel_rank import ALONE, RAW
+from farandole.bench._ranks import RANKS, RankPair
+from farandole.bench._series import Measurement, Report, Sample, Series, Target, interleave, ratio
+from farandole.bench._settings import Settings
+
+_PEERS = ["farandole", "torch over gloo", "torch over farandole"]
+# By case: what is exposed is at most so much of that.
+_LIMITS = {
+    "transformer, 40M": {"torch's over gloo": 0.45, RAW: 1.15},
+    "2000 parameters": {"torch's over gloo": 1 / 3, "torch's over farandole": 0.6},
+    "sleeping": {RAW: 0.1},
+}
+_STEPS = {"transformer, 40M": 5, "2000 parameters": 10, "sleeping": 5}  # per round
+
+
+def measure(settings: Settings, pair: RankPair) -> Report:
+    report = Report("data_parallel", f"forward and backward on {RANKS} ranks, beyond the same without communication")
+    for case in on_rank.CASES:
+        exposed = {peer: Series(case, peer, quantity="exposed") for peer in _PEERS}
+        steps = {peer: Series(case, peer, quantity="step") for peer in (ALONE, *_PEERS)}
+        raw = Series(case, RAW, quantity="time")
+        interleave(settings.rounds, [_measurement(settings, pair, case, exposed, steps, raw)], settings.tick)
+        report.series += [*steps.values(), *exposed.values(), raw]
+        ours = exposed["farandole"]
+        under = {
+            "torch's over gloo": exposed["torch over gloo"],
+            "torch's over farandole": exposed["torch over farandole"],
+        }
+        for name, limit in _LIMITS[case].items():
+            compared = ratio(f"exposed / {name}", ours, under.get(name, raw))
+            report.ratios.append(compared)
+            report.targets.append(Target(f"{case}: {compared.name}", compared.median(), limit, at_most=True))
+    return report
+
+
+def _measurement(
+    settings: Settings, pair: RankPair, case: str, exposed: dict[str, Series], steps: dict[str, Series], raw: Series
+) -> Measurement:
+    peers = [ALONE, *_PEERS, RAW]
+
+    def one_round() -> list[list[Sample]]:
+        ranks = pair.call(on_rank.time_backwards, case=case, peers=peers, count=settings.count(_STEPS[case]))
+        slower = {
+            peer: [max(pair) for pair in zip(*(of_rank[peer] for of_rank in ranks), strict=True)] for peer in peers
+        }
+        beyond = {
+            peer: [step - alone for step, alone in zip(slower[peer], slower[ALONE], strict=True)] for peer in exposed
+        }
+        values = [*(beyond[peer] for peer in exposed), *(slower[peer] for peer in steps), slower[RAW]]
+        return [[Sample(value, value) for value in of_series] for of_series in values]
+
+    return [*exposed.values(), *steps.values(), raw], one_round
