@@ -2,69 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-import farandole
+from support.cpp_examples import by_hand, by_torchrun, finish, needs_examples, program, start
 
-BUILD = Path(farandole.__file__).parents[2]
-PROGRAM = BUILD / "examples" / "train_gpt"
 STEPS = 12
+PROGRAM = (str(program("train_gpt")), "--steps", str(STEPS))
 
-
-def is_built() -> bool:
-    cache = BUILD / "CMakeCache.txt"
-    return cache.is_file() and "FARANDOLE_EXAMPLES:BOOL=ON" in cache.read_text()
-
-
-pytestmark = pytest.mark.skipif(not is_built(), reason="needs a build with FARANDOLE_EXAMPLES=ON")
-
-
-def start(command: list[str], **environment: str) -> subprocess.Popen[str]:
-    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return subprocess.Popen(
-        command,
-        env=inherited | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def finish(processes: list[subprocess.Popen[str]], timeout: float = 100) -> list[tuple[int, str]]:
-    """What they ended with and wrote; all are killed when one is not done in time."""
-    try:
-        outputs = [process.communicate(timeout=timeout)[0] for process in processes]
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
-
-
-def by_torchrun(ranks: int, *options: str) -> tuple[int, str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    command = [*launcher, "--nproc-per-node", str(ranks), "--no-python", str(PROGRAM), *options]
-    [result] = finish([start([*command, "--steps", str(STEPS)])])
-    return result
-
-
-def by_hand(ranks: int, *options: str) -> list[tuple[int, str]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [str(PROGRAM), "--steps", str(STEPS), *options]
-    return finish([start(command, RANK=str(rank), **world) for rank in range(ranks)])
+pytestmark = needs_examples
 
 
 def check_training(output: str, described: str) -> None:
@@ -77,28 +24,26 @@ def check_training(output: str, described: str) -> None:
 
 
 def test_torchrun_starts_it_and_it_trains_as_one_process_does() -> None:
-    code, output = by_torchrun(2, "--schedule", "1F1B")
+    code, output = by_torchrun(2, *PROGRAM, "--schedule", "1F1B")
     assert code == 0, output
     check_training(output, "1F1B over 2 ranks, 2 stages")
 
 
 def test_started_by_hand_it_trains_as_one_process_does() -> None:
-    ended = by_hand(4, "--schedule", "ZBV")
+    ended = by_hand(4, *PROGRAM, "--schedule", "ZBV")
     output = "".join(output for _, output in ended)
     assert [code for code, _ in ended] == [0] * 4, output
     check_training(output, "ZBV over 4 ranks, 8 stages")
 
 
 def test_started_alone_it_is_a_pipeline_of_one_rank() -> None:
-    [(code, output)] = finish(
-        [start([str(PROGRAM), "--steps", str(STEPS), "--stages", "3", "--schedule", "LoopedBFS"])]
-    )
+    [(code, output)] = finish([start([*PROGRAM, "--stages", "3", "--schedule", "LoopedBFS"])])
     assert code == 0, output
     check_training(output, "LoopedBFS over 1 ranks, 3 stages")
 
 
 def test_it_fails_where_the_trainings_differ_by_more_than_the_tolerance() -> None:
-    (code, output), (other, _) = by_hand(2, "--tolerance", "0")
+    (code, output), (other, _) = by_hand(2, *PROGRAM, "--tolerance", "0")
     assert code == 1 and other == 0, output
     assert "expected at most 0.0e+00" in output
 
@@ -113,17 +58,17 @@ def test_it_fails_where_the_trainings_differ_by_more_than_the_tolerance() -> Non
     ],
 )
 def test_every_rank_says_what_is_wrong_with_its_options(options: tuple[str, ...], error: str) -> None:
-    for code, output in by_hand(2, *options):
+    for code, output in by_hand(2, *PROGRAM, *options):
         assert code == 1 and error in output, output
 
 
 def test_it_says_what_is_wrong_with_its_environment() -> None:
-    [(code, output)] = finish([start([str(PROGRAM)], WORLD_SIZE="2")])
+    [(code, output)] = finish([start([PROGRAM[0]], WORLD_SIZE="2")])
     assert code == 1 and "RANK is not set, expected RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT" in output
 
 
 def test_no_python_is_in_the_process() -> None:
-    [(code, output)] = finish([start(["ldd", str(PROGRAM)])])
+    [(code, output)] = finish([start(["ldd", PROGRAM[0]])])
     libraries = [line.split()[0] for line in output.splitlines()]
     assert code == 0 and "libtorch_cpu.so" in libraries, output
     assert [library for library in libraries if "python" in library] == []
