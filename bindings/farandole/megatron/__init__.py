@@ -15,6 +15,8 @@ and ``pg_collection``. The plans are 1F1B and interleaved 1F1B; what runs them, 
 
 from farandole.megatron import parallel_state
 from farandole.megatron._config import ModelParallelConfig, ModelType
+from farandole.megatron._ddp import DistributedDataParallel
+from farandole.megatron._ddp_config import DistributedDataParallelConfig
 from farandole.megatron._legacy import LegacyForwardBackward
 from farandole.megatron._models import get_attr_wrapped_model, get_model_config
 from farandole.megatron._p2p import P2PCommunicator
@@ -27,6 +29,8 @@ from farandole.megatron._schedules import (
 )
 
 __all__ = [
+    "DistributedDataParallel",
+    "DistributedDataParallelConfig",
     "ForwardBackward",
     "LegacyForwardBackward",
     "ModelParallelConfig",
