@@ -17,6 +17,7 @@ from farandole.megatron import parallel_state
 from farandole.megatron._config import ModelParallelConfig, ModelType
 from farandole.megatron._ddp import DistributedDataParallel
 from farandole.megatron._ddp_config import DistributedDataParallelConfig
+from farandole.megatron._finalize import finalize_model_grads
 from farandole.megatron._legacy import LegacyForwardBackward
 from farandole.megatron._models import get_attr_wrapped_model, get_model_config
 from farandole.megatron._p2p import P2PCommunicator
@@ -36,6 +37,7 @@ __all__ = [
     "ModelParallelConfig",
     "ModelType",
     "P2PCommunicator",
+    "finalize_model_grads",
     "forward_backward_no_pipelining",
     "forward_backward_pipelining_with_interleaving",
     "forward_backward_pipelining_without_interleaving",
