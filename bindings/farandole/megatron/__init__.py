@@ -7,9 +7,10 @@
         seq_length=1024, micro_batch_size=2,
     )
 
-Groups and sizes come from ``megatron.core.parallel_state`` where that is initialized, from the same functions of
-:mod:`farandole.megatron.parallel_state` in programs without Megatron-core, or from the arguments ``p2p_communicator``
-and ``pg_collection``. The plans are 1F1B and interleaved 1F1B; what runs them, and over which backends, is what
+:class:`DistributedDataParallel` and :func:`finalize_model_grads` are Megatron-core's, too, over the engine of
+:mod:`farandole.ddp`. Groups and sizes come from ``megatron.core.parallel_state`` where that is initialized, from the
+same functions of :mod:`farandole.megatron.parallel_state` in programs without Megatron-core, or from the arguments
+``p2p_communicator`` and ``pg_collection``. The plans are 1F1B and interleaved 1F1B; what runs them, and over which backends, is what
 :mod:`farandole.pipelining` has. docs/megatron.md says what is the same and what is not.
 """
 
