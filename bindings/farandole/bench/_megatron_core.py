@@ -44,3 +44,17 @@ def import_schedules() -> Any:
         from megatron.core.pipeline_parallel import p2p_communication, schedules
     schedules.torch = p2p_communication.torch = _Torch()
     return schedules
+
+
+def import_distributed() -> Any:
+    """``megatron.core.distributed``, whose buffers are on CUDA: told to make them on the CPU.
+
+    Raises:
+        ImportError: Megatron-core is not installed.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core import distributed
+        from megatron.core.distributed import param_and_grad_buffer
+    param_and_grad_buffer.torch = _Torch()
+    return distributed

@@ -135,6 +135,9 @@ class ForwardBackward:
                     sync.begin()
                 run.step(call)
                 sync.end()
+            except BaseException as error:
+                sync.fail(error)
+                raise
             finally:
                 sync.leave()
             if config.finalize_model_grads_func is not None and not forward_only:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from farandole.megatron._config import StepConfig
+from farandole.megatron._ddp import DistributedDataParallel
 from farandole.pipelining._grad_sync import GradSync
 
 
@@ -67,6 +68,13 @@ class StepSync:
         self._disable()
         for chunk in range(min(2, len(self._param_sync))):
             self._gather(chunk)
+
+    def fail(self, error: BaseException) -> None:
+        """The step of this rank ends with an error: wrappers that reduce after it will not, and replicas must not wait."""
+        for model in self._models if self._backwards else ():
+            for module in model.modules():
+                if isinstance(module, DistributedDataParallel):
+                    module._abandon_step(f"{type(error).__name__}: {error}")
 
     def before_forward(self) -> None:
         """Of the next one of the plan."""

@@ -16,6 +16,7 @@ class _State:
     pipeline: dist.ProcessGroup
     tensor: dist.ProcessGroup
     data: dist.ProcessGroup
+    embedding: dist.ProcessGroup | None  # the first and last stages of a pipeline, on these
     virtual_size: int | None
     split_rank: int | None
     virtual_rank: int | None = None
@@ -70,7 +71,12 @@ def initialize_model_parallel(
     tensors = [[t + tp * (d + dp * p) for t in range(tp)] for p in range(pp) for d in range(dp)]
     replicas = [[t + tp * (d + dp * p) for d in range(dp)] for p in range(pp) for t in range(tp)]
     groups = [dist.new_subgroups_by_enumeration(ranks)[0] for ranks in (pipelines, tensors, replicas)]
-    _state = _State(groups[0], groups[1], groups[2], virtual, split)
+    embedding = None
+    if pp == 2:
+        embedding = groups[0]
+    elif pp > 2:
+        embedding = dist.new_subgroups_by_enumeration([[ranks[0], ranks[-1]] for ranks in pipelines])[0]
+    _state = _State(groups[0], groups[1], groups[2], embedding, virtual, split)
 
 
 def destroy_model_parallel() -> None:
@@ -99,6 +105,16 @@ def get_tensor_model_parallel_group() -> dist.ProcessGroup:
 
 def get_data_parallel_group() -> dist.ProcessGroup:
     return _get().data
+
+
+def get_embedding_group() -> dist.ProcessGroup | None:
+    """The first and the last rank of this rank's pipeline; None on other ranks, and without a pipeline."""
+    return _get().embedding
+
+
+def get_position_embedding_group() -> None:
+    """None: position embeddings are on the first stage alone."""
+    return None
 
 
 def get_pipeline_model_parallel_world_size() -> int:

@@ -1,0 +1,119 @@
+"""What Megatron-core's DistributedDataParallel is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+
+@dataclass
+class DistributedDataParallelConfig:
+    """Megatron-core's of the same name: its fields, with its defaults.
+
+    What belongs to FSDP, to TransformerEngine's storage and to NCCL's user buffers must keep its default; another value
+    is refused by name. Megatron-core's own config serves as well, and so does any object with some of these fields.
+    """
+
+    grad_reduce_in_fp32: bool = False
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    align_param_gather: bool = False
+    """No effect: the optimizer's step starts all gathers, on every stage."""
+    use_distributed_optimizer: bool = False
+    num_distributed_optimizer_instances: int = 1
+    check_for_nan_in_grad: bool = False
+    check_for_large_grads: bool | float = False
+    """The largest 2-norm of a parameter's gradient; True is refused: Megatron-core's own limit depends on its history."""
+    bucket_size: int | None = None
+    num_buckets: int | None = None
+    """Instead of ``bucket_size``: that is the number of trainable parameters of the module divided by it."""
+    pad_buckets_for_high_nccl_busbw: bool = False
+    reduce_scatter_with_fp32_accumulation: bool = False
+    param_name_patterns_for_fp32_local_accumulation: tuple[str, ...] = ()
+    average_in_collective: bool = False
+    fp8_param_gather: bool = False
+    fp4_param_gather: bool = False
+    reuse_grad_buf_for_mxfp8_param_ag: bool = False
+    use_megatron_fsdp: bool = False
+    use_custom_fsdp: bool = False
+    data_parallel_sharding_strategy: str = "no_shard"
+    gradient_reduce_div_fusion: bool = True
+    suggested_communication_unit_size: int | None = None
+    preserve_fp32_weights: bool = True
+    keep_fp8_transpose_cache: bool = False
+    nccl_ub: bool = False
+    fsdp_double_buffer: bool = False
+    fsdp_db_use_persist_buf_on_alloc_fail: bool = False
+    fsdp_all_gather_in_start_param_sync: bool = True
+    outer_dp_sharding_strategy: str = "no_shard"
+    disable_symmetric_registration: bool = False
+    fsdp_manual_registration: bool = False
+    delay_wgrad_compute: bool = False
+    megatron_fsdp_main_params_dtype: torch.dtype | None = torch.float32
+    megatron_fsdp_main_grads_dtype: torch.dtype | None = None
+    megatron_fsdp_grad_comm_dtype: torch.dtype | None = None
+    megatron_fsdp_use_decoupled_grad: bool = False
+    megatron_fsdp_cuda_graph_mode: bool = False
+    megatron_fsdp_enable_fine_grained_param_gather: bool = False
+    megatron_fsdp_max_pool_double_buffer: bool = False
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+_DEFAULTS = {field.name: field.default for field in fields(DistributedDataParallelConfig)}
+
+_SUPPORTED = frozenset(
+    {
+        "grad_reduce_in_fp32",
+        "overlap_grad_reduce",
+        "overlap_param_gather",
+        "align_param_gather",
+        "use_distributed_optimizer",
+        "num_distributed_optimizer_instances",
+        "check_for_nan_in_grad",
+        "check_for_large_grads",
+        "bucket_size",
+        "num_buckets",
+        "pad_buckets_for_high_nccl_busbw",
+        "average_in_collective",
+    }
+)
+
+
+def value_of(config: Any, name: str) -> Any:
+    """A field, or its default where the object has none."""
+    return getattr(config, name, _DEFAULTS[name])
+
+
+def check(config: Any) -> None:
+    """Of any object with some of the fields.
+
+    Raises:
+        NotImplementedError: a value that is not supported; the field is named.
+        ValueError: values that do not fit each other.
+    """
+    for name, default in _DEFAULTS.items():
+        value = value_of(config, name)
+        if name not in _SUPPORTED and value != default:
+            raise NotImplementedError(f"ddp_config.{name} is {value!r}, expected {default!r}: it is not supported")
+    if value_of(config, "check_for_large_grads") is True:
+        raise NotImplementedError(
+            "ddp_config.check_for_large_grads is True, expected False or the largest 2-norm of a parameter's gradient"
+        )
+    sharded = value_of(config, "use_distributed_optimizer")
+    for name, needs in (
+        ("overlap_param_gather", value_of(config, "overlap_param_gather")),
+        ("num_distributed_optimizer_instances", value_of(config, "num_distributed_optimizer_instances") != 1),
+    ):
+        if needs and not sharded:
+            raise ValueError(
+                f"ddp_config.{name} is {value_of(config, name)!r}: expected use_distributed_optimizer=True with it"
+            )
+    buckets, size = value_of(config, "num_buckets"), value_of(config, "bucket_size")
+    if buckets is not None and (size is not None or buckets < 1):
+        raise ValueError(
+            f"ddp_config.num_buckets is {buckets} and bucket_size {size}: expected one of them, at least 1"
+        )
