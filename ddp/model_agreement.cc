@@ -112,24 +112,25 @@ void checkAgreement(c10d::ProcessGroup& group, c10::Device device, const std::ve
   throwDifference(tables);
 }
 
+void broadcastTensors(const Group& group, const std::vector<at::Tensor>& tensors) {
+  std::vector<at::Tensor> real;
+  for (const at::Tensor& tensor : tensors) {
+    const at::Tensor data = tensor.detach();
+    if (data.numel() > 0) real.push_back(data.is_complex() ? at::view_as_real(data) : data);
+  }
+  if (group && group->getSize() > 1 && !real.empty()) c10d::broadcast_coalesced(group, real, kBroadcastBytes);
+}
+
 void broadcastModel(const DataParallelGroups& groups, const Model& model) {
   std::vector<at::Tensor> dense;
   std::vector<at::Tensor> experts;
-  const auto add = [](const at::Tensor& tensor, std::vector<at::Tensor>& tensors) {
-    const at::Tensor data = tensor.detach();
-    if (data.numel() > 0) tensors.push_back(data.is_complex() ? at::view_as_real(data) : data);
-  };
   for (const ModelParameter& parameter : model.parameters) {
-    add(parameter.tensor, parameter.isExpert ? experts : dense);
+    (parameter.isExpert ? experts : dense).push_back(parameter.tensor);
   }
-  for (const auto& [name, tensor] : model.buffers) add(tensor, dense);
-  for (const auto& [replicas, tensors] : {std::pair{&groups.dense, &dense}, std::pair{&groups.experts, &experts}}) {
-    // First to rank 0 of every instance, then within each.
-    for (const Group& group : {replicas->instances, replicas->group}) {
-      if (group && group->getSize() > 1 && !tensors->empty())
-        c10d::broadcast_coalesced(group, *tensors, kBroadcastBytes);
-    }
-  }
+  for (const auto& [name, tensor] : model.buffers) dense.push_back(tensor);
+  // First to rank 0 of every instance, then within each.
+  for (const Group& group : {groups.dense.instances, groups.dense.group}) broadcastTensors(group, dense);
+  for (const Group& group : {groups.experts.instances, groups.experts.group}) broadcastTensors(group, experts);
 }
 
 }  // namespace farandole::ddp

@@ -168,6 +168,7 @@ void bindReducer(py::module_& module) {
 }  // namespace
 
 void bindDdp(py::module_& module) {
+  module.def("broadcast_tensors", &ddp::broadcastTensors, py::arg("group"), py::arg("tensors"), ReleaseGil());
   module.def(
       "abandon_group",
       [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& why) {

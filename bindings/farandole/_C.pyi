@@ -202,6 +202,7 @@ class UnusedParameters:
     zero_fill: ClassVar[UnusedParameters]
     skip: ClassVar[UnusedParameters]
 
+def broadcast_tensors(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None: ...
 def abandon_group(group: dist.ProcessGroup, why: str) -> None: ...
 
 class ReducerOptions:

@@ -44,7 +44,7 @@ class Pipeline:
         self.reports = self.is_last and self.replica == 0
 
         self.part = Gpt(recipe.shape, recipe.seed, self.stage, stages)
-        replicated = DistributedDataParallel(self.part, self.data_group, bucket_size=BUCKET)
+        replicated = DistributedDataParallel(self.part, process_group=self.data_group, bucket_size=BUCKET)
         stage = PipelineStage(replicated, self.stage, stages, torch.device("cpu"), group=self.pipeline_group)
         self.schedule = Schedule1F1B(stage, microbatches, loss_fn=loss_of)
         self.optimizer = recipe.optimizer(self.part)

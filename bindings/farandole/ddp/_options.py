@@ -52,6 +52,29 @@ def unused_policy(unused_parameters: str | None, find_unused_parameters: bool) -
     return getattr(_C.UnusedParameters, unused_parameters)
 
 
+def input_device(module: torch.nn.Module, device_ids: Any, output_device: Any, dim: int) -> torch.device | None:
+    """Where inputs go first; None: they stay. As torch, modules on the CPU take no devices."""
+    if dim != 0:
+        raise ValueError(f"dim={dim}: expected 0, since the module is on one device")
+    if isinstance(device_ids, dist.ProcessGroup):
+        raise TypeError("device_ids is a ProcessGroup: expected it by its name, process_group=")
+    if device_ids is None and output_device is None:
+        return None
+    devices = {parameter.device for parameter in module.parameters()}
+    if any(device.type == "cpu" for device in devices):
+        raise ValueError(
+            f"device_ids={device_ids}, output_device={output_device}: expected None for both, the module is on the CPU"
+        )
+    given = [torch.device("cuda", d) if isinstance(d, int) else torch.device(d) for d in device_ids or ()]
+    if device_ids is not None and (len(given) != 1 or set(given) != devices):
+        raise ValueError(f"device_ids={device_ids}: expected the one device that the module is on, {devices}")
+    if output_device is not None:
+        out = torch.device("cuda", output_device) if isinstance(output_device, int) else torch.device(output_device)
+        if {out} != devices:
+            raise ValueError(f"output_device={output_device}: expected the one device that the module is on, {devices}")
+    return given[0] if given else None
+
+
 def bucket_elements(bucket_size: int | None, bucket_cap_mb: float | None, module: torch.nn.Module) -> int | None:
     """Elements of a bucket: torch's mebibytes are counted in the widest gradients of the module."""
     if bucket_cap_mb is None:

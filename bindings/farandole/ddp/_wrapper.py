@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.utils import _to_kwargs
 
 from farandole import _C
-from farandole.ddp._options import Replicas, group_of, parameters_of, unused_policy
+from farandole.ddp._options import (
+    Replicas,
+    bucket_elements,
+    group_of,
+    input_device,
+    parameters_of,
+    unused_policy,
+)
 from farandole.ddp._param_sync import ParamSync
 
 __all__ = ["DistributedDataParallel"]
@@ -28,7 +36,7 @@ class DistributedDataParallel(torch.nn.Module):
 
     Constructing is a collective: all ranks must bring the same module (names, shapes, types, what is frozen) and the
     same options, else a ValueError on every rank names the first difference. Parameters and buffers are then
-    overwritten with those of rank 0. Buffers are not synchronized again later.
+    overwritten with those of rank 0.
 
     With ``use_distributed_optimizer`` gradients are reduced so that each rank gets the average of its part of every
     bucket only, and :class:`DistributedOptimizer` updates that part; parameters become views of contiguous buffers,
@@ -38,7 +46,20 @@ class DistributedDataParallel(torch.nn.Module):
     Args:
         module: with at least one parameter that requires a gradient, all of these on one device. A parameter with
             ``allreduce = False`` is an expert: it is reduced over ``expert_process_group``, and scaled as all others.
+        device_ids: as torch's: None, or the one CUDA device that the module is on, to which inputs are moved.
+        output_device: None, or that device.
+        dim: 0.
+        broadcast_buffers: each forward first overwrites buffers with those of rank 0; not after a forward inside
+            ``no_sync`` or without gradients, as torch's.
+        init_sync: whether the model of rank 0 is given to all when it is wrapped.
         process_group: over which to average; by default the world.
+        bucket_cap_mb: ``bucket_size`` in mebibytes of the widest gradients.
+        find_unused_parameters: ``unused_parameters="skip"``. Nothing is searched for: what a backward has left out
+            is known at its end, where its buckets are reduced.
+        check_reduction: has no meaning, as torch's.
+        gradient_as_bucket_view: gradients are views of buckets either way.
+        static_graph: every backward is like the first one, which counts how many gradients each parameter gets: so
+            reentrant checkpoints may share parameters. What it leaves out is skipped.
         bucket_size: elements after which a bucket is closed; by default max(40e6, 1e6 x size). Smaller models than
             that overlap nothing unless this is smaller, too.
         unused_parameters: what to do about a parameter that gets no gradient in a backward that synchronizes. Its
@@ -70,7 +91,17 @@ class DistributedDataParallel(torch.nn.Module):
     def __init__(
         self,
         module: torch.nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool = True,
+        init_sync: bool = True,
         process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
         *,
         bucket_size: int | None = None,
         unused_parameters: str | None = None,
@@ -93,9 +124,14 @@ class DistributedDataParallel(torch.nn.Module):
             raise TypeError(f"module is a {type(module).__name__}: expected a torch.nn.Module")
         if overlap_param_gather and not use_distributed_optimizer:
             raise ValueError("overlap_param_gather=True: expected use_distributed_optimizer=True with it")
+        self.device = input_device(module, device_ids, output_device, dim)
+        self.broadcast_buffers = broadcast_buffers
         options = _C.ReducerOptions()
-        options.unused = unused_policy(unused_parameters, find_unused_parameters=False)
-        options.bucket_size = bucket_size
+        # A static graph shows in its first backward what it leaves out.
+        options.unused = unused_policy(unused_parameters, find_unused_parameters or static_graph)
+        options.is_graph_static = static_graph
+        options.broadcasts = init_sync
+        options.bucket_size = bucket_elements(bucket_size, bucket_cap_mb, module)
         options.is_bucketed = not disable_bucketing
         options.overlaps = overlap_grad_reduce
         options.grad_dtype = torch.float32 if grad_reduce_in_fp32 else None
@@ -131,6 +167,7 @@ class DistributedDataParallel(torch.nn.Module):
         self.replicas = replicas
         self.experts = experts
         self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
         self._no_sync_depth = 0
         self._reducer = _C.GradReducer(
             replicas.packed(),
@@ -151,7 +188,20 @@ class DistributedDataParallel(torch.nn.Module):
             self._param_sync.before_forward()
         if torch.is_grad_enabled():
             self._reducer.prepare_forward(self.require_backward_grad_sync)
-        return self.module(*args, **kwargs)
+        if self.broadcast_buffers and self.require_forward_param_sync:
+            self._sync_buffers()
+        if self.device is not None:
+            (args,), (kwargs,) = _to_kwargs(args, kwargs, self.device, use_side_stream_for_tensor_copies=False)
+        output = self.module(*args, **kwargs)
+        # torch's: after a forward that will not be differentiated or reduced the next one needs no new buffers.
+        self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
+        return output
+
+    def _sync_buffers(self) -> None:
+        buffers = [buffer for buffer in self.module.buffers() if buffer.numel() > 0]
+        for group in (self.replicas.instances, self.replicas.group):
+            if group is not None and group.size() > 1 and buffers:
+                _C.broadcast_tensors(group, buffers)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -53,6 +53,8 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"module is a {type(module).__name__}: expected a torch.nn.Module")
         check(ddp_config)
+        self.device = None
+        self.broadcast_buffers = False
         self.config = config
         self.ddp_config = ddp_config
         self.full_param_layout = full_param_layout

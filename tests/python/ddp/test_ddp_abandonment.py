@@ -61,7 +61,7 @@ def _step(model: DistributedDataParallel, fail_in: str = "") -> None:
 
 def _fail_in_a_step(rank: int, world_size: int, fail_in: str, learned: bool) -> list[tuple[str, float]]:
     group = dist.new_group(list(range(world_size)))  # not the world: the barriers need that
-    model = DistributedDataParallel(_Model(), group, bucket_size=1)
+    model = DistributedDataParallel(_Model(), process_group=group, bucket_size=1)
     if learned:
         _step(model)
     dist.barrier()
@@ -70,7 +70,7 @@ def _fail_in_a_step(rank: int, world_size: int, fail_in: str, learned: bool) -> 
     with torch.no_grad():
         model(torch.ones(2, 2))  # what needs no group works
     dist.barrier()
-    fresh = DistributedDataParallel(model.module, dist.new_group())
+    fresh = DistributedDataParallel(model.module, process_group=dist.new_group())
     _step(fresh)
     dist.barrier()
     return [first, second]
@@ -113,7 +113,7 @@ def _abandon(rank: int, world_size: int) -> list[tuple[str, float]]:
     if rank == 0:
         dist.barrier()
         return []
-    model = DistributedDataParallel(_Model(), group)
+    model = DistributedDataParallel(_Model(), process_group=group)
     if rank == 2:
         model.abandon("the disk is full")
         model.abandon("told again")

@@ -46,13 +46,13 @@ class Float16Module(nn.Module):
 
 def _wrap(kind: str, chunk: nn.Module, group: dist.ProcessGroup) -> nn.Module:
     if kind == "ours":
-        return DistributedDataParallel(chunk, group)
+        return DistributedDataParallel(chunk, process_group=group)
     if kind == "sharded":
         return fully_shard(chunk, mesh=DeviceMesh.from_group(group, "cpu"))
     if kind == "torch":
         return nn.parallel.DistributedDataParallel(chunk, process_group=group)
     if kind == "ours over Float16Module":
-        return DistributedDataParallel(Float16Module(chunk), group)
+        return DistributedDataParallel(Float16Module(chunk), process_group=group)
     return torch.compile(chunk, backend="eager") if kind == "compiled" else Float16Module(chunk)
 
 

@@ -1,0 +1,179 @@
+"""torch's arguments of DistributedDataParallel mean what they mean in torch."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_models import BACKENDS
+from torch.nn.parallel import DistributedDataParallel as TorchDdp
+from torch.utils.checkpoint import checkpoint
+
+from farandole.ddp import DistributedDataParallel
+from support.processes import run_ranks
+
+
+class _Normed(torch.nn.Module):
+    """Two norms whose running averages depend on the batches that a rank has seen, and a counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(4, 6),
+            torch.nn.BatchNorm1d(6),
+            torch.nn.ReLU(),
+            torch.nn.Linear(6, 3),
+            torch.nn.BatchNorm1d(3),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def _buffers(rank: int, world_size: int, seeds: list[int]) -> None:
+    """A random program of forwards; buffers, gradients and outputs as under torch's DDP after each."""
+    gloo = dist.new_group(backend="gloo")
+    for seed in seeds:
+        rng = random.Random(seed)
+        broadcast = rng.random() < 0.8
+        models = [
+            TorchDdp(_Normed(), process_group=gloo, broadcast_buffers=broadcast),
+            DistributedDataParallel(_Normed(), broadcast_buffers=broadcast),
+        ]
+        for step in range(12):
+            kind = rng.choice(["train", "train", "no_sync", "eval", "no_grad"])
+            x = torch.randn(5, 4, generator=torch.Generator().manual_seed(hash((seed, step, rank))))
+            outputs = []
+            for model in models:
+                model.train(kind != "eval")
+                model.zero_grad()
+                quiet = torch.no_grad() if kind in ("eval", "no_grad") else contextlib.nullcontext()
+                with quiet, model.no_sync() if kind == "no_sync" else contextlib.nullcontext():
+                    outputs.append(model(x))
+                    if outputs[-1].requires_grad:
+                        outputs[-1].backward()
+            where = f"seed {seed} step {step} {kind} rank {rank}"
+            assert torch.equal(*outputs), where
+            want, got = (dict(model.named_buffers()) for model in models)
+            assert want.keys() == got.keys()
+            for name, buffer in want.items():
+                assert torch.equal(buffer, got[name]), (where, name)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_buffers_are_those_of_rank_zero_when_they_are_in_torch(backend, world_size):
+    first = random.SystemRandom().randrange(10**6)
+    print(f"seeds {first} to {first + 5}")
+    run_ranks(_buffers, world_size, backend, timeout=60, seeds=list(range(first, first + 6)))
+
+
+class _Branches(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.branches = torch.nn.ModuleList(torch.nn.Linear(3, 3) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, taken: list[int]) -> torch.Tensor:
+        for index in taken:
+            x = self.branches[index](x)
+        return x.square().mean()
+
+
+def _unused(rank: int, world_size: int, seeds: list[int]) -> None:
+    gloo = dist.new_group(backend="gloo")
+    for seed in seeds:
+        rng = random.Random(seed * 10 + rank)  # ranks take different branches
+        view = bool(seed % 2)
+        models = [
+            TorchDdp(_Branches(), process_group=gloo, find_unused_parameters=True, gradient_as_bucket_view=view),
+            DistributedDataParallel(_Branches(), find_unused_parameters=True, bucket_cap_mb=1e-5),
+        ]
+        for step in range(4):
+            taken = [rng.randrange(3) for _ in range(rng.randint(1, 3))]  # the last one never
+            x = torch.randn(2, 3, generator=torch.Generator().manual_seed(hash((seed, step, rank))))
+            for model in models:
+                model.zero_grad()
+                model(x, taken).backward()
+            for (name, want), got in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+                where = f"seed {seed} step {step} rank {rank} {name}"
+                assert (want.grad is None) == (got.grad is None), where
+                assert want.grad is None or torch.equal(want.grad, got.grad), where
+
+
+def test_unused_parameters_are_found_as_in_torch():
+    first = random.SystemRandom().randrange(10**6)
+    print(f"seeds {first} to {first + 9}")
+    run_ranks(_unused, 2, BACKENDS[-1], timeout=60, seeds=list(range(first, first + 10)))
+
+
+class _Shared(torch.nn.Module):
+    """One layer in two reentrant checkpoints: its parameters get two gradients in a backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.layer, self.head, self.spare = (torch.nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return self.head(x).square().mean()
+
+
+def _static(rank: int, world_size: int) -> None:
+    gloo = dist.new_group(backend="gloo")
+    models = [
+        TorchDdp(_Shared(), process_group=gloo, static_graph=True),
+        DistributedDataParallel(_Shared(), static_graph=True),
+    ]
+    for step in range(4):
+        for model in models:
+            model.zero_grad()
+            x = torch.full((2, 4), 1.0 + rank + step, requires_grad=True)
+            model(x).backward()
+        for (name, want), got in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+            if name.startswith("module.spare"):
+                assert want.grad is None or not want.grad.any()
+                assert got.grad is None
+            else:
+                torch.testing.assert_close(got.grad, want.grad, msg=f"step {step} rank {rank} {name}")
+
+
+def test_a_static_graph_may_use_a_parameter_in_several_checkpoints():
+    run_ranks(_static, 2, BACKENDS[-1], timeout=60)
+
+
+def _arguments(rank: int, world_size: int) -> None:
+    own = _Branches()
+    with torch.no_grad():
+        own.branches[0].weight.fill_(rank)
+    DistributedDataParallel(own, init_sync=False)
+    assert own.branches[0].weight.unique().tolist() == [rank]
+    model = DistributedDataParallel(copy.deepcopy(own), None, None, 0, True, True, None, 25, True, False, True, False)
+    assert model.module.branches[0].weight.unique().tolist() == [0]
+    for arguments, kind, message in (
+        ({"device_ids": [0]}, ValueError, r"device_ids=\[0\], output_device=None: expected None for both.*on the CPU"),
+        ({"output_device": 1}, ValueError, "output_device=1: expected None for both"),
+        ({"dim": 1}, ValueError, "dim=1: expected 0"),
+        ({"device_ids": dist.group.WORLD}, TypeError, "device_ids is a ProcessGroup: expected it by its name"),
+        ({"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb=0: expected more than 0"),
+        ({"bucket_cap_mb": 1, "bucket_size": 5}, ValueError, "bucket_cap_mb=1 and bucket_size=5: expected only one"),
+        (
+            {"find_unused_parameters": True, "unused_parameters": "error"},
+            ValueError,
+            "find_unused_parameters=True means unused_parameters='skip', not 'error'",
+        ),
+        ({"mixed_precision": 1}, TypeError, "unexpected keyword argument 'mixed_precision'"),
+    ):
+        with pytest.raises(kind, match=message):
+            DistributedDataParallel(_Branches(), **arguments)
+
+
+def test_torchs_arguments_are_taken_in_their_order_or_refused_by_name():
+    run_ranks(_arguments, 2, "gloo", timeout=60)
