@@ -130,16 +130,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._take_grads("step()")
+        for model in self._models:
+            if model._param_sync is not None:
+                model._param_sync.finish()  # what is under way reads what changes now
         if self._is_provisional:
             saved.clear(self._inner)
             self._is_provisional = False
         self._inner.step()
-        for run in self._runs:
-            run.publish()
         self._drop_grads()
-        for model in self._models:
-            if model._param_sync is not None:
-                model._param_sync.updated()
+        self._publish()
         return loss
 
     def reload_model_params(self) -> None:
@@ -160,6 +159,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """What :meth:`state_dict` or :meth:`full_state_dict` gave, or what torch.distributed.checkpoint has loaded.
 
+        A collective: parameters of a shorter type become those of the float32 copies, on all ranks.
+
         Raises:
             ValueError: another number of param groups, a parameter or a state that is missing, or parts that do not
                 have what this rank owns (those of another number of ranks: use full_state_dict() or a checkpoint).
@@ -167,8 +168,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         saved.initialize(self._inner, self._runs)
         saved.restore(self._inner, self._runs, self._names, state_dict)
         self._is_provisional = False
-        for run in self._runs:
-            run.publish()
+        self._publish()
+
+    def _publish(self) -> None:
+        with torch.no_grad():
+            for run in self._runs:
+                run.publish()
+        for model in self._models:
+            if model._param_sync is not None:
+                model._param_sync.updated()
 
     def full_state_dict(self) -> dict[str, Any]:
         """As :meth:`state_dict`, with whole tensors, flat, of all parameters on every rank. A collective."""

@@ -27,7 +27,6 @@ class ParamSync:
 
     def __init__(self, model: torch.nn.Module, reducer: _C.GradReducer, overlaps: bool) -> None:
         self.overlaps = overlaps
-        self.overlaps_optimizer_step = False
         self._gather = _C.ParamGather(reducer)
         self._root: torch.nn.Module = model.module
         groups = self._gather.bucket_group_of()
@@ -40,28 +39,34 @@ class ParamSync:
         self._handles: list[Any] = []
         self._suspects: list[Any] = []
         self._warned = False
+        self._has_optimizer = False  # which starts the gathers by itself
+        # All have started theirs, so that one rank may do this alone.
+        self._root.register_state_dict_pre_hook(lambda module, prefix, keep_vars: self.finish())
         if overlaps:
             self.enable()
 
     def updated(self) -> None:
         """The optimizer has stepped: what other ranks own is old. Collective."""
-        self._gather.mark_stale()
-        self._gather.start()
+        self._has_optimizer = True
+        self._gather_all()
         if not self._handles:
             self._gather.finish_all()
 
     def start(self, *, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Megatron-core's start_param_sync: asynchronous where it overlaps, unless ``force_sync``.
+        """Megatron-core's start_param_sync: asynchronous where it overlaps, unless ``force_sync``. Collective.
 
-        Where the optimizer's step starts the gathers by itself it does nothing, unless ``force_dispatch``. Collective.
+        A DistributedOptimizer starts the gathers in its step; after it this only waits, unless ``force_dispatch``.
         """
-        if self.overlaps_optimizer_step and not (force_sync or force_dispatch):
-            return
-        if self._gather.is_current:
-            self._gather.mark_stale()
-        self._gather.start()
+        if force_dispatch or not self._has_optimizer:
+            self._gather_all()
         if force_sync or not self._handles:
             self._gather.finish_all()
+
+    def _gather_all(self) -> None:
+        # Whatever this rank has waited for so far: how many gathers there are must not depend on it.
+        self._gather.finish_all()
+        self._gather.mark_stale()
+        self._gather.start()
 
     def finish(self) -> None:
         """Waits until every parameter is what its owner has made of it."""

@@ -161,6 +161,30 @@ def test_parts_of_the_model_can_be_called_by_themselves():
     run_ranks(_parts, 2, BACKENDS[-1], timeout=60)
 
 
+def _reads_alone(rank: int, world_size: int) -> None:
+    """One rank may read the state by itself, and steps may follow each other without a forward."""
+    model, optimizer = _make()
+    twin, other = _make()
+    for one, its_optimizer in ((model, optimizer), (twin, other)):
+        its_optimizer.zero_grad()
+        one(torch.full((3, 16), 1.0 + rank), **IN_ORDER).backward()
+        for _ in range(3):
+            time.sleep(0.02 * rank)
+            its_optimizer.step()
+    twin.start_param_sync(force_sync=True)
+    if rank == 0:
+        want, got = twin.module.state_dict(), model.state_dict()
+        assert all(tensor.equal(got["module." + name]) for name, tensor in want.items())
+    model.start_param_sync(force_sync=True)  # whatever each rank has waited for before
+    dist.barrier()
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_rank_may_read_the_state_by_itself(backend):
+    run_ranks(_reads_alone, 2, backend, timeout=60)
+
+
 def _switches(rank: int, world_size: int) -> None:
     model, optimizer = _make()
     _train(model, optimizer, rank, [IN_ORDER] * 2, world_size)
