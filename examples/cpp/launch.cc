@@ -2,7 +2,9 @@
 
 #include <charconv>
 #include <chrono>
+#include <cstdio>
 #include <cstdlib>
+#include <exception>
 #include <string>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
@@ -47,6 +49,17 @@ c10::intrusive_ptr<c10d::Backend> joinOthers() {
       store, rank, size, c10::make_intrusive<ProcessGroupFarandole::Options>(kTimeout));
   backend->barrier()->wait();  // the store may be rank 0's: it must not end before the others have met
   return backend;
+}
+
+int runAsMain(const char* program, int (*run)(int argc, char** argv), int argc, char** argv) {
+  try {
+    return run(argc, argv);
+  } catch (const c10::Error& error) {
+    std::fprintf(stderr, "%s: %s\n", program, error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s: %s\n", program, error.what());
+  }
+  return 1;
 }
 
 }  // namespace example

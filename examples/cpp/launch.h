@@ -8,4 +8,7 @@ namespace example {
 // MASTER_ADDR and MASTER_PORT. Null where there are none: then it is the only one. Throws what is wrong.
 c10::intrusive_ptr<c10d::Backend> joinOthers();
 
+// What main() returns: of `run`, or 1 and its error on stderr.
+int runAsMain(const char* program, int (*run)(int argc, char** argv), int argc, char** argv);
+
 }  // namespace example

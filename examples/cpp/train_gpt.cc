@@ -16,7 +16,6 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <exception>
 #include <string>
 
 #include "examples/cpp/gpt.h"
@@ -153,13 +152,4 @@ int run(int argc, char** argv) {
 }  // namespace
 }  // namespace example
 
-int main(int argc, char** argv) {
-  try {
-    return example::run(argc, argv);
-  } catch (const c10::Error& error) {
-    std::fprintf(stderr, "train_gpt: %s\n", error.what_without_backtrace());
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "train_gpt: %s\n", error.what());
-  }
-  return 1;
-}
+int main(int argc, char** argv) { return example::runAsMain("train_gpt", example::run, argc, argv); }

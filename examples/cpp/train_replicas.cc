@@ -17,7 +17,6 @@
 
 #include <cstdio>
 #include <cstdlib>
-#include <exception>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -109,13 +108,4 @@ int run(int argc, char** argv) {
 }  // namespace
 }  // namespace example
 
-int main(int argc, char** argv) {
-  try {
-    return example::run(argc, argv);
-  } catch (const c10::Error& error) {
-    std::fprintf(stderr, "train_replicas: %s\n", error.what_without_backtrace());
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "train_replicas: %s\n", error.what());
-  }
-  return 1;
-}
+int main(int argc, char** argv) { return example::runAsMain("train_replicas", example::run, argc, argv); }

@@ -68,7 +68,15 @@ def take_over(optimizer: torch.optim.Optimizer, runs: list[Run]) -> None:
                     continue
                 if key not in state:
                     state[key] = torch.zeros_like(run.tensor, dtype=value.dtype)
-                piece.of(state[key]).copy_(value.reshape(-1)[piece.begin : piece.begin + piece.numel])
+                piece.of(state[key]).copy_(
+                    _in_memory_order(value, piece.parameter)[piece.begin : piece.begin + piece.numel]
+                )
+
+
+def _in_memory_order(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Flat, its elements where the parameter has its own: runs are parts of buffers."""
+    like = torch.empty_strided(parameter.shape, parameter.stride(), dtype=value.dtype, device=value.device).copy_(value)
+    return like.as_strided((value.numel(),), (1,))
 
 
 def clear(optimizer: torch.optim.Optimizer) -> None:

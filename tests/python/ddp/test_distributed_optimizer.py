@@ -117,6 +117,32 @@ def test_without_shards_any_optimizer_updates_float32_copies():
     run_ranks(_unsharded, 2, BACKENDS[-1], timeout=60)
 
 
+def _stepped(rank: int, world_size: int) -> None:
+    """An optimizer that has stepped by itself is taken over with its state."""
+    for make in OPTIMIZERS:
+        module = SmallModel(11, torch.float64)
+        oracle = Oracle(SmallModel(11, torch.float64), make, torch.float64)
+        used = make(groups_of(module))
+        batches = [[batch_of(11, step, 0, 0, module)] for step in range(6)]
+        for batch in batches[:3]:
+            oracle.step([batch], None, 2.0)
+            used.zero_grad()
+            module(batch[0]).backward()
+            used.step()
+        model = DistributedDataParallel(module, use_distributed_optimizer=True, bucket_size=300)
+        optimizer = DistributedOptimizer(used, model)
+        for batch in batches[3:]:
+            oracle.step([batch], None, 2.0)
+            optimizer.zero_grad()
+            model(batch[0]).backward()
+            optimizer.step()
+        oracle.check(model.module, f"rank {rank} {type(used).__name__}")
+
+
+def test_an_optimizer_that_has_stepped_is_taken_over_with_its_state():
+    run_ranks(_stepped, 2, BACKENDS[-1], timeout=60)
+
+
 def _scaled(rank: int, world_size: int) -> None:
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 

@@ -137,7 +137,7 @@ def _refusals(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=f"state_dict has no '.*' of parameter '{name}'"):
         optimizer.load_state_dict({**state, "state": missing})
     groups = [dict(group, params=["x"]) for group in state["param_groups"]]
-    with pytest.raises(ValueError, match=r"param group 0 has the parameters \['x'\]: expected \['attention"):
+    with pytest.raises(ValueError, match=r"param group 0 has the parameters \['x'\]: expected \['mix'"):
         optimizer.load_state_dict({**state, "param_groups": groups})
     key, part = next((key, value) for key, value in state["state"][name].items() if isinstance(value, FlatPart))
     short = {
