@@ -68,7 +68,7 @@ def _trains_alike(rank: int, world_size: int, seeds: list[int]) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_random_models_train_as_under_the_plain_optimizer(backend, world_size):
     first = random.SystemRandom().randrange(10**6)
-    seeds = list(range(first, first + 6))
+    seeds = list(range(first, first + (6 if world_size <= 2 else 2)))  # ranks beyond the cores take turns
     print(f"seeds {seeds[0]} to {seeds[-1]}")
     run_ranks(_trains_alike, world_size, backend, timeout=150, seeds=seeds)
 

@@ -72,8 +72,10 @@ def _load(rank: int, world_size: int, seed: int, folder: str, bucket_size: int |
     oracle.check(model.module, f"seed {seed} rank {rank}")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 4), (4, 2)])
+@pytest.mark.parametrize(
+    ("backend", "before", "after"),
+    [("gloo", 2, 1), *((BACKENDS[-1], before, after) for before, after in [(2, 2), (1, 4), (4, 2)])],
+)
 def test_training_goes_on_from_a_checkpoint_of_another_number_of_ranks(backend, before, after, tmp_path: Path):
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed {seed}")
