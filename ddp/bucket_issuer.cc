@@ -9,6 +9,9 @@ namespace farandole::ddp {
 
 BucketIssuer::BucketIssuer(const DataParallelGroups& groups, const ModelBuffers& buffers, const ReducerOptions& options)
     : groups_(groups) {
+  // What goes over one group must have one order, in both steps.
+  const bool sharesGroup = groups.experts.group == groups.dense.group ||
+                           (groups.experts.instances && groups.experts.instances == groups.dense.instances);
   const double scale = options.isAveraged ? 1.0 / groups_.dense.size() : 1.0;
   std::vector<std::shared_ptr<const Reduction>> reductions;
   for (const Replicas* replicas : {&groups_.dense, &groups_.experts}) {
@@ -20,12 +23,13 @@ BucketIssuer::BucketIssuer(const DataParallelGroups& groups, const ModelBuffers&
   std::vector<std::vector<int>> groupsOf(reductions.size());
   bucketGroupOf_.resize(buffers.parameters().size());
   for (const BucketGroupLayout& layout : buffers.bucketGroups()) {
-    const size_t queue = layout.isExpert ? 1 : 0;
+    const size_t queue = layout.isExpert && !sharesGroup ? 1 : 0;
+    const size_t kind = layout.isExpert ? 1 : 0;
     const int index = static_cast<int>(bucketGroups_.size());
     std::vector<Bucket> buckets;
     size_t waitsFor = 0;
     for (int bucket : layout.buckets) {
-      buckets.emplace_back(buffers.gradsOf(bucket), reductions[queue]);
+      buckets.emplace_back(buffers.gradsOf(bucket), reductions[kind]);
       for (int parameter : buffers.layout().buckets[bucket].parameters) bucketGroupOf_[parameter] = index;
       waitsFor += buffers.layout().buckets[bucket].parameters.size();
     }
@@ -72,15 +76,14 @@ void BucketIssuer::await() {
 }
 
 bool BucketIssuer::learnOrder(const RoundReport& report, bool showsOrder) {
+  if (bucketGroups_.size() < 2) return true;
+  // One answer for both queues: those of experts have other first ranks.
+  if (report.agree(groups_.dense, {showsOrder ? 1 : 0})[0] == 0) return false;
   for (std::size_t q = 0; q < queues_.size(); ++q) {
-    if (queues_[q].order().size() < 2) continue;
-    std::vector<int> told = queues_[q].arrivals();
-    told.push_back(showsOrder ? 1 : 0);
-    told = report.agree(q == 0 ? groups_.dense : groups_.experts, told);
-    const bool isOrder = told.back() == 1;
-    told.pop_back();
-    if (!isOrder) return false;
-    TORCH_CHECK(queues_[q].setOrder(told), "farandole.ddp: rank 0 told an order of other buckets");
+    const Replicas& replicas = q == 0 ? groups_.dense : groups_.experts;
+    if (queues_[q].order().size() < 2 || !RoundReport::canTell(replicas)) continue;
+    TORCH_CHECK(queues_[q].setOrder(report.agree(replicas, queues_[q].arrivals())),
+                "farandole.ddp: rank 0 told an order of other buckets");
   }
   return true;
 }

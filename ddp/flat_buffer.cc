@@ -18,8 +18,8 @@ FlatBuffer::FlatBuffer(int64_t numel, const at::TensorOptions& options) {
   data_ = at::zeros({numel}, options);
 }
 
-at::Tensor FlatBuffer::like(const at::Tensor& param, int64_t offset) const {
-  if (param.is_non_overlapping_and_dense()) return alias(data_, param.sizes(), param.strides(), offset);
+at::Tensor FlatBuffer::like(const at::Tensor& param, int64_t offset, bool isFlat) const {
+  if (!isFlat && param.is_non_overlapping_and_dense()) return alias(data_, param.sizes(), param.strides(), offset);
   const auto strides = c10::contiguous_strides(param.sizes());
   return alias(data_, param.sizes(), strides, offset);
 }

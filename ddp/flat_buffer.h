@@ -11,8 +11,8 @@ class FlatBuffer {
  public:
   FlatBuffer(int64_t numel, const at::TensorOptions& options);
 
-  // From `offset` on: the shape of `param`, and its strides where they are dense.
-  at::Tensor like(const at::Tensor& param, int64_t offset) const;
+  // From `offset` on: the shape of `param`, and its strides where they are dense; contiguous where `isFlat`.
+  at::Tensor like(const at::Tensor& param, int64_t offset, bool isFlat = false) const;
 
   // The elements [begin, end), flat.
   at::Tensor range(int64_t begin, int64_t end) const;

@@ -41,7 +41,12 @@ std::shared_ptr<GradReducer> GradReducer::create(const DataParallelGroups& group
                                                  const ReducerOptions& options, Gradients::IsAdded isAdded) {
   std::vector<Fact> facts = factsOf(options, groups);
   for (Fact& fact : ddp::factsOf(model)) facts.push_back(std::move(fact));
-  const std::string refusal = refusalOf(model, options.buffers);
+  std::string refusal = refusalOf(model, options.buffers);
+  if (refusal.empty() && options.unused == UnusedParameters::kSkip && groups.dense.size() > 1 &&
+      !RoundReport::canTell(groups.dense)) {
+    refusal =
+        "unused_parameters='skip': expected a group with a backend for the CPU, too, where ranks tell what they used";
+  }
   for (const Group& group : {groups.dense.group, groups.dense.instances}) {
     if (group) checkAgreement(*group, exchangeDevice(*group, trainableOf(model)), facts, refusal);
   }
@@ -124,7 +129,11 @@ void GradReducer::abandon(const std::string& why) {
     if (!abandoned_.empty()) return;
     abandoned_ = why;
   }
-  abandonGroup(group_, why);
+  for (const Replicas* replicas : {&groups_.dense, &groups_.experts}) {
+    if (replicas == &groups_.experts && replicas->group == groups_.dense.group) continue;
+    abandonGroup(*replicas->group, why);
+    if (replicas->instances) abandonGroup(*replicas->instances, why);
+  }
 }
 
 void GradReducer::beginStep() {

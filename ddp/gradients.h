@@ -43,7 +43,10 @@ class Gradients {
   void forget();
 
   // What the buffers hold is reduced and, where sharded, no longer a sum that could be added to.
-  void markReduced() { isReduced_ = true; }
+  void markReduced() {
+    isReduced_ = true;
+    isZero_ = false;
+  }
   bool isReduced() const { return isReduced_; }
 
  private:

@@ -19,6 +19,8 @@ constexpr std::string_view kRefusal = "\x1d";  // starts a table that is a refus
 std::string valueOf(const at::Tensor& tensor) {
   std::ostringstream text;
   text << tensor.sizes() << " " << tensor.scalar_type() << " on " << tensor.device().type();
+  // Gradients lie in buffers as their parameters do in memory.
+  if (tensor.layout() == at::kStrided && !tensor.is_contiguous()) text << " with strides " << tensor.strides();
   return text.str();
 }
 

@@ -101,9 +101,10 @@ ModelBuffers::ModelBuffers(const Model& model, const DataParallelGroups& groups,
   for (size_t p = 0; p < parameters_.size(); ++p) {
     at::Tensor& tensor = parameters_[p].tensor;
     const Slot& slot = layout_.slots[p];
-    mainGrads_.push_back(grads_[slot.buffer].like(tensor, slot.offset));
+    // Parts of parameters are known by their place in the flattened one, whoever has which strides.
+    mainGrads_.push_back(grads_[slot.buffer].like(tensor, slot.offset, sharded_));
     if (!sharded_) continue;
-    at::Tensor data = data_[slot.buffer].like(tensor, slot.offset).view(tensor.scalar_type());
+    at::Tensor data = data_[slot.buffer].like(tensor, slot.offset, true).view(tensor.scalar_type());
     data.copy_(tensor.detach());
     tensor.set_data(data);
   }

@@ -6,13 +6,10 @@
 #include "ddp/abandonment.h"
 
 namespace farandole::ddp {
-namespace {
 
-bool canTell(const Replicas& replicas) {
+bool RoundReport::canTell(const Replicas& replicas) {
   return hasCpuBackend(*replicas.group) && (!replicas.instances || hasCpuBackend(*replicas.instances));
 }
-
-}  // namespace
 
 RoundReport::RoundReport(const DataParallelGroups& groups, size_t flags)
     : replicas_(groups.dense),

@@ -17,6 +17,9 @@ class RoundReport {
   // `flags`: how many numbers ranks share in a round.
   RoundReport(const DataParallelGroups& groups, size_t flags);
 
+  // Whether these ranks reach each other's CPUs.
+  static bool canTell(const Replicas& replicas);
+
   // Collective. `trouble` is empty when nothing is wrong on this rank. Of each flag the largest is told.
   void start(std::string trouble, const std::vector<char>& flags);
 

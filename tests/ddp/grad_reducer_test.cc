@@ -82,7 +82,8 @@ TEST(GradReducer, BucketsAreIssuedInIndexOrderWhateverOrderGradientsComeIn) {
       std::vector<std::string> expected;
       for (int64_t i = 1; i <= 8; ++i) expected.push_back("allreduce " + std::to_string(64 * i));
       expected.insert(expected.end(), 8, "wait");
-      expected.insert(expected.end(), {"allreduce 1", "wait", "wait"});  // what the ranks report; the order to come
+      expected.insert(expected.end(),
+                      {"allreduce 1", "wait", "wait", "wait"});  // what the ranks report; the order to come
       EXPECT_EQ(self.backend->events, expected);
       for (const at::Tensor& tensor : tensors) EXPECT_TRUE(isEverywhere(tensor.grad(), 1.5));
     });
@@ -102,7 +103,7 @@ TEST(GradReducer, TheFirstBucketIsIssuedWhileBackwardStillRuns) {
     backward(lossOf(tensors, {0, 1, 2}, 1));
     EXPECT_EQ(self.backend->events,
               (std::vector<std::string>{"allreduce 64", "grad 2", "allreduce 128", "grad 1", "allreduce 192", "grad 0",
-                                        "wait", "wait", "wait", "allreduce 1", "wait", "wait"}));
+                                        "wait", "wait", "wait", "allreduce 1", "wait", "wait", "wait"}));
   });
 }
 
@@ -495,6 +496,43 @@ TEST(GradReducer, ExpertsAreAveragedOverTheirReplicasButScaledAsAll) {
     backward(lossOf(tensors, {0, 1}, rank + 1));
     EXPECT_TRUE(isEverywhere(tensors[0].grad(), 2.5));
     EXPECT_TRUE(isEverywhere(tensors[1].grad(), row.rank == 0 ? 1 : 1.5));  // (1 + 3) / 4 and (2 + 4) / 4
+  });
+}
+
+TEST(GradReducer, ExpertsAndOthersThatShareAGroupAreIssuedInOneOrder) {
+  runThreads(2, [](ThreadRank& self) {
+    std::vector<at::Tensor> tensors = {parameter(10), parameter(10)};
+    Model model = modelOf(tensors);
+    model.parameters[1].isExpert = true;
+    auto reducer = GradReducer::create(self.group, model, {.buffers = {.bucketSize = 1}});
+    for (int round = 0; round < 2; ++round) {
+      for (at::Tensor& tensor : tensors) tensor.mutable_grad().reset();
+      // Gradients come in another order on each rank.
+      const at::Tensor loss = self.rank == 0 ? (tensors[0] * 2).sum() + (tensors[1] * 8).sum()
+                                             : (tensors[1] * 8).sum() + (tensors[0] * 2).sum();
+      backward(loss);
+      EXPECT_TRUE(isEverywhere(tensors[0].grad(), 2));
+      EXPECT_TRUE(isEverywhere(tensors[1].grad(), 8));
+    }
+  });
+}
+
+TEST(GradReducer, WhatARoundWithoutGradientsLeftIsForgottenToo) {
+  runThreads(2, [](ThreadRank& self) {
+    std::vector<at::Tensor> tensors = {parameter(10)};
+    auto reducer = GradReducer::create(self.group, modelOf(tensors),
+                                       {.home = Gradients::Home::kMainGrad, .endsWithBackward = false});
+    reducer->zeroGrads();
+    if (self.rank == 1) {
+      reducer->setRequireSync(false);
+      backward(lossOf(tensors, {0}, 1));
+    }
+    reducer->finishSync();
+    reducer->forgetGrads();
+    reducer->setRequireSync(true);
+    backward(lossOf(tensors, {0}, 1));
+    reducer->finishSync();
+    EXPECT_TRUE(isEverywhere(reducer->buffers()->mainGrads()[0], 1));
   });
 }
 

@@ -165,6 +165,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ValueError: another number of param groups, a parameter or a state that is missing, or parts that do not
                 have what this rank owns (those of another number of ranks: use full_state_dict() or a checkpoint).
         """
+        for model in self._models:
+            if model._param_sync is not None:
+                model._param_sync.finish()
         saved.initialize(self._inner, self._runs)
         saved.restore(self._inner, self._runs, self._names, state_dict)
         self._is_provisional = False
@@ -179,14 +182,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 model._param_sync.updated()
 
     def full_state_dict(self) -> dict[str, Any]:
-        """As :meth:`state_dict`, with whole tensors, flat, of all parameters on every rank. A collective."""
-        groups = [(model.replicas.group, model.experts.group) for model in self._models]
-        return saved.gather(self.state_dict(), self._runs, groups[0] if self._is_sharded else None)
+        """As :meth:`state_dict`, with whole tensors, flat, of all parameters on every rank. A collective.
+
+        Raises:
+            NotImplementedError: experts have a group of their own.
+        """
+        for model in self._models:
+            if self._is_sharded and model.experts.group is not model.replicas.group:
+                raise NotImplementedError(
+                    "full_state_dict() with expert_process_group: different experts have one name on different ranks"
+                )
+        return saved.gather(self.state_dict(), self._models[0].replicas.group if self._is_sharded else None)
 
     def _total_norm(self, norm_type: float) -> torch.Tensor:
         """The weights: a sharded run is this rank's alone, any other is every replica's."""
         first = self._models[0]
-        device = self._runs[0].device if self._runs else torch.device("cpu")
+        device = next(first.parameters()).device
         copies = {False: first.replicas.group.size(), True: first.experts.group.size()}
         total = total_norm(
             self._runs, norm_type, lambda run: 1.0 if self._is_sharded else 1.0 / copies[run.is_expert], device

@@ -66,17 +66,14 @@ def take_over(optimizer: torch.optim.Optimizer, runs: list[Run]) -> None:
                 if not isinstance(value, torch.Tensor) or value.shape != piece.parameter.shape or key == "step":
                     state[key] = value
                     continue
+                if run.has_master and value.is_floating_point():
+                    value = value.to(run.tensor.dtype)
+                if run.tensor.shape == value.shape:
+                    state[key] = value
+                    continue
                 if key not in state:
                     state[key] = torch.zeros_like(run.tensor, dtype=value.dtype)
-                piece.of(state[key]).copy_(
-                    _in_memory_order(value, piece.parameter)[piece.begin : piece.begin + piece.numel]
-                )
-
-
-def _in_memory_order(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Flat, its elements where the parameter has its own: runs are parts of buffers."""
-    like = torch.empty_strided(parameter.shape, parameter.stride(), dtype=value.dtype, device=value.device).copy_(value)
-    return like.as_strided((value.numel(),), (1,))
+                piece.of(state[key]).copy_(value.reshape(-1)[piece.begin : piece.begin + piece.numel])
 
 
 def clear(optimizer: torch.optim.Optimizer) -> None:
@@ -188,15 +185,13 @@ def _part_in(source: Any, piece: Piece, key: str) -> torch.Tensor:
     return tensor[first : first + piece.numel]
 
 
-def gather(
-    state_dict: dict[str, Any], runs: list[Run], groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None
-) -> dict[str, Any]:
-    """Whole tensors of all parameters, from what each rank has; ``groups`` of dense parameters and of experts."""
-    if groups is None:
+def gather(state_dict: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """Whole tensors of all parameters, from what each rank of the group has."""
+    if group is None:
         ranks = [state_dict["state"]]
     else:
-        ranks = [None] * groups[0].size()
-        dist.all_gather_object(ranks, _on_cpu(state_dict["state"]), group=groups[0])
+        ranks = [None] * group.size()
+        dist.all_gather_object(ranks, _on_cpu(state_dict["state"]), group=group)
     state: dict[str, dict[str, Any]] = {}
     for mine in ranks:
         for name, values in mine.items():

@@ -42,6 +42,7 @@ class ParamSync:
         self._has_optimizer = False  # which starts the gathers by itself
         # All have started theirs, so that one rank may do this alone.
         self._root.register_state_dict_pre_hook(lambda module, prefix, keep_vars: self.finish())
+        self._root.register_load_state_dict_pre_hook(lambda module, *unused: self.finish())
         if overlaps:
             self.enable()
 

@@ -47,7 +47,8 @@ class Run:
         self._data = data
         self._grads = grads
         self.has_master = data.dtype in _MASTERED
-        self.tensor = torch.nn.Parameter(data.detach().to(torch.float32) if self.has_master else data.detach())
+        master = data.detach().to(torch.float32).contiguous() if self.has_master else data.detach()
+        self.tensor = torch.nn.Parameter(master)
         self._take_by_view = grads.dtype == self.tensor.dtype
         if self._take_by_view:
             self.tensor.grad = grads
