@@ -185,6 +185,24 @@ def test_one_rank_may_read_the_state_by_itself(backend):
     run_ranks(_reads_alone, 2, backend, timeout=60)
 
 
+def _loads(rank: int, world_size: int) -> None:
+    """What is loaded stays, though gathers were under way."""
+    model, optimizer = _make()
+    optimizer.zero_grad()
+    model(torch.ones(3, 16), **IN_ORDER).backward()
+    time.sleep(0.05 * rank)
+    optimizer.step()
+    wanted = {name: torch.full_like(tensor, 7.0) for name, tensor in _Layers().state_dict().items()}
+    model.module.load_state_dict(wanted)
+    model._param_sync.finish()
+    assert all(parameter.eq(7.0).all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gathers_under_way_do_not_overwrite_what_is_loaded(backend):
+    run_ranks(_loads, 2, backend, timeout=60)
+
+
 def _switches(rank: int, world_size: int) -> None:
     model, optimizer = _make()
     _train(model, optimizer, rank, [IN_ORDER] * 2, world_size)
