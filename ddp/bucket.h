@@ -29,8 +29,6 @@ class Bucket {
   // Drops what an unfinished round has left.
   void reset();
 
-  const at::Tensor& data() const { return data_; }
-
  private:
   enum class Step { kIdle, kGroup, kInstances };
 

@@ -105,7 +105,7 @@ void GradReducer::startSync() {
   TORCH_CHECK(!inRound_,
               "farandole.ddp: start_grad_sync() while a synchronization is open: call finish_grad_sync() first");
   c10::NoGradGuard noGrad;
-  openRound();
+  inRound_ = true;
   for (int parameter = 0; parameter < static_cast<int>(parameters_.size()); ++parameter) {
     gradients_.fill(parameter, true);
     markReady(parameter);
@@ -190,7 +190,7 @@ void GradReducer::onGradReady(int parameter, bool hasGradient) {
     return;
   }
   if (options_.endsWithBackward) queueBackwardEnd();
-  openRound();
+  inRound_ = true;
   hasArrivals_ = true;
   const int arrived = ++arrived_[parameter];
   TORCH_CHECK(

@@ -93,7 +93,6 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   std::string awaitRound(const std::vector<int>& unused, const std::string& trouble);
 
   // With mutex_ held:
-  void openRound() { inRound_ = true; }
   void queueBackwardEnd();
   void markReady(int parameter);
   std::vector<int> issueRest();

@@ -14,7 +14,6 @@ Gradients::Gradients(std::shared_ptr<ModelBuffers> buffers, Home home, IsAdded i
       isForgotten_(buffers_->parameters().size(), 0) {}
 
 void Gradients::accumulate(int parameter) {
-  checkAccumulates(parameter);
   isReduced_ = isZero_ = false;
   home_ == Home::kGrad ? adopt(parameter) : add(parameter);
 }
@@ -22,8 +21,10 @@ void Gradients::accumulate(int parameter) {
 void Gradients::fill(int parameter, bool shown) {
   checkAccumulates(parameter);
   const at::Tensor& grad = buffers_->parameters()[parameter].tensor.grad();
-  if (home_ == Home::kMainGrad || (shown || grad.defined())) {
-    home_ == Home::kGrad ? adopt(parameter) : add(parameter);
+  if (home_ == Home::kMainGrad) {
+    add(parameter);
+  } else if (shown || grad.defined()) {
+    adopt(parameter);
   } else {
     buffers_->mainGrads()[parameter].zero_();
   }

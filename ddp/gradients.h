@@ -28,7 +28,7 @@ class Gradients {
   // Throws where what the buffers hold cannot be added to.
   void checkAccumulates(int parameter) const;
 
-  // Takes what autograd has accumulated. Throws, naming the parameter, what cannot be taken.
+  // Takes what autograd has accumulated, after checkAccumulates(). Throws, naming the parameter, what cannot be taken.
   void accumulate(int parameter);
 
   // For one that has got no gradient: what it holds counts, or zero. Where it is not `shown`, `.grad` stays empty.

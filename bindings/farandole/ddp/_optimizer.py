@@ -134,7 +134,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if model._param_sync is not None:
                 model._param_sync.finish()  # what is under way reads what changes now
         if self._is_provisional:
-            saved.clear(self._inner)
+            self._inner.state.clear()
             self._is_provisional = False
         self._inner.step()
         self._drop_grads()

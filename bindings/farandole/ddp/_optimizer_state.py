@@ -76,11 +76,6 @@ def take_over(optimizer: torch.optim.Optimizer, runs: list[Run]) -> None:
                 piece.of(state[key]).copy_(value.reshape(-1)[piece.begin : piece.begin + piece.numel])
 
 
-def clear(optimizer: torch.optim.Optimizer) -> None:
-    """As if it had never stepped."""
-    optimizer.state.clear()
-
-
 def initialize(optimizer: torch.optim.Optimizer, runs: list[Run]) -> bool:
     """Makes the state of an optimizer that has not stepped, by a step with zero gradients that changes nothing.
 

@@ -53,10 +53,6 @@ class Run:
         if self._take_by_view:
             self.tensor.grad = grads
 
-    @property
-    def device(self) -> torch.device:
-        return self._data.device
-
     def take_grad(self) -> None:
         """Gives the optimizer the reduced gradients: a view of them where the type is its own, else a copy."""
         self.tensor.grad = self._grads if self._take_by_view else self._grads.to(self.tensor.dtype)

@@ -198,9 +198,9 @@ class DistributedDataParallel(torch.nn.Module):
         return output
 
     def _sync_buffers(self) -> None:
-        buffers = [buffer for buffer in self.module.buffers() if buffer.numel() > 0]
+        buffers = list(self.module.buffers())
         for group in (self.replicas.instances, self.replicas.group):
-            if group is not None and group.size() > 1 and buffers:
+            if group is not None:
                 _C.broadcast_tensors(group, buffers)
 
     @contextlib.contextmanager
