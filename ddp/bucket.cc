@@ -21,9 +21,28 @@ at::Tensor asReal(const at::Tensor& data) {
 Bucket::Bucket(const at::Tensor& data, std::shared_ptr<const Reduction> reduction)
     : data_(asReal(data)), part_(reduction->partOf(data_)), reduction_(std::move(reduction)) {}
 
-void Bucket::issue() {
+void Bucket::setHook(std::shared_ptr<CommHook> hook, int index) {
+  hook_ = std::move(hook);
+  index_ = index;
+}
+
+void Bucket::issue(std::vector<at::Tensor> inputs) {
+  if (hook_) {
+    future_ = hook_->run(index_);
+    return;
+  }
   step_ = Step::kGroup;
-  work_ = reduction_->startGroup(data_);
+  inputs_ = std::move(inputs);
+  work_ = reduction_->startGroup(inputs_, data_);
+}
+
+bool Bucket::releaseInputs() {
+  if (inputs_.empty()) return true;
+  // A failure is left for wait().
+  if (work_ && (!work_->isCompleted() || work_->exception() != nullptr)) return false;
+  work_.reset();  // it holds them, too
+  inputs_.clear();
+  return true;
 }
 
 bool Bucket::advance(bool wait) {
@@ -39,9 +58,11 @@ bool Bucket::advance(bool wait) {
 }
 
 void Bucket::wait() {
+  if (const CommHook::Future ours = std::exchange(future_, nullptr)) hook_->finish(index_, *ours);
   const bool isGroup = step_ == Step::kGroup || !reduction_->replicas().instances;
   step_ = Step::kIdle;
   await(work_, isGroup ? reduction_->replicas().group : reduction_->replicas().instances);
+  inputs_.clear();
 }
 
 void Bucket::await(WorkPtr& work, const Group& group) {
@@ -51,6 +72,8 @@ void Bucket::await(WorkPtr& work, const Group& group) {
 void Bucket::reset() {
   step_ = Step::kIdle;
   work_.reset();
+  future_.reset();
+  inputs_.clear();
 }
 
 }  // namespace farandole::ddp

@@ -3,7 +3,9 @@
 #include <ATen/ATen.h>
 
 #include <memory>
+#include <vector>
 
+#include "ddp/comm_hook.h"
 #include "ddp/reduction.h"
 
 namespace farandole::ddp {
@@ -15,8 +17,15 @@ class Bucket {
   // `data` is flat.
   Bucket(const at::Tensor& data, std::shared_ptr<const Reduction> reduction);
 
-  // Starts the reduction; returns without waiting.
-  void issue();
+  // The hook reduces it from now on, and knows it by this number.
+  void setHook(std::shared_ptr<CommHook> hook, int index);
+
+  // Starts the reduction, of `inputs` where there are any (Reduction::startGroup); returns without waiting.
+  void issue(std::vector<at::Tensor> inputs = {});
+  bool takesInputs() const { return !hook_ && reduction_->gathers(); }
+
+  // Lets go of the inputs if they have been read: true when none are left.
+  bool releaseInputs();
 
   // Starts what comes between instances, once the first step has ended: true when that is started or not needed.
   // Ranks must do so in one order for all buckets. With `wait`, for that end if need be, as wait() does.
@@ -37,8 +46,12 @@ class Bucket {
   at::Tensor data_;  // real: complex gradients are seen as pairs
   at::Tensor part_;  // this rank's, of data_
   std::shared_ptr<const Reduction> reduction_;
+  std::shared_ptr<CommHook> hook_;
+  int index_ = 0;
+  std::vector<at::Tensor> inputs_;
   Step step_ = Step::kIdle;
   WorkPtr work_;
+  CommHook::Future future_;  // the hook's
 };
 
 }  // namespace farandole::ddp

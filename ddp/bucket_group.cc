@@ -9,8 +9,16 @@ namespace farandole::ddp {
 BucketGroup::BucketGroup(std::vector<Bucket> buckets, std::size_t parameters, std::size_t queue)
     : buckets_(std::move(buckets)), parameters_(parameters), queue_(queue), pending_(parameters) {}
 
-void BucketGroup::issue() {
-  for (Bucket& bucket : buckets_) bucket.issue();
+void BucketGroup::setHook(const std::shared_ptr<CommHook>& hook, const std::vector<int>& indices) {
+  for (std::size_t i = 0; i < buckets_.size(); ++i) buckets_[i].setHook(hook, indices[i]);
+}
+
+void BucketGroup::issue(const InputsOf& inputsOf) {
+  for (std::size_t i = 0; i < buckets_.size(); ++i) buckets_[i].issue(inputsOf(i));
+}
+
+bool BucketGroup::releaseInputs() {
+  return std::all_of(buckets_.begin(), buckets_.end(), [](Bucket& bucket) { return bucket.releaseInputs(); });
 }
 
 bool BucketGroup::advance(bool wait) {

@@ -1,6 +1,8 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
+#include <memory>
 #include <vector>
 
 #include "ddp/bucket.h"
@@ -19,8 +21,16 @@ class BucketGroup {
   // True when it was the last.
   bool markReady() { return --pending_ == 0; }
 
+  // `indices`: of its buckets.
+  void setHook(const std::shared_ptr<CommHook>& hook, const std::vector<int>& indices);
+
+  // Those of the i-th of its buckets, see Bucket::issue().
+  using InputsOf = std::function<std::vector<at::Tensor>(std::size_t i)>;
+
   // As Bucket's.
-  void issue();
+  void issue(const InputsOf& inputsOf);
+  bool takesInputs() const { return buckets_.front().takesInputs(); }
+  bool releaseInputs();
   bool advance(bool wait);
   void wait();
 

@@ -1,5 +1,6 @@
 #include "ddp/bucket_issuer.h"
 
+#include <algorithm>
 #include <exception>
 #include <memory>
 #include <optional>
@@ -41,20 +42,30 @@ BucketIssuer::BucketIssuer(const DataParallelGroups& groups, const ModelBuffers&
   issued_.reserve(bucketGroups_.size());
 }
 
+void BucketIssuer::setHook(const std::shared_ptr<CommHook>& hook) {
+  for (std::size_t g = 0; g < bucketGroups_.size(); ++g) bucketGroups_[g].setHook(hook, bucketsOf_[g]);
+  for (IssueQueue& queue : queues_) {
+    std::vector<int> byIndex = queue.order();
+    std::sort(byIndex.begin(), byIndex.end());
+    (void)queue.setOrder(byIndex);
+  }
+}
+
 void BucketIssuer::markReady(int parameter) {
   const int group = bucketGroupOf_[parameter];
   if (bucketGroups_[group].markReady()) queues_[bucketGroups_[group].queue()].markReady(group);
 }
 
-void BucketIssuer::issue(const std::function<void(int bucket)>& check) {
+void BucketIssuer::issue(const InputsOf& inputsOf) {
   for (IssueQueue& queue : queues_) {
     while (const std::optional<int> group = queue.takeNext()) {
-      for (int bucket : bucketsOf_[*group]) check(bucket);
-      bucketGroups_[*group].issue();
+      bucketGroups_[*group].issue([&](std::size_t i) { return inputsOf(bucketsOf_[*group][i]); });
       issued_.push_back(*group);
     }
   }
   advance(false);
+  // Memory that is free again is what autograd takes for the next gradients.
+  while (released_ < issued_.size() && bucketGroups_[issued_[released_]].releaseInputs()) ++released_;
 }
 
 void BucketIssuer::advance(bool wait) {
@@ -92,7 +103,7 @@ void BucketIssuer::reset() {
   for (BucketGroup& group : bucketGroups_) group.reset();
   for (IssueQueue& queue : queues_) queue.reset();
   issued_.clear();
-  advanced_ = 0;
+  advanced_ = released_ = 0;
 }
 
 }  // namespace farandole::ddp

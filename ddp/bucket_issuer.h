@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <functional>
+#include <memory>
 #include <vector>
 
 #include "ddp/bucket_group.h"
@@ -19,11 +20,20 @@ class BucketIssuer {
  public:
   BucketIssuer(const DataParallelGroups& groups, const ModelBuffers& buffers, const ReducerOptions& options);
 
+  // The hook reduces all buckets from now on, in index order.
+  void setHook(const std::shared_ptr<CommHook>& hook);
+
   // All gradients of the parameter that this round expects are there.
   void markReady(int parameter);
 
-  // Issues all groups whose turn it is. `check` is called with each bucket before.
-  void issue(const std::function<void(int bucket)>& check);
+  // What of a bucket is not in its buffer, see Reduction::startGroup(). Called before it is issued.
+  using InputsOf = std::function<std::vector<at::Tensor>(int bucket)>;
+
+  // Issues all groups whose turn it is.
+  void issue(const InputsOf& inputsOf);
+
+  // Whether the parameter's gradient may be among the inputs of its bucket.
+  bool takesInput(int parameter) const { return bucketGroups_[bucketGroupOf_[parameter]].takesInputs(); }
 
   // All are waited for, also after a failure: a reduction that is under way still writes into its bucket.
   void await();
@@ -45,6 +55,7 @@ class BucketIssuer {
   std::vector<IssueQueue> queues_;           // of dense buckets, of experts
   std::vector<int> issued_;                  // bucket groups, in the order of their issue
   std::size_t advanced_ = 0;                 // how many of them have come to their last step
+  std::size_t released_ = 0;                 // and how many need no input any more
 };
 
 }  // namespace farandole::ddp

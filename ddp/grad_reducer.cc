@@ -99,6 +99,25 @@ void GradReducer::prepareForward(bool requireSync) {
   finishRound(RoundEnd::kAbandoned);
 }
 
+void GradReducer::setCommHook(std::shared_ptr<c10d::CommHookInterface> hook) {
+  std::lock_guard lock(mutex_);
+  checkUsable();
+  TORCH_CHECK(!hasCommHook_, "farandole.ddp: register_comm_hook: there is one already: expected one call at most");
+  TORCH_CHECK(!inRound_, "farandole.ddp: register_comm_hook while gradients are reduced: expected between steps");
+  TORCH_CHECK_VALUE(!buffers_->isSharded(),
+                    "farandole.ddp: register_comm_hook with use_distributed_optimizer=True, which reduces to the rank "
+                    "that owns a part: expected False");
+  TORCH_CHECK_VALUE(!groups_.dense.instances,
+                    "farandole.ddp: register_comm_hook with several optimizer instances: expected one");
+  const bool hasExperts = std::any_of(parameters_.begin(), parameters_.end(),
+                                      [](const ModelParameter& parameter) { return parameter.isExpert; });
+  TORCH_CHECK_VALUE(!hasExperts || groups_.experts.group == groups_.dense.group,
+                    "farandole.ddp: register_comm_hook with experts in a group of their own, which a hook cannot tell "
+                    "from the others: expected one group");
+  issuer_.setHook(std::make_shared<CommHook>(std::move(hook), buffers_));
+  hasCommHook_ = isOrderLearned_ = true;
+}
+
 void GradReducer::startSync() {
   std::lock_guard lock(mutex_);
   checkUsable();
@@ -197,10 +216,15 @@ void GradReducer::onGradReady(int parameter, bool hasGradient) {
       isCounting_ || arrived <= expected_[parameter], "farandole.ddp: parameter '", named.name,
       "' got its gradient twice in one backward that synchronizes: is it used by several reentrant "
       "checkpoints? Use checkpoint(..., use_reentrant=False), or static_graph=True where every backward is alike");
-  gradients_.accumulate(parameter);
+  gradients_.accumulate(parameter, borrows(parameter));
   if (isCounting_ || arrived < expected_[parameter]) return;
   markReady(parameter);
   if (options_.overlaps) issueReady();
+}
+
+bool GradReducer::borrows(int parameter) const {
+  return options_.overlaps && !options_.checks.isEnabled() && !isCounting_ && expected_[parameter] == 1 &&
+         issuer_.takesInput(parameter);
 }
 
 void GradReducer::queueBackwardEnd() {
@@ -220,6 +244,7 @@ void GradReducer::issueReady() {
   try {
     issuer_.issue([this](int bucket) {
       if (options_.checks.isEnabled() && finding_.empty()) finding_ = troubleIn(*buffers_, bucket, options_.checks);
+      return gradients_.takeBorrowed(bucket);
     });
   } catch (const std::exception&) {
     rethrowWithReason();
@@ -302,6 +327,7 @@ std::string GradReducer::awaitRound(const std::vector<int>& unused, const std::s
 
 void GradReducer::resetRound() {
   issuer_.reset();
+  gradients_.dropBorrowed();
   std::fill(ready_.begin(), ready_.end(), 0);
   std::fill(arrived_.begin(), arrived_.end(), 0);
   readyCount_ = 0;

@@ -50,6 +50,10 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   // so that other ranks do not wait and the next forward works.
   void prepareForward(bool requireSync);
 
+  // Torch's communication hook, in the place of the reductions: buckets come to it in index order, with gradients that
+  // are not scaled. One at most; on all ranks, between steps. Throws where it cannot do what the options ask for.
+  void setCommHook(std::shared_ptr<c10d::CommHookInterface> hook);
+
   // A round without hooks, e.g. after several backwards that did not synchronize:
   // issues all buckets with what they hold; finishSync waits, and does nothing
   // when no round is open. Where rounds do not end with backward, finishSync makes
@@ -99,6 +103,8 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   void issueReady();
   void resetRound();
   void checkUsable() const;
+  // Whether the gradient that has come need not be in its buffer to be reduced.
+  bool borrows(int parameter) const;
   std::string troubleOf(const std::vector<int>& unused, RoundEnd end) const;
   // Inside a catch block: throws why the group was abandoned if it was, else what was caught.
   [[noreturn]] void rethrowWithReason();
@@ -115,6 +121,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   BucketIssuer issuer_;
   bool requireSync_ = true;
   bool isOrderLearned_ = false;
+  bool hasCommHook_ = false;
   std::vector<int> expected_;  // by parameter: gradients in a round
   std::vector<int> arrived_;
   std::vector<char> ready_;

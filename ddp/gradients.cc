@@ -1,21 +1,64 @@
 #include "ddp/gradients.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
 #include <utility>
 
 namespace farandole::ddp {
+namespace {
+
+// Less is copied faster, with the cache that it is in, than it is looked after.
+constexpr int64_t kBorrowedBytes = 16 << 10;
+
+}  // namespace
 
 Gradients::Gradients(std::shared_ptr<ModelBuffers> buffers, Home home, IsAdded isAdded)
     : buffers_(std::move(buffers)),
       home_(home),
       isAdded_(std::move(isAdded)),
-      isForgotten_(buffers_->parameters().size(), 0) {}
+      isForgotten_(buffers_->parameters().size(), 0),
+      borrowed_(buffers_->parameters().size()) {}
 
-void Gradients::accumulate(int parameter) {
+void Gradients::accumulate(int parameter, bool borrows) {
   isReduced_ = isZero_ = false;
-  home_ == Home::kGrad ? adopt(parameter) : add(parameter);
+  home_ == Home::kGrad ? adopt(parameter, borrows) : add(parameter, borrows);
+}
+
+std::vector<at::Tensor> Gradients::takeBorrowed(int bucket) {
+  const Layout& layout = buffers_->layout();
+  const BucketLayout& range = layout.buckets[bucket];
+  at::AutoDispatchBelowADInplaceOrView untracked;
+  std::vector<at::Tensor> inputs;
+  int64_t reached = range.begin;
+  const auto fillUpTo = [&](int64_t end) {
+    if (reached < end) inputs.push_back(buffers_->gradsOf(bucket).narrow(0, reached - range.begin, end - reached));
+  };
+  for (int parameter : range.parameters) {
+    if (!borrowed_[parameter].defined()) continue;
+    const Slot& slot = layout.slots[parameter];
+    fillUpTo(slot.offset);
+    inputs.push_back(std::move(borrowed_[parameter]));
+    reached = slot.offset + slot.numel;
+  }
+  if (!inputs.empty()) fillUpTo(range.end);
+  return inputs;
+}
+
+void Gradients::dropBorrowed() {
+  for (at::Tensor& grad : borrowed_) grad.reset();
+}
+
+void Gradients::copyOrBorrow(int parameter, const at::Tensor& grad, bool borrows) {
+  const at::Tensor& view = buffers_->mainGrads()[parameter];
+  const bool isAlike = grad.scalar_type() == view.scalar_type() && grad.strides() == view.strides() &&
+                       grad.is_non_overlapping_and_dense();
+  if (borrows && isAlike && !grad.is_complex() && static_cast<int64_t>(grad.nbytes()) >= kBorrowedBytes) {
+    borrowed_[parameter] = grad;
+  } else {
+    view.copy_(grad);
+  }
 }
 
 void Gradients::fill(int parameter, bool shown) {
@@ -35,20 +78,20 @@ void Gradients::show(int parameter) {
 }
 
 // Makes the view the parameter's gradient, with the value of the gradient that was there, or zero.
-void Gradients::adopt(int parameter) {
+void Gradients::adopt(int parameter, bool borrows) {
   at::Tensor& grad = buffers_->parameters()[parameter].tensor.mutable_grad();
   const at::Tensor& view = buffers_->mainGrads()[parameter];
   if (grad.is_same(view)) return;
   if (grad.defined()) {
     checkFits(parameter, grad);
-    view.copy_(grad);
+    copyOrBorrow(parameter, grad, borrows);
   } else {
     view.zero_();
   }
   grad = view;
 }
 
-void Gradients::add(int parameter) {
+void Gradients::add(int parameter, bool borrows) {
   at::Tensor& grad = buffers_->parameters()[parameter].tensor.mutable_grad();
   const at::Tensor& mainGrad = buffers_->mainGrads()[parameter];
   const bool isForgotten = std::exchange(isForgotten_[parameter], 0) != 0;
@@ -58,7 +101,7 @@ void Gradients::add(int parameter) {
                 "the step where kernels add to main_grad");
   } else if (grad.defined()) {
     checkFits(parameter, grad);
-    isForgotten ? mainGrad.copy_(grad) : mainGrad.add_(grad);
+    isForgotten ? copyOrBorrow(parameter, grad, borrows) : static_cast<void>(mainGrad.add_(grad));
   } else if (isForgotten) {
     mainGrad.zero_();
   }

@@ -29,7 +29,12 @@ class Gradients {
   void checkAccumulates(int parameter) const;
 
   // Takes what autograd has accumulated, after checkAccumulates(). Throws, naming the parameter, what cannot be taken.
-  void accumulate(int parameter);
+  // With `borrows` a large gradient that would be copied stays where it is, for takeBorrowed().
+  void accumulate(int parameter, bool borrows = false);
+
+  // The gradients of a bucket from one end to the other, some of them not in the buffer; empty where all are.
+  std::vector<at::Tensor> takeBorrowed(int bucket);
+  void dropBorrowed();
 
   // For one that has got no gradient: what it holds counts, or zero. Where it is not `shown`, `.grad` stays empty.
   void fill(int parameter, bool shown);
@@ -50,14 +55,16 @@ class Gradients {
   bool isReduced() const { return isReduced_; }
 
  private:
-  void adopt(int parameter);
-  void add(int parameter);
+  void adopt(int parameter, bool borrows = false);
+  void add(int parameter, bool borrows = false);
+  void copyOrBorrow(int parameter, const at::Tensor& grad, bool borrows);
   void checkFits(int parameter, const at::Tensor& grad) const;
 
   const std::shared_ptr<ModelBuffers> buffers_;
   const Home home_;
   const IsAdded isAdded_;
-  std::vector<char> isForgotten_;  // by parameter: what main_grad holds does not count
+  std::vector<char> isForgotten_;     // by parameter: what main_grad holds does not count
+  std::vector<at::Tensor> borrowed_;  // by parameter: what will be reduced into main_grad
   bool isReduced_ = false;
   bool isZero_ = false;
 };

@@ -19,9 +19,15 @@ Reduction::Reduction(Replicas replicas, c10::DeviceType device, const Options& o
   const double averaged = options.scale * replicas_.size();
   const bool isAverage = std::abs(averaged - 1) < kSameFactor && averages(*replicas_.group, device) &&
                          (!replicas_.instances || averages(*replicas_.instances, device));
-  if (!options.averageInCollective && !isAverage) return;
-  op_ = c10d::ReduceOp::AVG;
-  factor_ = isAverage ? 1 : averaged;
+  if (options.averageInCollective || isAverage) {
+    op_ = c10d::ReduceOp::AVG;
+    factor_ = isAverage ? 1 : averaged;
+  }
+  // What must be scaled first, or is all on this rank, is as well copied.
+  if (sharded_ || factor_ != 1 || replicas_.group->getSize() == 1) return;
+  backend_ = replicas_.group->getBackend(device);
+  auto* const gatherer = dynamic_cast<GatheredAllReduce*>(backend_.get());
+  if (gatherer != nullptr && gatherer->gathers(device)) gatherer_ = gatherer;
 }
 
 at::Tensor Reduction::partOf(const at::Tensor& data) const {
@@ -31,8 +37,13 @@ at::Tensor Reduction::partOf(const at::Tensor& data) const {
   return data.narrow(0, replicas_.group->getRank() * numel, numel);
 }
 
-WorkPtr Reduction::startGroup(at::Tensor& data) const {
+WorkPtr Reduction::startGroup(const std::vector<at::Tensor>& inputs, at::Tensor& data) const {
   if (data.numel() == 0) return nullptr;
+  if (!inputs.empty()) {
+    c10d::AllreduceOptions options;
+    options.reduceOp = op_;
+    return gatherer_->allReduceFrom(inputs, data, options);
+  }
   if (factor_ != 1) data.mul_(factor_);
   if (replicas_.group->getSize() == 1) return nullptr;
   if (!sharded_) return allReduce(*replicas_.group, data, op_);

@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "backend/extension/gathered_all_reduce.h"
 #include "ddp/collectives.h"
 
 namespace farandole::ddp {
@@ -36,15 +37,21 @@ class Reduction {
   // This rank's part of `data`: all of it where nothing is sharded.
   at::Tensor partOf(const at::Tensor& data) const;
 
-  // Start the two steps. Null: nothing is to be done in it.
-  WorkPtr startGroup(at::Tensor& data) const;
+  // Whether startGroup() takes inputs.
+  bool gathers() const { return gatherer_ != nullptr; }
+
+  // Start the two steps. Null: nothing is to be done in it. `inputs`: where what is to be reduced lies, part by part;
+  // empty: in `data`.
+  WorkPtr startGroup(const std::vector<at::Tensor>& inputs, at::Tensor& data) const;
   WorkPtr startInstances(at::Tensor& part) const;
 
  private:
   Replicas replicas_;
   bool sharded_;
   c10d::ReduceOp op_ = c10d::ReduceOp::SUM;
-  double factor_ = 1;  // of each rank's gradients, before
+  double factor_ = 1;                          // of each rank's gradients, before
+  c10::intrusive_ptr<c10d::Backend> backend_;  // owns gatherer_
+  GatheredAllReduce* gatherer_ = nullptr;
 };
 
 }  // namespace farandole::ddp

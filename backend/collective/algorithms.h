@@ -4,6 +4,7 @@
 #include <span>
 #include <vector>
 
+#include "backend/collective/gathered.h"
 #include "backend/collective/program.h"
 #include "backend/collective/reduction.h"
 #include "backend/collective/topology.h"
@@ -22,6 +23,9 @@ void broadcast(Program& program, Topology topology, int root, Slice data);
 
 // In place. The result is the same bits on every rank.
 void allReduce(Program& program, Topology topology, const Reduction& reduction, Slice data);
+// The same, of what lies in several places; each may be where its result goes. What ranks that share memory give is
+// read where it is. It goes with the other form on other ranks.
+void allReduce(Program& program, Topology topology, const Reduction& reduction, const Gathered& input, Slice output);
 
 // In place on the root; the other ranks' memory is left as it was.
 void reduce(Program& program, Topology topology, const Reduction& reduction, int root, Slice data);

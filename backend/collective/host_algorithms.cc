@@ -36,15 +36,21 @@ Contract contractOf(const Reduction& reduction, int root, Slice data) {
           static_cast<std::uint32_t>(std::max(root, 0)), data.bytes};
 }
 
-void reduceFlat(Program& program, HostSegment& host, const Reduction& reduction, int root, Slice data) {
-  const HostTurn turn = beginTurn(program, host, contractOf(reduction, root, data), 1);
-  program.copy(host.slot(host.index(), turn), data.data, data.bytes);
+// `begin`: in the input.
+void copyFrom(Program& program, std::byte* to, const Gathered& input, std::size_t begin, std::size_t bytes) {
+  input.forEach(begin, bytes, [&](std::size_t place, Slice part) { program.copy(to + place, part.data, part.bytes); });
+}
+
+void reduceFlat(Program& program, HostSegment& host, const Reduction& reduction, int root, const Gathered& input,
+                Slice output) {
+  const HostTurn turn = beginTurn(program, host, contractOf(reduction, root, output), 1);
+  copyFrom(program, host.slot(host.index(), turn), input, 0, output.bytes);
   program.signal(turn.base + 1);
   if (root >= 0 && root != host.index()) return;
   program.meet(turn);
   std::vector<const void*> parts(host.size());
   for (int rank = 0; rank < host.size(); ++rank) parts[rank] = host.slot(rank, turn);
-  program.reduce(reduction.function, data.data, parts, data.bytes / reduction.elementSize);
+  program.reduce(reduction.function, output.data, parts, output.bytes / reduction.elementSize);
 }
 
 }  // namespace
@@ -80,11 +86,12 @@ void broadcastOnHost(Program& program, HostSegment& host, const Contract& contra
   program.copy(data.data, host.slot(root, turn), data.bytes);
 }
 
-void reduceOnHost(Program& program, HostSegment& host, const Reduction& reduction, int root, Slice data) {
+void reduceOnHost(Program& program, HostSegment& host, const Reduction& reduction, int root, const Gathered& input,
+                  Slice output) {
   const int rank = host.index();
   const int size = host.size();
-  if (data.bytes <= (size == 2 ? kFlatBytesOfTwo : kFlatBytes)) {
-    return reduceFlat(program, host, reduction, root, data);
+  if (output.bytes <= (size == 2 ? kFlatBytesOfTwo : kFlatBytes)) {
+    return reduceFlat(program, host, reduction, root, input, output);
   }
   const std::size_t pieceBytes = HostSegment::kWindowBytes / reduction.elementSize * reduction.elementSize;
   const auto shard = [&](int owner, std::size_t bytes) { return shardOf(owner, size, reduction.elementSize, bytes); };
@@ -94,7 +101,7 @@ void reduceOnHost(Program& program, HostSegment& host, const Reduction& reductio
   };
   const auto takeOut = [&](std::size_t i) {  // all but the own shard
     if (root >= 0 && root != rank) return;
-    const Slice piece = pieceOf(data, i, pieceBytes);
+    const Slice piece = pieceOf(output, i, pieceBytes);
     for (int owner = 0; owner < size; ++owner) {
       if (owner == rank) continue;
       const Shard part = shard(owner, piece.bytes);
@@ -102,31 +109,34 @@ void reduceOnHost(Program& program, HostSegment& host, const Reduction& reductio
     }
   };
   const auto putIn = [&](std::size_t i) {  // all but the own shard
-    const Slice piece = pieceOf(data, i, pieceBytes);
+    const Slice piece = pieceOf(output, i, pieceBytes);
     const Shard own = shard(rank, piece.bytes);
     const std::size_t end = own.begin + own.bytes;
-    program.copy(host.window(rank, i), piece.data, own.begin);
-    program.copy(host.window(rank, i) + end, piece.data + end, piece.bytes - end);
+    copyFrom(program, host.window(rank, i), input, i * pieceBytes, own.begin);
+    copyFrom(program, host.window(rank, i) + end, input, i * pieceBytes + end, piece.bytes - end);
   };
   const auto reduce = [&](std::size_t i) {
-    const Slice piece = pieceOf(data, i, pieceBytes);
+    const Slice piece = pieceOf(output, i, pieceBytes);
     const Shard own = shard(rank, piece.bytes);
     std::vector<const void*> parts(size);
-    for (int from = 0; from < size; ++from) {
-      parts[from] = (from == rank ? piece.data : host.window(from, i)) + own.begin;
-    }
-    const std::size_t count = own.bytes / reduction.elementSize;
-    if (root == rank) {
-      program.reduce(reduction.function, piece.data + own.begin, parts, count);
-    } else if (root >= 0) {
-      program.reduce(reduction.function, result(rank, own, i), parts, count);
-    } else {
-      program.reduceAndCopy(reduction.function, piece.data + own.begin, result(rank, own, i), parts, count,
-                            reduction.elementSize);
-    }
+    input.forEach(i * pieceBytes + own.begin, own.bytes, [&](std::size_t place, Slice mine) {
+      const std::size_t begin = own.begin + place;
+      for (int from = 0; from < size; ++from) {
+        parts[from] = from == rank ? mine.data : host.window(from, i) + begin;
+      }
+      const std::size_t count = mine.bytes / reduction.elementSize;
+      if (root == rank) {
+        program.reduce(reduction.function, piece.data + begin, parts, count);
+      } else if (root >= 0) {
+        program.reduce(reduction.function, result(rank, own, i) + place, parts, count);
+      } else {
+        program.reduceAndCopy(reduction.function, piece.data + begin, result(rank, own, i) + place, parts, count,
+                              reduction.elementSize);
+      }
+    });
   };
-  pipeline(program, host, contractOf(reduction, root, data), (data.bytes + pieceBytes - 1) / pieceBytes, takeOut, putIn,
-           reduce);
+  const std::size_t pieces = (output.bytes + pieceBytes - 1) / pieceBytes;
+  pipeline(program, host, contractOf(reduction, root, output), pieces, takeOut, putIn, reduce);
 }
 
 void reduceScatterOnHost(Program& program, HostSegment& host, const Reduction& reduction, Slice output,

@@ -26,8 +26,9 @@ void allToAllOnHost(Program& program, HostSegment& host, std::span<const Slice> 
 void reduceScatterOfTwo(Program& program, HostSegment& host, const Reduction& reduction, Slice output,
                         std::span<const Slice> inputs);
 
-// Any size. Without a root (-1) everybody gets the result.
-void reduceOnHost(Program& program, HostSegment& host, const Reduction& reduction, int root, Slice data);
+// Any size. Without a root (-1) everybody gets the result in `output`, which `input` may be.
+void reduceOnHost(Program& program, HostSegment& host, const Reduction& reduction, int root, const Gathered& input,
+                  Slice output);
 void reduceScatterOnHost(Program& program, HostSegment& host, const Reduction& reduction, Slice output,
                          std::span<const Slice> inputs);
 

@@ -6,8 +6,20 @@
 
 namespace farandole::collective {
 
+void allReduce(Program& program, Topology topology, const Reduction& reduction, const Gathered& input, Slice output) {
+  if (HostSegment* const host = topology.wholeSegment()) {
+    return reduceOnHost(program, *host, reduction, -1, input, output);
+  }
+  input.forEach(0, output.bytes, [&](std::size_t place, Slice part) {
+    if (part.data != output.data + place) program.copy(output.data + place, part.data, part.bytes);
+  });
+  allReduce(program, topology, reduction, output);
+}
+
 void allReduce(Program& program, Topology topology, const Reduction& reduction, Slice data) {
-  if (HostSegment* const host = topology.wholeSegment()) return reduceOnHost(program, *host, reduction, -1, data);
+  if (HostSegment* const host = topology.wholeSegment()) {
+    return reduceOnHost(program, *host, reduction, -1, Gathered({&data, 1}), data);
+  }
   const Algorithm algorithm = choose(topology, CollectiveKind::kAllReduce, data.bytes);
   if (algorithm == Algorithm::kHierarchical) return hierarchy::allReduce(program, topology, reduction, data);
   announce(program, topology, {CollectiveKind::kAllReduce, reduction.code, 0, data.bytes});
@@ -16,7 +28,9 @@ void allReduce(Program& program, Topology topology, const Reduction& reduction, 
 }
 
 void reduce(Program& program, Topology topology, const Reduction& reduction, int root, Slice data) {
-  if (HostSegment* const host = topology.wholeSegment()) return reduceOnHost(program, *host, reduction, root, data);
+  if (HostSegment* const host = topology.wholeSegment()) {
+    return reduceOnHost(program, *host, reduction, root, Gathered({&data, 1}), data);
+  }
   const Algorithm algorithm = choose(topology, CollectiveKind::kReduce, data.bytes);
   if (algorithm == Algorithm::kHierarchical) return hierarchy::reduce(program, topology, reduction, root, data);
   announce(program, topology, {CollectiveKind::kReduce, reduction.code, static_cast<std::uint32_t>(root), data.bytes});

@@ -1,5 +1,6 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/distributed/c10d/python_comm_hook.h>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -135,6 +136,14 @@ void bindReducer(py::module_& module) {
       .def("abandon", &ddp::GradReducer::abandon, py::arg("why"), ReleaseGil())
       .def("begin_step", &ddp::GradReducer::beginStep, ReleaseGil())
       .def("is_synchronized", &ddp::GradReducer::isSynchronized, ReleaseGil())
+      .def(
+          "register_comm_hook",
+          [](ddp::GradReducer& reducer, py::object state, py::object hook) {
+            auto wrapped = std::make_shared<c10d::PythonCommHook>(std::move(state), std::move(hook));
+            py::gil_scoped_release release;
+            reducer.setCommHook(std::move(wrapped));
+          },
+          py::arg("state"), py::arg("hook"))
       .def("start_sync", &ddp::GradReducer::startSync, ReleaseGil())
       .def("finish_sync", &ddp::GradReducer::finishSync, ReleaseGil())
       .def("zero_grads", &ddp::GradReducer::zeroGrads, ReleaseGil())

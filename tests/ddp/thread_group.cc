@@ -38,6 +38,20 @@ at::Tensor combined(const std::vector<at::Tensor>& inputs, const c10d::ReduceOp&
   return result;
 }
 
+// Each rank brings where the result goes, and after it what it gives where that is not there.
+ThreadHub::Combine sumInto(const c10d::ReduceOp& op) {
+  return [op](std::vector<std::vector<at::Tensor>>& byRank) {
+    std::vector<at::Tensor> given;
+    for (const std::vector<at::Tensor>& tensors : byRank) {
+      std::vector<at::Tensor> flat;
+      for (size_t i = 1; i < tensors.size(); ++i) flat.push_back(tensors[i].reshape({-1}));
+      given.push_back(flat.empty() ? tensors[0] : at::cat(flat));
+    }
+    const at::Tensor reduced = combined(given, op);
+    for (std::vector<at::Tensor>& tensors : byRank) tensors[0].copy_(reduced);
+  };
+}
+
 }  // namespace
 
 void ThreadHub::arrive(size_t sequence, int rank, std::vector<at::Tensor> tensors, const Combine& combine) {
@@ -85,12 +99,21 @@ c10::intrusive_ptr<c10d::Work> ThreadBackend::start(std::vector<at::Tensor> tens
 c10::intrusive_ptr<c10d::Work> ThreadBackend::allreduce(std::vector<at::Tensor>& tensors,
                                                         const c10d::AllreduceOptions& options) {
   events.push_back("allreduce " + std::to_string(tensors.at(0).numel()));
-  return start(tensors, [op = options.reduceOp](auto& byRank) {
-    std::vector<at::Tensor> inputs;
-    for (auto& tensors : byRank) inputs.push_back(tensors[0]);
-    const at::Tensor reduced = combined(inputs, op);
-    for (auto& tensors : byRank) tensors[0].copy_(reduced);
-  });
+  return start(tensors, sumInto(options.reduceOp));
+}
+
+// Events name the sizes of the inputs, and put those in brackets that are not in the output.
+c10::intrusive_ptr<c10d::Work> ThreadBackend::allReduceFrom(const std::vector<at::Tensor>& inputs, at::Tensor& output,
+                                                            const c10d::AllreduceOptions& options) {
+  std::string event = "allreduce";
+  for (const at::Tensor& input : inputs) {
+    const std::string size = std::to_string(input.numel());
+    event += input.is_alias_of(output) ? " " + size : " [" + size + "]";
+  }
+  events.push_back(std::move(event));
+  std::vector<at::Tensor> tensors = {output};
+  tensors.insert(tensors.end(), inputs.begin(), inputs.end());
+  return start(std::move(tensors), sumInto(options.reduceOp));
 }
 
 c10::intrusive_ptr<c10d::Work> ThreadBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,

@@ -11,6 +11,8 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
+#include "backend/extension/gathered_all_reduce.h"
+
 namespace farandole::ddp {
 
 // A process group whose ranks are threads of this process, with a store in memory. Collectives are
@@ -50,7 +52,7 @@ class ThreadHub {
 };
 
 // One rank's end of a hub. Owner: its thread.
-class ThreadBackend : public c10d::Backend {
+class ThreadBackend : public c10d::Backend, public GatheredAllReduce {
  public:
   ThreadBackend(std::shared_ptr<ThreadHub> hub, int rank);
 
@@ -69,10 +71,16 @@ class ThreadBackend : public c10d::Backend {
   c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
                                                  const c10d::AllgatherOptions& options) override;
 
+  bool gathers(c10::DeviceType) const override { return gathersTensors; }
+  c10::intrusive_ptr<c10d::Work> allReduceFrom(const std::vector<at::Tensor>& inputs, at::Tensor& output,
+                                               const c10d::AllreduceOptions& options) override;
+
   void abort() override { hub_->abort(); }
 
   // What happened on this rank, e.g. "allreduce 64", "wait". Tests may add their own.
   std::vector<std::string> events;
+
+  bool gathersTensors = false;
 
   // Fails the allreduce with this message when it is waited for.
   std::string failure;

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.utils import _to_kwargs
 
 from farandole import _C
+from farandole.ddp._comm_hook import builtin_comm_hook, checked_comm_hook
 from farandole.ddp._options import (
     Replicas,
     bucket_elements,
@@ -222,6 +223,19 @@ class DistributedDataParallel(torch.nn.Module):
         """Decides whether the next backward averages: for callers that run several per step. no_sync wins over it."""
         self.require_backward_grad_sync = require and self._no_sync_depth == 0
         self._reducer.set_require_sync(self.require_backward_grad_sync)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., torch.futures.Future[torch.Tensor]]) -> None:
+        """Has ``hook(state, bucket)`` reduce each bucket, a ``torch.distributed.GradBucket``: torch's, e.g. PowerSGD's.
+
+        The bucket holds this rank's gradients, which are not divided by anything; the tensor of the future that the
+        hook returns replaces them. Buckets come in index order. Call it once, on all ranks, between steps. With experts
+        in a group of their own, several optimizer instances or ``use_distributed_optimizer`` it is a ValueError.
+        """
+        self._reducer.register_comm_hook(state, checked_comm_hook(hook))
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        """So one of torch.distributed's ``BuiltinCommHookType``."""
+        self.register_comm_hook(self.process_group, builtin_comm_hook(comm_hook_type))
 
     def abandon(self, reason: str) -> None:
         """Gives the group up, for a rank that failed and will not reduce the gradients that the others reduce.

@@ -99,6 +99,39 @@ TEST_P(AlgorithmsTest, AllReduceAndReduceGiveTheSum) {
   });
 }
 
+TEST_P(AlgorithmsTest, AllReduceReadsWhatLiesInSeveralPlaces) {
+  forRandomGroups([&](std::mt19937_64& random, int size) {
+    const std::size_t n = randomSize(random);
+    std::vector<Data> data;
+    Data expected(n, 0);
+    for (int rank = 0; rank < size; ++rank) {
+      data.push_back(randomData(random, n));
+      for (std::size_t i = 0; i < n; ++i) expected[i] += data[rank][i];
+    }
+    const std::vector<Data> inputs = data;
+    std::vector<Data> outputs(size, Data(n, -1));
+    std::vector<std::vector<Slice>> places(size);
+    for (int rank = 0; rank < size; ++rank) {
+      for (std::size_t at = 0; at < n;) {
+        const std::size_t count = std::min<std::size_t>(n - at, random() % (n + 1));
+        Data& from = random() % 2 == 0 ? data[rank] : outputs[rank];
+        std::copy_n(data[rank].begin() + static_cast<std::ptrdiff_t>(at), count,
+                    from.begin() + static_cast<std::ptrdiff_t>(at));
+        places[rank].push_back({sliceOf(from).data + at * sizeof(from[0]), count * sizeof(from[0])});
+        at += count;
+      }
+    }
+    const int inPlace = static_cast<int>(random() % size);  // this rank calls the other form
+    outputs[inPlace] = data[inPlace];
+    runOnAll(size, [&](Program& p, Topology t) {
+      if (t.rank == inPlace) return allReduce(p, t, kSum, sliceOf(outputs[t.rank]));
+      allReduce(p, t, kSum, Gathered(places[t.rank]), sliceOf(outputs[t.rank]));
+    });
+    for (const Data& d : outputs) EXPECT_EQ(d, expected);
+    EXPECT_EQ(data, inputs);
+  });
+}
+
 TEST_P(AlgorithmsTest, GatherScatterAndAllGatherMoveUnevenPieces) {
   forRandomGroups([&](std::mt19937_64& random, int size) {
     const int root = static_cast<int>(random() % size);

@@ -15,21 +15,23 @@ TORCH_HEADER = re.compile(r"^(torch|ATen|c10|pybind11)/|^Python\.h$")
 # The longest prefix that matches a path is the one that counts.
 COMMON = ("backend/common", "backend/observe")
 PLANNING = ("backend/common",)
+MOVING = ("backend/p2p", "backend/net", "backend/transport", "backend/collective")
 ALLOWED = {
     "backend/common": (),
     "backend/observe": ("backend/common",),
+    "backend/extension": (),
     "backend/p2p": ("backend/common",),
     "backend/net": ("backend/common",),
     "backend/transport": (*COMMON, "backend/p2p", "backend/net"),
     "backend/collective": (*COMMON, "backend/p2p", "backend/transport"),
-    "backend/c10d": (*COMMON, "backend/p2p", "backend/net", "backend/transport", "backend/collective"),
+    "backend/c10d": (*COMMON, *MOVING, "backend/extension"),
     "pipeline/ir": PLANNING,
     "pipeline/passes": (*PLANNING, "pipeline/ir"),
     "pipeline/schedules": (*PLANNING, "pipeline/ir", "pipeline/passes"),
     "pipeline/runtime": (*COMMON, "pipeline"),
     "pipeline/train": (*COMMON, "pipeline"),
     "pipeline/sparse": (*COMMON, "pipeline/runtime"),
-    "ddp": COMMON,
+    "ddp": (*COMMON, "backend/extension"),
     "bindings": ("backend", "pipeline", "ddp"),
     "examples": ("backend", "pipeline", "ddp"),
     "tests": ("backend", "pipeline", "ddp"),

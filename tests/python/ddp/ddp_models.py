@@ -18,7 +18,7 @@ class Block(torch.nn.Module):
 
     def __init__(self, rng: random.Random, width: int, dtype: torch.dtype) -> None:
         super().__init__()
-        hidden = rng.choice([1, 3, 17, 64])
+        hidden = rng.choice([1, 3, 17, 64, 700])  # the last: gradients that are not copied
         self.up = torch.nn.Linear(width, hidden, bias=rng.random() < 0.5, dtype=dtype)
         self.down = torch.nn.Linear(hidden, width, dtype=dtype)
         self.scale = torch.nn.Parameter(torch.ones(width, dtype=dtype))

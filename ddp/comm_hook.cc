@@ -1,0 +1,44 @@
+#include "ddp/comm_hook.h"
+
+#include <c10/core/GradMode.h>
+
+#include <utility>
+#include <vector>
+
+namespace farandole::ddp {
+
+CommHook::CommHook(std::shared_ptr<c10d::CommHookInterface> hook, std::shared_ptr<const ModelBuffers> buffers)
+    : hook_(std::move(hook)), buffers_(std::move(buffers)) {}
+
+CommHook::Future CommHook::run(int bucket) {
+  const Layout& layout = buffers_->layout();
+  const BucketLayout& range = layout.buckets[bucket];
+  std::vector<std::size_t> offsets;
+  std::vector<std::size_t> lengths;
+  std::vector<c10::IntArrayRef> sizes;
+  std::vector<at::Tensor> parameters;
+  for (const int parameter : range.parameters) {
+    const Slot& slot = layout.slots[parameter];
+    offsets.push_back(static_cast<std::size_t>(slot.offset - range.begin));
+    lengths.push_back(static_cast<std::size_t>(slot.numel));
+    parameters.push_back(buffers_->parameters()[parameter].tensor);
+    sizes.push_back(buffers_->parameters()[parameter].tensor.sizes());
+  }
+  c10d::GradBucket argument(static_cast<std::size_t>(bucket), layout.buckets.size(), buffers_->gradsOf(bucket),
+                            std::move(offsets), std::move(lengths), std::move(sizes), std::move(parameters),
+                            std::nullopt);
+  return hook_->runHook(argument);
+}
+
+void CommHook::finish(int bucket, c10::ivalue::Future& future) {
+  future.waitAndThrow();
+  const at::Tensor result = hook_->parseHookResult(future.value());
+  at::Tensor data = buffers_->gradsOf(bucket);
+  TORCH_CHECK(result.numel() == data.numel(), "farandole.ddp: the communication hook's result for bucket ", bucket,
+              " has ", result.numel(), " elements: expected ", data.numel(), ", as the bucket");
+  if (result.is_alias_of(data) && result.data_ptr() == data.data_ptr()) return;
+  c10::NoGradGuard noGrad;
+  data.copy_(result.view(-1));
+}
+
+}  // namespace farandole::ddp

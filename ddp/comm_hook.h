@@ -1,0 +1,31 @@
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <memory>
+#include <torch/csrc/distributed/c10d/comm.hpp>
+
+#include "ddp/model_buffers.h"
+
+namespace farandole::ddp {
+
+// A communication hook of torch's DDP in the place of a reduction: it gets a bucket with this rank's gradients, and its
+// result replaces them. Buckets are numbered as the layout has them. Not synchronized: its GradReducer is.
+class CommHook {
+ public:
+  using Future = c10::intrusive_ptr<c10::ivalue::Future>;
+
+  CommHook(std::shared_ptr<c10d::CommHookInterface> hook, std::shared_ptr<const ModelBuffers> buffers);
+
+  Future run(int bucket);
+
+  // Waits; the result is in the bucket then. Throws what the hook's future has failed with, and where its result is no
+  // tensor of the bucket's size.
+  void finish(int bucket, c10::ivalue::Future& future);
+
+ private:
+  const std::shared_ptr<c10d::CommHookInterface> hook_;
+  const std::shared_ptr<const ModelBuffers> buffers_;
+};
+
+}  // namespace farandole::ddp

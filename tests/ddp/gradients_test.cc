@@ -1,0 +1,116 @@
+#include "ddp/gradients.h"
+
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/engine.h>
+
+#include "ddp/grad_reducer.h"
+#include "tests/ddp/thread_group.h"
+
+namespace farandole::ddp {
+namespace {
+
+constexpr int64_t kLarge = 1 << 14;  // elements
+using Events = std::vector<std::string>;
+
+at::Tensor parameter(int64_t numel) { return at::ones({numel}).set_requires_grad(true); }
+
+Model modelOf(const std::vector<at::Tensor>& tensors) {
+  Model model;
+  for (const at::Tensor& tensor : tensors) {
+    model.parameters.push_back({std::string("p").append(std::to_string(model.parameters.size())), tensor});
+  }
+  return model;
+}
+
+// Gradients are `scale` everywhere.
+void backward(const std::vector<at::Tensor>& tensors, double scale) {
+  at::Tensor loss = at::zeros({});
+  for (const at::Tensor& tensor : tensors) loss = loss + (tensor * scale).sum();
+  torch::autograd::Engine::get_default_engine().execute({{loss.grad_fn(), static_cast<uint32_t>(loss.output_nr())}},
+                                                        {at::ones_like(loss)}, false, false, true, {});
+}
+
+bool isEverywhere(const at::Tensor& tensor, double value) { return tensor.eq(value).all().item<bool>(); }
+
+// What reductions take in a backward with these parameters, whose gradients are 1.5 then.
+Events takenBy(ThreadRank& self, const std::vector<at::Tensor>& tensors, ReducerOptions options) {
+  self.backend->gathersTensors = true;
+  options.averageInCollective = true;  // what must be scaled before is copied
+  auto reducer = GradReducer::create(self.group, modelOf(tensors), options);
+  self.backend->events.clear();
+  backward(tensors, self.rank + 1);
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    EXPECT_TRUE(isEverywhere(reducer->buffers()->mainGrads()[i], 1.5)) << i;
+    if (options.home == Gradients::Home::kGrad) {
+      EXPECT_TRUE(tensors[i].grad().is_alias_of(reducer->buffers()->mainGrads()[i]));
+    }
+  }
+  Events reductions;
+  for (const std::string& event : self.backend->events) {
+    if (event.starts_with("allreduce") && event != "allreduce 1") reductions.push_back(event);  // that is the report
+  }
+  return reductions;
+}
+
+TEST(Gradients, LargeOnesAreReducedFromWhereAutogradLeftThem) {
+  runThreads(2, [](ThreadRank& self) {
+    const Events taken = takenBy(self, {parameter(10), parameter(kLarge), parameter(3), parameter(4)}, {});
+    EXPECT_EQ(taken, Events{"allreduce 7 [" + std::to_string(kLarge) + "] 10"});
+  });
+}
+
+TEST(Gradients, WhatIsCopiedOnOneRankGoesWithWhatIsNotOnAnother) {
+  runThreads(2, [](ThreadRank& self) {
+    const std::vector<at::Tensor> tensors = {parameter(kLarge)};
+    self.backend->gathersTensors = self.rank == 0;
+    auto reducer = GradReducer::create(self.group, modelOf(tensors), {.averageInCollective = true});
+    backward(tensors, self.rank + 1);
+    EXPECT_TRUE(isEverywhere(tensors[0].grad(), 1.5));
+  });
+}
+
+TEST(Gradients, WhatMustBeSeenBeforeOrAddedToIsInItsBuffer) {
+  const std::string copied = "allreduce " + std::to_string(kLarge);
+  runThreads(2, [&](ThreadRank& self) {
+    EXPECT_EQ(takenBy(self, {parameter(kLarge)}, {.checks = {.nan = true}}), Events{copied});
+    EXPECT_EQ(takenBy(self, {parameter(kLarge)}, {.overlaps = false}), Events{copied});
+    EXPECT_EQ(takenBy(self, {parameter(kLarge)}, {.isGraphStatic = true}), Events{copied});
+    const ReducerOptions widened{.buffers = {.gradType = at::kDouble}, .home = Gradients::Home::kMainGrad};
+    EXPECT_EQ(takenBy(self, {parameter(kLarge)}, widened), Events{copied});
+  });
+}
+
+TEST(Gradients, WhatAccumulatedIsAddedToAndReducedInPlace) {
+  runThreads(2, [](ThreadRank& self) {
+    self.backend->gathersTensors = true;
+    const std::vector<at::Tensor> tensors = {parameter(kLarge)};
+    auto reducer = GradReducer::create(self.group, modelOf(tensors), {.averageInCollective = true});
+    reducer->prepareForward(false);
+    backward(tensors, 10);
+    self.backend->events.clear();
+    reducer->prepareForward(true);
+    backward(tensors, self.rank + 1);
+    EXPECT_TRUE(isEverywhere(tensors[0].grad(), 11.5));
+    EXPECT_EQ(self.backend->events.front(), "allreduce " + std::to_string(kLarge));
+  });
+}
+
+TEST(Gradients, ThoseThatReplaceWhatMainGradHeldNeedNoCopyEither) {
+  runThreads(2, [](ThreadRank& self) {
+    self.backend->gathersTensors = true;
+    const std::vector<at::Tensor> tensors = {parameter(kLarge)};
+    const ReducerOptions options{.home = Gradients::Home::kMainGrad, .averageInCollective = true};
+    auto reducer = GradReducer::create(self.group, modelOf(tensors), options);
+    for (int step = 0; step < 2; ++step) {
+      reducer->forgetGrads();
+      self.backend->events.clear();
+      backward(tensors, self.rank + 1);
+      EXPECT_TRUE(isEverywhere(reducer->buffers()->mainGrads()[0], 1.5));
+      EXPECT_FALSE(tensors[0].grad().defined());
+      EXPECT_EQ(self.backend->events.front(), "allreduce [" + std::to_string(kLarge) + "]");
+    }
+  });
+}
+
+}  // namespace
+}  // namespace farandole::ddp
