@@ -24,9 +24,9 @@ Reduction::Reduction(Replicas replicas, c10::DeviceType device, const Options& o
     factor_ = isAverage ? 1 : averaged;
   }
   // What must be scaled first, or is all on this rank, is as well copied.
-  if (sharded_ || factor_ != 1 || replicas_.group->getSize() == 1) return;
+  if (factor_ != 1 || replicas_.group->getSize() == 1) return;
   backend_ = replicas_.group->getBackend(device);
-  auto* const gatherer = dynamic_cast<GatheredAllReduce*>(backend_.get());
+  auto* const gatherer = dynamic_cast<GatheredReductions*>(backend_.get());
   if (gatherer != nullptr && gatherer->gathers(device)) gatherer_ = gatherer;
 }
 
@@ -39,16 +39,24 @@ at::Tensor Reduction::partOf(const at::Tensor& data) const {
 
 WorkPtr Reduction::startGroup(const std::vector<at::Tensor>& inputs, at::Tensor& data) const {
   if (data.numel() == 0) return nullptr;
-  if (!inputs.empty()) {
-    c10d::AllreduceOptions options;
-    options.reduceOp = op_;
-    return gatherer_->allReduceFrom(inputs, data, options);
-  }
+  if (!inputs.empty()) return startGroupFrom(inputs, data);
   if (factor_ != 1) data.mul_(factor_);
   if (replicas_.group->getSize() == 1) return nullptr;
   if (!sharded_) return allReduce(*replicas_.group, data, op_);
   at::Tensor part = partOf(data);
   return reduceScatter(*replicas_.group, part, data, op_);
+}
+
+WorkPtr Reduction::startGroupFrom(const std::vector<at::Tensor>& inputs, at::Tensor& data) const {
+  if (!sharded_) {
+    c10d::AllreduceOptions options;
+    options.reduceOp = op_;
+    return gatherer_->allReduceFrom(inputs, data, options);
+  }
+  c10d::ReduceScatterOptions options;
+  options.reduceOp = op_;
+  at::Tensor part = partOf(data);
+  return gatherer_->reduceScatterFrom(inputs, data, part, options);
 }
 
 WorkPtr Reduction::startInstances(at::Tensor& part) const {

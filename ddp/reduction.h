@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "backend/extension/gathered_all_reduce.h"
+#include "backend/extension/gathered_reductions.h"
 #include "ddp/collectives.h"
 
 namespace farandole::ddp {
@@ -46,12 +46,14 @@ class Reduction {
   WorkPtr startInstances(at::Tensor& part) const;
 
  private:
+  WorkPtr startGroupFrom(const std::vector<at::Tensor>& inputs, at::Tensor& data) const;
+
   Replicas replicas_;
   bool sharded_;
   c10d::ReduceOp op_ = c10d::ReduceOp::SUM;
   double factor_ = 1;                          // of each rank's gradients, before
   c10::intrusive_ptr<c10d::Backend> backend_;  // owns gatherer_
-  GatheredAllReduce* gatherer_ = nullptr;
+  GatheredReductions* gatherer_ = nullptr;
 };
 
 }  // namespace farandole::ddp

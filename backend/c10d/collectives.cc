@@ -137,27 +137,6 @@ WorkPtr ProcessGroupFarandole::allreduce_coalesced(Tensors& tensors, const ::c10
                        });
 }
 
-WorkPtr ProcessGroupFarandole::allReduceFrom(const Tensors& inputs, at::Tensor& output,
-                                             const ::c10d::AllreduceOptions& opts) {
-  checkTensor("all_reduce", "output", output);
-  std::int64_t numel = 0;
-  for (const at::Tensor& input : inputs) {
-    checkDense("all_reduce", "inputs", input);
-    TORCH_CHECK_VALUE(input.scalar_type() == output.scalar_type() && input.is_cpu(), "all_reduce: inputs has a ",
-                      input.scalar_type(), " on ", input.device(), "; expected ", output.scalar_type(),
-                      " on the CPU, as output");
-    numel += input.numel();
-  }
-  TORCH_CHECK_VALUE(numel == output.numel(), "all_reduce: inputs have ", numel, " elements; expected ", output.numel(),
-                    " as output");
-  TORCH_CHECK_VALUE(!premulFactor(opts.reduceOp), "all_reduce: PREMUL_SUM of inputs; expected another reduction");
-  const Reducing reducing = reducingFor("all_reduce", opts.reduceOp, output);
-  return runProgram(OpType::ALLREDUCE, "farandole:all_reduce", opts.timeout, {output}, inputs, [&](Program& program) {
-    collective::allReduce(program, topology(), reductionFor(reducing.op, reducing.dtype),
-                          collective::Gathered(slicesOf(inputs)), sliceOf(output));
-  });
-}
-
 WorkPtr ProcessGroupFarandole::reduce(Tensors& tensors, const ::c10d::ReduceOptions& opts) {
   const at::Tensor& tensor = checkSingleDense("reduce", "tensors", tensors);
   checkRank("reduce", "dst", opts.rootRank, size_);

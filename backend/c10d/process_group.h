@@ -23,7 +23,7 @@
 #include "backend/c10d/work_hooks.h"
 #include "backend/collective/algorithms.h"
 #include "backend/common/repeated_message.h"
-#include "backend/extension/gathered_all_reduce.h"
+#include "backend/extension/gathered_reductions.h"
 #include "backend/p2p/batch_plan.h"
 
 namespace farandole::backend {
@@ -46,7 +46,7 @@ struct BatchEntry {
 // Thread: any, as c10d asks; the collectives of one group must be called in the
 // same order on all its ranks. Matching of messages is by (group, source, tag),
 // first in first out.
-class ProcessGroupFarandole final : public ::c10d::Backend, public RepeatedMessages, public GatheredAllReduce {
+class ProcessGroupFarandole final : public ::c10d::Backend, public RepeatedMessages, public GatheredReductions {
  public:
   struct Options final : ::c10d::Backend::Options {
     explicit Options(std::chrono::milliseconds timeout = kBackendDefaultTimeout)
@@ -139,6 +139,8 @@ class ProcessGroupFarandole final : public ::c10d::Backend, public RepeatedMessa
   WorkPtr allreduce_coalesced(Tensors& tensors, const ::c10d::AllreduceCoalescedOptions& opts) override;
   bool gathers(c10::DeviceType device) const override { return device == c10::kCPU; }
   WorkPtr allReduceFrom(const Tensors& inputs, at::Tensor& output, const ::c10d::AllreduceOptions& opts) override;
+  WorkPtr reduceScatterFrom(const Tensors& inputs, at::Tensor& whole, at::Tensor& part,
+                            const ::c10d::ReduceScatterOptions& opts) override;
   // Of a sparse tensor (COO): the sum, in place. The other kinds call it for sparse tensors. On CUDA the host waits for
   // the other ranks' shapes.
   WorkPtr allreduce_sparse(Tensors& tensors, const ::c10d::AllreduceOptions& opts) override;

@@ -43,6 +43,11 @@ void scatter(Program& program, Topology topology, int root, Slice output, std::s
 void reduceScatter(Program& program, Topology topology, const Reduction& reduction, Slice output,
                    std::span<const Slice> inputs);
 
+// The same, of what lies in several places, in equal parts; each may be where it would lie in `whole`, which may be
+// overwritten. `output` may be this rank's part of that.
+void reduceScatter(Program& program, Topology topology, const Reduction& reduction, const Gathered& input, Slice whole,
+                   Slice output);
+
 // inputs[i] goes to rank i's outputs[rank].
 void allToAll(Program& program, Topology topology, std::span<const Slice> outputs, std::span<const Slice> inputs);
 

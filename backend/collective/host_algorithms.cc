@@ -1,6 +1,7 @@
 #include "backend/collective/host_algorithms.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "backend/collective/host_pipeline.h"
 
@@ -140,31 +141,37 @@ void reduceOnHost(Program& program, HostSegment& host, const Reduction& reductio
 }
 
 void reduceScatterOnHost(Program& program, HostSegment& host, const Reduction& reduction, Slice output,
-                         std::span<const Slice> inputs) {
+                         const Gathered& input, std::span<const std::size_t> bytes) {
   const int rank = host.index();
   const int size = host.size();
-  const std::size_t longest = longestBytes(inputs);
-  if (size == 2 && longest <= HostSegment::kSlotBytes) {
-    return reduceScatterOfTwo(program, host, reduction, output, inputs);
-  }
+  std::vector<std::size_t> begins(size, 0);
+  std::partial_sum(bytes.begin(), bytes.end() - 1, begins.begin() + 1);
   const std::size_t share = HostSegment::kWindowBytes / size;  // of a window, for each rank's piece
   const std::size_t pieceBytes = share / reduction.elementSize * reduction.elementSize;
+  const auto lengthOf = [&](int owner, std::size_t i) {
+    return std::min(pieceBytes, bytes[owner] - std::min(i * pieceBytes, bytes[owner]));
+  };
   const auto putIn = [&](std::size_t i) {
     for (int owner = 0; owner < size; ++owner) {
-      const Slice piece = pieceOf(inputs[owner], i, pieceBytes);
-      if (owner != rank) program.copy(host.window(rank, i) + owner * pieceBytes, piece.data, piece.bytes);
+      if (owner == rank) continue;
+      std::byte* const place = host.window(rank, i) + owner * pieceBytes;
+      copyFrom(program, place, input, begins[owner] + i * pieceBytes, lengthOf(owner, i));
     }
   };
   const auto reduce = [&](std::size_t i) {
-    const Slice piece = pieceOf(output, i, pieceBytes);
     std::vector<const void*> parts(size);
-    for (int from = 0; from < size; ++from) {
-      parts[from] = from == rank ? pieceOf(inputs[rank], i, pieceBytes).data : host.window(from, i) + rank * pieceBytes;
-    }
-    program.reduce(reduction.function, piece.data, parts, piece.bytes / reduction.elementSize);
+    input.forEach(begins[rank] + i * pieceBytes, lengthOf(rank, i), [&](std::size_t place, Slice mine) {
+      for (int from = 0; from < size; ++from) {
+        parts[from] = from == rank ? mine.data : host.window(from, i) + rank * pieceBytes + place;
+      }
+      program.reduce(reduction.function, output.data + i * pieceBytes + place, parts,
+                     mine.bytes / reduction.elementSize);
+    });
   };
+  const std::size_t longest = std::ranges::max(bytes);
   const std::size_t pieces = std::max<std::size_t>(1, (longest + pieceBytes - 1) / pieceBytes);
-  const Contract contract{CollectiveKind::kReduceScatter, reduction.code, 0, totalBytes(inputs), longest};
+  const std::size_t total = begins.back() + bytes.back();
+  const Contract contract{CollectiveKind::kReduceScatter, reduction.code, 0, total, longest};
   pipeline(
       program, host, contract, pieces, [](std::size_t) {}, putIn, reduce);
 }

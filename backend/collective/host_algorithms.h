@@ -29,7 +29,8 @@ void reduceScatterOfTwo(Program& program, HostSegment& host, const Reduction& re
 // Any size. Without a root (-1) everybody gets the result in `output`, which `input` may be.
 void reduceOnHost(Program& program, HostSegment& host, const Reduction& reduction, int root, const Gathered& input,
                   Slice output);
+// `bytes`: of the part of each rank, one after another in the input.
 void reduceScatterOnHost(Program& program, HostSegment& host, const Reduction& reduction, Slice output,
-                         std::span<const Slice> inputs);
+                         const Gathered& input, std::span<const std::size_t> bytes);
 
 }  // namespace farandole::collective

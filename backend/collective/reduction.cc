@@ -1,18 +1,33 @@
 // The collectives that reduce.
+#include <algorithm>
+#include <iterator>
+
 #include "backend/collective/between/between_algorithms.h"
 #include "backend/collective/hierarchy/hierarchy.h"
 #include "backend/collective/host_algorithms.h"
 #include "backend/collective/selection.h"
 
 namespace farandole::collective {
+namespace {
+
+void copyTogether(Program& program, const Gathered& input, Slice output) {
+  input.forEach(0, output.bytes, [&](std::size_t place, Slice part) {
+    if (part.data != output.data + place) program.copy(output.data + place, part.data, part.bytes);
+  });
+}
+
+// Of two ranks on a host that give each other so much.
+bool goesAtOnce(const HostSegment& host, std::size_t bytes) {
+  return host.size() == 2 && bytes <= HostSegment::kSlotBytes;
+}
+
+}  // namespace
 
 void allReduce(Program& program, Topology topology, const Reduction& reduction, const Gathered& input, Slice output) {
   if (HostSegment* const host = topology.wholeSegment()) {
     return reduceOnHost(program, *host, reduction, -1, input, output);
   }
-  input.forEach(0, output.bytes, [&](std::size_t place, Slice part) {
-    if (part.data != output.data + place) program.copy(output.data + place, part.data, part.bytes);
-  });
+  copyTogether(program, input, output);
   allReduce(program, topology, reduction, output);
 }
 
@@ -38,10 +53,30 @@ void reduce(Program& program, Topology topology, const Reduction& reduction, int
                   data);
 }
 
+void reduceScatter(Program& program, Topology topology, const Reduction& reduction, const Gathered& input, Slice whole,
+                   Slice output) {
+  HostSegment* const host = topology.wholeSegment();
+  if (host != nullptr && !goesAtOnce(*host, output.bytes)) {
+    const std::vector<std::size_t> sizes(topology.size, output.bytes);
+    return reduceScatterOnHost(program, *host, reduction, output, input, sizes);
+  }
+  copyTogether(program, input, whole);
+  std::vector<Slice> parts;
+  for (int rank = 0; rank < topology.size; ++rank) {
+    parts.push_back({whole.data + rank * output.bytes, output.bytes});
+  }
+  reduceScatter(program, topology, reduction, output, parts);
+}
+
 void reduceScatter(Program& program, Topology topology, const Reduction& reduction, Slice output,
                    std::span<const Slice> inputs) {
   if (HostSegment* const host = topology.wholeSegment()) {
-    return reduceScatterOnHost(program, *host, reduction, output, inputs);
+    if (goesAtOnce(*host, longestBytes(inputs))) {
+      return reduceScatterOfTwo(program, *host, reduction, output, inputs);
+    }
+    std::vector<std::size_t> sizes;
+    std::ranges::transform(inputs, std::back_inserter(sizes), &Slice::bytes);
+    return reduceScatterOnHost(program, *host, reduction, output, Gathered(inputs), sizes);
   }
   const std::size_t bytes = totalBytes(inputs);
   if (choose(topology, CollectiveKind::kReduceScatter, bytes) == Algorithm::kHierarchical) {

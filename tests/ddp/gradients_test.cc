@@ -112,5 +112,24 @@ TEST(Gradients, ThoseThatReplaceWhatMainGradHeldNeedNoCopyEither) {
   });
 }
 
+TEST(Gradients, WhereShardedTheyAreReducedToTheirOwnersFromWhereTheyAre) {
+  runThreads(2, [](ThreadRank& self) {
+    self.backend->gathersTensors = true;
+    const std::vector<at::Tensor> tensors = {parameter(kLarge), parameter(100)};
+    const ReducerOptions options{
+        .buffers = {.sharded = true}, .home = Gradients::Home::kMainGrad, .averageInCollective = true};
+    auto reducer = GradReducer::create(self.group, modelOf(tensors), options);
+    reducer->forgetGrads();
+    self.backend->events.clear();
+    backward(tensors, self.rank + 1);
+    // The small one, with what fills it up to 128 elements, and the padding at the end are in the buffer.
+    const int64_t rest = reducer->buffers()->gradsOf(0).numel() - 128 - kLarge;
+    const std::string end = rest > 0 ? " " + std::to_string(rest) : "";
+    EXPECT_EQ(self.backend->events.front(), "reduce_scatter 128 [" + std::to_string(kLarge) + "]" + end);
+    const at::Tensor part = reducer->buffers()->gradsOf(0).chunk(2)[self.rank];
+    EXPECT_TRUE(isEverywhere(self.rank == 0 ? part.slice(0, 128) : part.slice(0, 0, kLarge / 2), 1.5));
+  });
+}
+
 }  // namespace
 }  // namespace farandole::ddp

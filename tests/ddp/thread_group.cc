@@ -52,6 +52,26 @@ ThreadHub::Combine sumInto(const c10d::ReduceOp& op) {
   };
 }
 
+// Each rank brings where its part goes, and what it gives.
+ThreadHub::Combine scatterOf(const c10d::ReduceOp& op) {
+  return [op](std::vector<std::vector<at::Tensor>>& byRank) {
+    std::vector<at::Tensor> inputs;
+    for (const std::vector<at::Tensor>& tensors : byRank) inputs.push_back(tensors[1]);
+    const std::vector<at::Tensor> parts = combined(inputs, op).chunk(static_cast<int64_t>(byRank.size()));
+    for (size_t rank = 0; rank < parts.size(); ++rank) byRank[rank][0].copy_(parts[rank]);
+  };
+}
+
+// The sizes of the inputs, in brackets where they are not in the output.
+std::string describe(const std::vector<at::Tensor>& inputs, const at::Tensor& output) {
+  std::string text;
+  for (const at::Tensor& input : inputs) {
+    const std::string size = std::to_string(input.numel());
+    text += input.is_alias_of(output) ? " " + size : " [" + size + "]";
+  }
+  return text;
+}
+
 }  // namespace
 
 void ThreadHub::arrive(size_t sequence, int rank, std::vector<at::Tensor> tensors, const Combine& combine) {
@@ -102,29 +122,27 @@ c10::intrusive_ptr<c10d::Work> ThreadBackend::allreduce(std::vector<at::Tensor>&
   return start(tensors, sumInto(options.reduceOp));
 }
 
-// Events name the sizes of the inputs, and put those in brackets that are not in the output.
 c10::intrusive_ptr<c10d::Work> ThreadBackend::allReduceFrom(const std::vector<at::Tensor>& inputs, at::Tensor& output,
                                                             const c10d::AllreduceOptions& options) {
-  std::string event = "allreduce";
-  for (const at::Tensor& input : inputs) {
-    const std::string size = std::to_string(input.numel());
-    event += input.is_alias_of(output) ? " " + size : " [" + size + "]";
-  }
-  events.push_back(std::move(event));
+  events.push_back("allreduce" + describe(inputs, output));
   std::vector<at::Tensor> tensors = {output};
   tensors.insert(tensors.end(), inputs.begin(), inputs.end());
   return start(std::move(tensors), sumInto(options.reduceOp));
 }
 
+c10::intrusive_ptr<c10d::Work> ThreadBackend::reduceScatterFrom(const std::vector<at::Tensor>& inputs,
+                                                                at::Tensor& whole, at::Tensor& part,
+                                                                const c10d::ReduceScatterOptions& options) {
+  events.push_back("reduce_scatter" + describe(inputs, whole));
+  std::vector<at::Tensor> flat;
+  for (const at::Tensor& input : inputs) flat.push_back(input.reshape({-1}));
+  return start({part, at::cat(flat)}, scatterOf(options.reduceOp));
+}
+
 c10::intrusive_ptr<c10d::Work> ThreadBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                                    const c10d::ReduceScatterOptions& options) {
   events.push_back("reduce_scatter " + std::to_string(input.numel()));
-  return start({output, input}, [op = options.reduceOp](auto& byRank) {
-    std::vector<at::Tensor> inputs;
-    for (auto& tensors : byRank) inputs.push_back(tensors[1]);
-    const std::vector<at::Tensor> parts = combined(inputs, op).chunk(static_cast<int64_t>(byRank.size()));
-    for (size_t rank = 0; rank < parts.size(); ++rank) byRank[rank][0].copy_(parts[rank]);
-  });
+  return start({output, input}, scatterOf(options.reduceOp));
 }
 
 c10::intrusive_ptr<c10d::Work> ThreadBackend::_allgather_base(at::Tensor& output, at::Tensor& input,

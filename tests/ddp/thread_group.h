@@ -11,7 +11,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
-#include "backend/extension/gathered_all_reduce.h"
+#include "backend/extension/gathered_reductions.h"
 
 namespace farandole::ddp {
 
@@ -52,7 +52,7 @@ class ThreadHub {
 };
 
 // One rank's end of a hub. Owner: its thread.
-class ThreadBackend : public c10d::Backend, public GatheredAllReduce {
+class ThreadBackend : public c10d::Backend, public GatheredReductions {
  public:
   ThreadBackend(std::shared_ptr<ThreadHub> hub, int rank);
 
@@ -74,6 +74,9 @@ class ThreadBackend : public c10d::Backend, public GatheredAllReduce {
   bool gathers(c10::DeviceType) const override { return gathersTensors; }
   c10::intrusive_ptr<c10d::Work> allReduceFrom(const std::vector<at::Tensor>& inputs, at::Tensor& output,
                                                const c10d::AllreduceOptions& options) override;
+  c10::intrusive_ptr<c10d::Work> reduceScatterFrom(const std::vector<at::Tensor>& inputs, at::Tensor& whole,
+                                                   at::Tensor& part,
+                                                   const c10d::ReduceScatterOptions& options) override;
 
   void abort() override { hub_->abort(); }
 

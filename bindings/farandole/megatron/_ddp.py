@@ -120,9 +120,13 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
         self._set_require_sync(False)
         try:
             yield
-        finally:
+        except BaseException:
             self._no_sync_depth -= 1
-            self._set_require_sync(True)
+            with contextlib.suppress(RuntimeError):  # of a group that was given up meanwhile: what was raised says why
+                self._set_require_sync(True)
+            raise
+        self._no_sync_depth -= 1
+        self._set_require_sync(True)
 
     def _abandon_step(self, reason: str) -> None:
         # Inside no_sync, too: the reduction of a step comes after its backwards.

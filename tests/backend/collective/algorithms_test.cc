@@ -99,6 +99,20 @@ TEST_P(AlgorithmsTest, AllReduceAndReduceGiveTheSum) {
   });
 }
 
+// `data` in slices, each where it is or copied to its place in `elsewhere`, which has the same size.
+std::vector<Slice> scattered(std::mt19937_64& random, Data& data, Data& elsewhere) {
+  std::vector<Slice> slices;
+  for (std::size_t at = 0; at < data.size();) {
+    const std::size_t count = std::min<std::size_t>(data.size() - at, random() % (data.size() + 1));
+    Data& from = random() % 2 == 0 ? data : elsewhere;
+    const auto begin = static_cast<std::ptrdiff_t>(at);
+    std::copy_n(data.begin() + begin, count, from.begin() + begin);
+    slices.push_back({sliceOf(from).data + at * sizeof(from[0]), count * sizeof(from[0])});
+    at += count;
+  }
+  return slices;
+}
+
 TEST_P(AlgorithmsTest, AllReduceReadsWhatLiesInSeveralPlaces) {
   forRandomGroups([&](std::mt19937_64& random, int size) {
     const std::size_t n = randomSize(random);
@@ -111,16 +125,7 @@ TEST_P(AlgorithmsTest, AllReduceReadsWhatLiesInSeveralPlaces) {
     const std::vector<Data> inputs = data;
     std::vector<Data> outputs(size, Data(n, -1));
     std::vector<std::vector<Slice>> places(size);
-    for (int rank = 0; rank < size; ++rank) {
-      for (std::size_t at = 0; at < n;) {
-        const std::size_t count = std::min<std::size_t>(n - at, random() % (n + 1));
-        Data& from = random() % 2 == 0 ? data[rank] : outputs[rank];
-        std::copy_n(data[rank].begin() + static_cast<std::ptrdiff_t>(at), count,
-                    from.begin() + static_cast<std::ptrdiff_t>(at));
-        places[rank].push_back({sliceOf(from).data + at * sizeof(from[0]), count * sizeof(from[0])});
-        at += count;
-      }
-    }
+    for (int rank = 0; rank < size; ++rank) places[rank] = scattered(random, data[rank], outputs[rank]);
     const int inPlace = static_cast<int>(random() % size);  // this rank calls the other form
     outputs[inPlace] = data[inPlace];
     runOnAll(size, [&](Program& p, Topology t) {
@@ -183,6 +188,31 @@ TEST_P(AlgorithmsTest, AllToAllAndReduceScatterDeliverEveryPiece) {
       reduceScatter(p, t, kSum, sliceOf(reduced[t.rank]), slicesOf(pieces[t.rank]));
     });
     EXPECT_EQ(reduced, expected);
+  });
+}
+
+TEST_P(AlgorithmsTest, ReduceScatterReadsWhatLiesInSeveralPlaces) {
+  forRandomGroups([&](std::mt19937_64& random, int size) {
+    const std::size_t n = randomSize(random);
+    std::vector<Data> data;
+    Data expected(n * size, 0);
+    for (int rank = 0; rank < size; ++rank) {
+      data.push_back(randomData(random, n * size));
+      for (std::size_t i = 0; i < expected.size(); ++i) expected[i] += data[rank][i];
+    }
+    std::vector<Data> wholes(size, Data(n * size, -1));
+    std::vector<std::vector<Slice>> places(size);
+    for (int rank = 0; rank < size; ++rank) places[rank] = scattered(random, data[rank], wholes[rank]);
+    runOnAll(size, [&](Program& p, Topology t) {
+      const Slice whole = sliceOf(wholes[t.rank]);
+      const std::size_t bytes = whole.bytes / size;
+      reduceScatter(p, t, kSum, Gathered(places[t.rank]), whole, {whole.data + t.rank * bytes, bytes});
+    });
+    for (int rank = 0; rank < size; ++rank) {
+      const auto at = static_cast<std::ptrdiff_t>(rank * n);
+      EXPECT_TRUE(std::equal(wholes[rank].begin() + at, wholes[rank].begin() + at + static_cast<std::ptrdiff_t>(n),
+                             expected.begin() + at));
+    }
   });
 }
 

@@ -111,6 +111,15 @@ def test_a_loop_is_measured_beside_all_that_can_go_on(tmp_path, capsys):
     assert medians["beside", "farandole, first", "all"] > medians["beside", "farandole, first", "loop"] + 1e-3
 
 
+def test_messages_are_measured_beside_a_bucket_and_alone(tmp_path, capsys):
+    report = measure(tmp_path, capsys, "beside_bucket")
+    medians = medians_of(report)
+    assert {(case, peer) for case, peer, _ in medians} == {
+        (case, peer) for case in ("alone", "beside", "bucket") for peer in ("farandole", "gloo")
+    }
+    assert medians["bucket", "farandole", "time"] > medians["alone", "farandole", "time"]
+
+
 @pytest.mark.skipif(why_no_gpu() is None, reason="there is a GPU")
 def test_without_a_gpu_cuda_is_skipped_with_the_reason():
     with pytest.raises(Skipped, match=r"no GPU|without"):

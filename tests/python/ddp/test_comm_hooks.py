@@ -78,7 +78,8 @@ def test_hooks_give_what_they_give_under_torch_ddp(backend):
 def _power_sgd(rank: int, world_size: int, seed: int) -> None:
     """With one bucket on both sides the same matrices are approximated."""
     oracle_group = dist.new_group(backend="gloo")
-    model = _model(seed)
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 40), torch.nn.Linear(40, 24))
     expected = TorchDdp(copy.deepcopy(model), process_group=oracle_group)
     actual = DistributedDataParallel(model)
     for wrapped, group in ((expected, oracle_group), (actual, dist.group.WORLD)):

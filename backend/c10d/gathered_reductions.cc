@@ -1,0 +1,54 @@
+#include "backend/c10d/process_group.h"
+#include "backend/c10d/reduce_kernels.h"
+#include "backend/c10d/tensor_checks.h"
+
+namespace farandole::backend {
+
+using ::c10d::OpType;
+using collective::Gathered;
+using collective::Program;
+
+namespace {
+
+// That `inputs` make up `whole`, on the CPU.
+void checkInputs(const char* operation, const Tensors& inputs, const at::Tensor& whole, const ::c10d::ReduceOp& op) {
+  checkTensor(operation, "output", whole);
+  std::int64_t numel = 0;
+  for (const at::Tensor& input : inputs) {
+    checkDense(operation, "inputs", input);
+    TORCH_CHECK_VALUE(input.scalar_type() == whole.scalar_type() && input.is_cpu(), operation, ": inputs has a ",
+                      input.scalar_type(), " on ", input.device(), "; expected ", whole.scalar_type(),
+                      " on the CPU, as the output");
+    numel += input.numel();
+  }
+  TORCH_CHECK_VALUE(whole.is_cpu() && numel == whole.numel(), operation, ": inputs have ", numel,
+                    " elements; expected ", whole.numel(), " as the output, on the CPU");
+  TORCH_CHECK_VALUE(!premulFactor(op), operation, ": PREMUL_SUM of inputs; expected another reduction");
+}
+
+}  // namespace
+
+WorkPtr ProcessGroupFarandole::allReduceFrom(const Tensors& inputs, at::Tensor& output,
+                                             const ::c10d::AllreduceOptions& opts) {
+  checkInputs("all_reduce", inputs, output, opts.reduceOp);
+  const collective::Reduction reduction = reductionFor(opts.reduceOp, output.scalar_type());
+  return runProgram(OpType::ALLREDUCE, "farandole:all_reduce", opts.timeout, {output}, inputs, [&](Program& program) {
+    collective::allReduce(program, topology(), reduction, Gathered(slicesOf(inputs)), sliceOf(output));
+  });
+}
+
+WorkPtr ProcessGroupFarandole::reduceScatterFrom(const Tensors& inputs, at::Tensor& whole, at::Tensor& part,
+                                                 const ::c10d::ReduceScatterOptions& opts) {
+  checkInputs("reduce_scatter_tensor", inputs, whole, opts.reduceOp);
+  checkFlat("reduce_scatter_tensor", "whole", whole, part, size_);
+  const collective::Reduction reduction = reductionFor(opts.reduceOp, whole.scalar_type());
+  Tensors kept = inputs;
+  kept.push_back(whole);
+  return runProgram(OpType::_REDUCE_SCATTER_BASE, "farandole:_reduce_scatter_base", opts.timeout, {part},
+                    std::move(kept), [&](Program& program) {
+                      collective::reduceScatter(program, topology(), reduction, Gathered(slicesOf(inputs)),
+                                                sliceOf(whole), sliceOf(part));
+                    });
+}
+
+}  // namespace farandole::backend
