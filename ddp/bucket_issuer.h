@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <functional>
+#include <memory>
 #include <vector>
 
 #include "ddp/bucket_group.h"
@@ -18,6 +19,9 @@ namespace farandole::ddp {
 class BucketIssuer {
  public:
   BucketIssuer(const DataParallelGroups& groups, const ModelBuffers& buffers, const ReducerOptions& options);
+
+  // What sums are multiplied by, in the rounds from now on.
+  void setScale(double scale);
 
   // All gradients of the parameter that this round expects are there.
   void markReady(int parameter);
@@ -39,6 +43,7 @@ class BucketIssuer {
   void advance(bool wait);
 
   const DataParallelGroups groups_;
+  std::vector<std::shared_ptr<Reduction>> reductions_;  // of dense buckets, of experts
   std::vector<BucketGroup> bucketGroups_;
   std::vector<std::vector<int>> bucketsOf_;  // by bucket group
   std::vector<int> bucketGroupOf_;           // by parameter

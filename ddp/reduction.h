@@ -20,7 +20,7 @@ struct Replicas {
 // How the gradients of one kind of parameters become the sum over their replicas
 // times a scale, in place: by an all-reduce, or, where each rank owns a part of
 // every bucket, by a reduce-scatter, after which it has its part; then that part is
-// summed up over the instances. Immutable.
+// summed up over the instances.
 class Reduction {
  public:
   struct Options {
@@ -33,6 +33,9 @@ class Reduction {
 
   const Replicas& replicas() const { return replicas_; }
 
+  // Of the reductions that start from now on.
+  void setScale(double scale);
+
   // This rank's part of `data`: all of it where nothing is sharded.
   at::Tensor partOf(const at::Tensor& data) const;
 
@@ -43,6 +46,8 @@ class Reduction {
  private:
   Replicas replicas_;
   bool sharded_;
+  bool averageInCollective_;
+  bool canAverage_;  // of itself
   c10d::ReduceOp op_ = c10d::ReduceOp::SUM;
   double factor_ = 1;  // of each rank's gradients, before
 };

@@ -19,6 +19,7 @@ from farandole.ddp._options import (
     parameters_of,
     unused_policy,
 )
+from farandole.ddp._outputs import tensors_in
 from farandole.ddp._param_sync import ParamSync
 
 __all__ = ["DistributedDataParallel"]
@@ -195,6 +196,8 @@ class DistributedDataParallel(torch.nn.Module):
         output = self.module(*args, **kwargs)
         # torch's: after a forward that will not be differentiated or reduced the next one needs no new buffers.
         self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if self.require_forward_param_sync:
+            self._reducer.watch_outputs(tensors_in(output))
         return output
 
     def _sync_buffers(self) -> None:
