@@ -12,6 +12,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.utils import _to_kwargs
 
 from farandole import _C
+from farandole.ddp._copying import build_again, state_of
 from farandole.ddp._join import DdpJoinHook, begin_forward
 from farandole.ddp._options import (
     Replicas,
@@ -175,6 +176,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._no_sync_depth = 0
         self._divides_by_world = True
         self._options = options
+        self._overlap_param_gather = overlap_param_gather
+        self._is_added = is_added
         self._reducer = _C.GradReducer(
             replicas.packed(),
             experts.packed(),
@@ -188,6 +191,13 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         for name, parameter in self._trainable.items():
             parameter.main_grad = main_grads[name]
         self._param_sync = ParamSync(self, self._reducer, overlap_param_gather) if options.is_sharded else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """To copy or pickle it, which is no collective: over the default group only, as torch's. Gradients stay behind."""
+        return state_of(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        build_again(self, state)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._param_sync is not None:
@@ -250,7 +260,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
                 "join(): expected one process group, neither instance_process_group nor expert_process_group"
             )
         if not self._options.ends_with_backward:
-            raise RuntimeError("join(): expected gradients that are reduced when backward ends, not by finish_grad_sync")
+            raise RuntimeError(
+                "join(): expected gradients that are reduced when backward ends, not by finish_grad_sync"
+            )
         return DdpJoinHook(self, kwargs.get("divide_by_initial_world_size", True))
 
     @property
