@@ -225,7 +225,7 @@ void GradReducer::onOutputReached() {
   std::lock_guard lock(mutex_);
   if (!abandoned_.empty() || !requireSync_) return;
   queueBackwardEnd();
-  outputTask_ = callbackTask_;
+  if (!inRound_) outputTask_ = callbackTask_;
 }
 
 void GradReducer::queueBackwardEnd() {

@@ -143,7 +143,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   bool isFinished_ = false;                       // nothing has come since the last round
   std::string abandoned_;                         // why, once this rank knows
   int callbackTask_ = -1;                         // id of the graph task that has our callback
-  int outputTask_ = -1;                           // of the one that has come to an output
+  int outputTask_ = -1;                           // of the one that has come to an output before any gradient
   std::vector<std::pair<int, at::Tensor>> kept_;  // by parameter that is skipped: what it holds
   RoundReport report_;
 };

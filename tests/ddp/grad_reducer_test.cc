@@ -346,6 +346,20 @@ TEST(GradReducer, ABackwardThatReachesAnOutputEndsTheRoundOfThoseInsideIt) {
   });
 }
 
+TEST(GradReducer, ABackwardThatReachesAnOutputInTheMidstOfARoundDoesNotEndIt) {
+  runThreads(2, [](ThreadRank& self) {
+    std::vector<at::Tensor> tensors = {parameter(10), parameter(20)};
+    auto reducer = GradReducer::create(self.group, modelOf(tensors), {});
+    const std::vector<at::Tensor> input = {parameter(5)};
+    const at::Tensor other = lossOf(input, {0}, 1);
+    const at::Tensor output = lossOf(tensors, {0, 1}, self.rank);
+    reducer->watchOutputs({other, output});
+    ReadyHook nested(tensors[1], [&](bool) { backward(other); });
+    backward(output);
+    for (const at::Tensor& tensor : tensors) EXPECT_TRUE(isEverywhere(tensor.grad(), 0.5));
+  });
+}
+
 TEST(GradReducer, ARankWithoutInputsShadowsARoundAndKeepsItsGradients) {
   runThreads(3, [](ThreadRank& self) {
     std::vector<at::Tensor> tensors = {parameter(10), parameter(20)};
