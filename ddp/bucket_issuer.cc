@@ -14,14 +14,13 @@ BucketIssuer::BucketIssuer(const DataParallelGroups& groups, const ModelBuffers&
   const bool sharesGroup = groups.experts.group == groups.dense.group ||
                            (groups.experts.instances && groups.experts.instances == groups.dense.instances);
   const double scale = options.isAveraged ? 1.0 / groups_.dense.size() : 1.0;
-  std::vector<std::shared_ptr<const Reduction>> reductions;
   for (const Replicas* replicas : {&groups_.dense, &groups_.experts}) {
-    reductions.push_back(std::make_shared<Reduction>(
+    reductions_.push_back(std::make_shared<Reduction>(
         *replicas, buffers.device().type(),
         Reduction::Options{
             .scale = scale, .sharded = buffers.isSharded(), .averageInCollective = options.averageInCollective}));
   }
-  std::vector<std::vector<int>> groupsOf(reductions.size());
+  std::vector<std::vector<int>> groupsOf(reductions_.size());
   bucketGroupOf_.resize(buffers.parameters().size());
   for (const BucketGroupLayout& layout : buffers.bucketGroups()) {
     const size_t queue = layout.isExpert && !sharesGroup ? 1 : 0;
@@ -30,7 +29,7 @@ BucketIssuer::BucketIssuer(const DataParallelGroups& groups, const ModelBuffers&
     std::vector<Bucket> buckets;
     size_t waitsFor = 0;
     for (int bucket : layout.buckets) {
-      buckets.emplace_back(buffers.gradsOf(bucket), reductions[kind]);
+      buckets.emplace_back(buffers.gradsOf(bucket), reductions_[kind]);
       for (int parameter : buffers.layout().buckets[bucket].parameters) bucketGroupOf_[parameter] = index;
       waitsFor += buffers.layout().buckets[bucket].parameters.size();
     }
@@ -49,6 +48,10 @@ void BucketIssuer::setHook(const std::shared_ptr<CommHook>& hook) {
     std::sort(byIndex.begin(), byIndex.end());
     (void)queue.setOrder(byIndex);
   }
+}
+
+void BucketIssuer::setScale(double scale) {
+  for (const auto& reduction : reductions_) reduction->setScale(scale);
 }
 
 void BucketIssuer::markReady(int parameter) {

@@ -23,6 +23,9 @@ class BucketIssuer {
   // The hook reduces all buckets from now on, in index order.
   void setHook(const std::shared_ptr<CommHook>& hook);
 
+  // What sums are multiplied by, in the rounds from now on.
+  void setScale(double scale);
+
   // All gradients of the parameter that this round expects are there.
   void markReady(int parameter);
 
@@ -49,6 +52,7 @@ class BucketIssuer {
   void advance(bool wait);
 
   const DataParallelGroups groups_;
+  std::vector<std::shared_ptr<Reduction>> reductions_;  // of dense buckets, of experts
   std::vector<BucketGroup> bucketGroups_;
   std::vector<std::vector<int>> bucketsOf_;  // by bucket group
   std::vector<int> bucketGroupOf_;           // by parameter

@@ -2,10 +2,25 @@
 
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
 namespace farandole::ddp {
+
+void CommHook::check(const ModelBuffers& buffers, const DataParallelGroups& groups) {
+  TORCH_CHECK_VALUE(!buffers.isSharded(),
+                    "farandole.ddp: register_comm_hook with use_distributed_optimizer=True, which reduces to the rank "
+                    "that owns a part: expected False");
+  TORCH_CHECK_VALUE(!groups.dense.instances,
+                    "farandole.ddp: register_comm_hook with several optimizer instances: expected one");
+  const auto& parameters = buffers.parameters();
+  const bool hasExperts = std::any_of(parameters.begin(), parameters.end(),
+                                      [](const ModelParameter& parameter) { return parameter.isExpert; });
+  TORCH_CHECK_VALUE(!hasExperts || groups.experts.group == groups.dense.group,
+                    "farandole.ddp: register_comm_hook with experts in a group of their own, which a hook cannot tell "
+                    "from the others: expected one group");
+}
 
 CommHook::CommHook(std::shared_ptr<c10d::CommHookInterface> hook, std::shared_ptr<const ModelBuffers> buffers)
     : hook_(std::move(hook)), buffers_(std::move(buffers)) {}

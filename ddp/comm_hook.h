@@ -15,6 +15,9 @@ class CommHook {
  public:
   using Future = c10::intrusive_ptr<c10::ivalue::Future>;
 
+  // Throws where a hook cannot do what these buffers and groups need.
+  static void check(const ModelBuffers& buffers, const DataParallelGroups& groups);
+
   CommHook(std::shared_ptr<c10d::CommHookInterface> hook, std::shared_ptr<const ModelBuffers> buffers);
 
   Future run(int bucket);

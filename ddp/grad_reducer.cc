@@ -7,23 +7,15 @@
 
 #include <algorithm>
 #include <exception>
+#include <iterator>
 #include <utility>
 
 #include "ddp/abandonment.h"
+#include "ddp/backward_sink.h"
+#include "ddp/round_trouble.h"
 
 namespace farandole::ddp {
 namespace {
-
-constexpr size_t kMaxNames = 20;  // in one error
-
-std::string joinNames(const std::vector<ModelParameter>& parameters, const std::vector<int>& indices) {
-  std::string text;
-  for (size_t i = 0; i < std::min(indices.size(), kMaxNames); ++i) {
-    text += (i == 0 ? "'" : ", '") + parameters[indices[i]].name + "'";
-  }
-  if (indices.size() > kMaxNames) text += " and " + std::to_string(indices.size() - kMaxNames) + " more";
-  return text;
-}
 
 // True inside a node of an outer backward, e.g. of a reentrant checkpoint.
 bool insideBackwardNode() { return torch::autograd::get_current_node() != nullptr; }
@@ -47,10 +39,13 @@ std::shared_ptr<GradReducer> GradReducer::create(const DataParallelGroups& group
     refusal =
         "unused_parameters='skip': expected a group with a backend for the CPU, too, where ranks tell what they used";
   }
-  for (const Group& group : {groups.dense.group, groups.dense.instances}) {
-    if (group) checkAgreement(*group, exchangeDevice(*group, trainableOf(model)), facts, refusal);
+  TORCH_CHECK_VALUE(!options.isAgreed || refusal.empty(), "farandole.ddp: ", refusal);
+  if (!options.isAgreed) {
+    for (const Group& group : {groups.dense.group, groups.dense.instances}) {
+      if (group) checkAgreement(*group, exchangeDevice(*group, trainableOf(model)), facts, refusal);
+    }
+    if (options.broadcasts) broadcastModel(groups, model);
   }
-  if (options.broadcasts) broadcastModel(groups, model);
   std::shared_ptr<GradReducer> reducer(new GradReducer(
       groups, std::make_shared<ModelBuffers>(model, groups, options.buffers), options, std::move(isAdded)));
   reducer->attachHooks();
@@ -69,6 +64,7 @@ GradReducer::GradReducer(DataParallelGroups groups, std::shared_ptr<ModelBuffers
       expected_(parameters_.size(), 1),
       arrived_(parameters_.size(), 0),
       ready_(parameters_.size(), 0),
+      touched_(parameters_.size(), 0),
       isCounting_(options.isGraphStatic),
       report_(groups_, options.unused == UnusedParameters::kSkip ? parameters_.size() : 0) {}
 
@@ -104,18 +100,16 @@ void GradReducer::setCommHook(std::shared_ptr<c10d::CommHookInterface> hook) {
   checkUsable();
   TORCH_CHECK(!hasCommHook_, "farandole.ddp: register_comm_hook: there is one already: expected one call at most");
   TORCH_CHECK(!inRound_, "farandole.ddp: register_comm_hook while gradients are reduced: expected between steps");
-  TORCH_CHECK_VALUE(!buffers_->isSharded(),
-                    "farandole.ddp: register_comm_hook with use_distributed_optimizer=True, which reduces to the rank "
-                    "that owns a part: expected False");
-  TORCH_CHECK_VALUE(!groups_.dense.instances,
-                    "farandole.ddp: register_comm_hook with several optimizer instances: expected one");
-  const bool hasExperts = std::any_of(parameters_.begin(), parameters_.end(),
-                                      [](const ModelParameter& parameter) { return parameter.isExpert; });
-  TORCH_CHECK_VALUE(!hasExperts || groups_.experts.group == groups_.dense.group,
-                    "farandole.ddp: register_comm_hook with experts in a group of their own, which a hook cannot tell "
-                    "from the others: expected one group");
+  CommHook::check(*buffers_, groups_);
   issuer_.setHook(std::make_shared<CommHook>(std::move(hook), buffers_));
   hasCommHook_ = isOrderLearned_ = true;
+}
+
+void GradReducer::watchOutputs(const std::vector<at::Tensor>& outputs) {
+  if (!options_.endsWithBackward) return;
+  onBackwardOf(outputs, [weak = weak_from_this()] {
+    if (auto self = weak.lock()) self->onOutputReached();
+  });
 }
 
 void GradReducer::startSync() {
@@ -124,7 +118,7 @@ void GradReducer::startSync() {
   TORCH_CHECK(!inRound_,
               "farandole.ddp: start_grad_sync() while a synchronization is open: call finish_grad_sync() first");
   c10::NoGradGuard noGrad;
-  inRound_ = true;
+  inRound_ = isExplicit_ = true;
   for (int parameter = 0; parameter < static_cast<int>(parameters_.size()); ++parameter) {
     gradients_.fill(parameter, true);
     markReady(parameter);
@@ -201,8 +195,12 @@ void GradReducer::onGradReady(int parameter, bool hasGradient) {
               "' was removed by a hook before it could be reduced");
   std::lock_guard lock(mutex_);
   if (!abandoned_.empty()) return;
+  TORCH_CHECK(!isExplicit_, "farandole.ddp: parameter '", named.name,
+              "' got a gradient between start_grad_sync() and finish_grad_sync(), while gradients are reduced: call "
+              "finish_grad_sync() before backward. The gradients of this step are not to be used");
   gradients_.checkAccumulates(parameter);
   isFinished_ = false;
+  touched_[parameter] = 1;
   // Where nothing is issued before finishSync(), that opens the round.
   if (!requireSync_ || !(options_.overlaps || options_.endsWithBackward)) {
     if (named.tensor.grad().defined()) gradients_.accumulate(parameter);
@@ -227,10 +225,19 @@ bool GradReducer::borrows(int parameter) const {
          issuer_.takesInput(parameter);
 }
 
+// Where gradients come inside inner backwards alone, nothing else queues the callback of the outer one.
+void GradReducer::onOutputReached() {
+  std::lock_guard lock(mutex_);
+  if (!abandoned_.empty() || !requireSync_) return;
+  queueBackwardEnd();
+  if (!inRound_) outputTask_ = callbackTask_;
+}
+
 void GradReducer::queueBackwardEnd() {
   const int task = torch::autograd::get_current_graph_task_id();
   if (task == callbackTask_) return;
-  torch::autograd::Engine::get_default_engine().queue_callback([self = shared_from_this()] { self->onBackwardEnd(); });
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [self = shared_from_this(), task] { self->onBackwardEnd(task); });
   callbackTask_ = task;
 }
 
@@ -251,16 +258,18 @@ void GradReducer::issueReady() {
   }
 }
 
-void GradReducer::onBackwardEnd() {
+void GradReducer::onBackwardEnd(int task) {
   {
     std::lock_guard lock(mutex_);
-    // The end of an inner backward: the outer one may bring the other gradients.
-    if (readyCount_ < parameters_.size() && insideBackwardNode()) return;
+    // The end of a backward inside the one of the forward, which may bring the other gradients.
+    if (readyCount_ < parameters_.size() && task != outputTask_ && insideBackwardNode()) return;
   }
   finishRound(RoundEnd::kBackward);
 }
 
-std::vector<int> GradReducer::issueRest() {
+std::vector<int> GradReducer::issueRest(RoundEnd end) {
+  // Only a backward that has come to its end shows what one brings.
+  const bool counts = isCounting_ && hasArrivals_ && end != RoundEnd::kAbandoned;
   std::vector<int> unused;
   c10::NoGradGuard noGrad;
   for (size_t p = 0; p < ready_.size(); ++p) {
@@ -269,27 +278,37 @@ std::vector<int> GradReducer::issueRest() {
     if (arrived_[p] == 0) {
       unused.push_back(parameter);
       gradients_.fill(parameter, options_.unused != UnusedParameters::kSkip);
+      keep(parameter);
     }
-    if (isCounting_) expected_[p] = std::max(arrived_[p], 1);
+    if (counts) expected_[p] = std::max(arrived_[p], 1);
     markReady(parameter);
   }
   issueReady();
-  isCounting_ = false;
+  if (counts) isCounting_ = false;
   return unused;
+}
+
+// What no rank has added to is not to be reduced once more, which would multiply a sum.
+void GradReducer::keep(int parameter) {
+  if (options_.unused != UnusedParameters::kSkip || touched_[parameter]) return;
+  if (options_.home == Gradients::Home::kGrad && !parameters_[parameter].tensor.grad().defined()) return;
+  kept_.emplace_back(parameter, buffers_->mainGrads()[parameter].clone());
 }
 
 void GradReducer::finishRound(RoundEnd end) {
   std::vector<int> unused;
+  std::vector<int> idle;
   std::string trouble;
   std::exception_ptr failure;
   try {
     {
       std::lock_guard lock(mutex_);
       if (!inRound_) return;
-      unused = issueRest();
+      unused = issueRest(end);
+      std::copy_if(unused.begin(), unused.end(), std::back_inserter(idle), [this](int p) { return !touched_[p]; });
       trouble = troubleOf(unused, end);
     }
-    trouble = awaitRound(unused, trouble);
+    trouble = awaitRound(idle, trouble);
   } catch (...) {
     failure = std::current_exception();
   }
@@ -298,6 +317,9 @@ void GradReducer::finishRound(RoundEnd end) {
     if (!failure && options_.unused == UnusedParameters::kSkip) {
       for (int parameter : unused) {
         if (report_.flag(parameter)) gradients_.show(parameter);
+      }
+      for (const auto& [parameter, grad] : kept_) {
+        if (!report_.flag(parameter)) buffers_->mainGrads()[parameter].copy_(grad);
       }
     }
     resetRound();
@@ -309,12 +331,12 @@ void GradReducer::finishRound(RoundEnd end) {
 
 // Reports come after the buckets, so that a group that was given up has no more of them under way. What an explicit
 // round shows is no order of gradients; rank 0 says so, that all learn in the same round.
-std::string GradReducer::awaitRound(const std::vector<int>& unused, const std::string& trouble) {
+std::string GradReducer::awaitRound(const std::vector<int>& idle, const std::string& trouble) {
   try {
     issuer_.await();
     std::vector<char> used(options_.unused == UnusedParameters::kSkip ? parameters_.size() : 0, 1);
     if (!used.empty()) {
-      for (int parameter : unused) used[parameter] = 0;
+      for (int parameter : idle) used[parameter] = 0;
     }
     report_.start(trouble, used);
     if (!isOrderLearned_ && options_.overlaps) isOrderLearned_ = issuer_.learnOrder(report_, hasArrivals_);
@@ -326,6 +348,13 @@ std::string GradReducer::awaitRound(const std::vector<int>& unused, const std::s
 }
 
 void GradReducer::resetRound() {
+  clearRound();
+  std::fill(touched_.begin(), touched_.end(), 0);
+  isFinished_ = true;
+  gradients_.markReduced();
+}
+
+void GradReducer::clearRound() {
   issuer_.reset();
   gradients_.dropBorrowed();
   std::fill(ready_.begin(), ready_.end(), 0);
@@ -333,9 +362,8 @@ void GradReducer::resetRound() {
   readyCount_ = 0;
   hasArrivals_ = false;
   finding_.clear();
-  inRound_ = false;
-  isFinished_ = true;
-  gradients_.markReduced();
+  kept_.clear();
+  inRound_ = isExplicit_ = false;
 }
 
 void GradReducer::rethrowWithReason() {
@@ -346,23 +374,10 @@ void GradReducer::rethrowWithReason() {
 
 std::string GradReducer::troubleOf(const std::vector<int>& unused, RoundEnd end) const {
   const std::string self = "rank " + std::to_string(group_.getRank()) + " of the group: ";
-  if (end == RoundEnd::kAbandoned && options_.endsWithBackward) {
-    return self +
-           "a forward began before the last backward that synchronizes had ended (did it raise?). Without a gradient "
-           "in it: " +
-           (unused.empty() ? "none" : joinNames(parameters_, unused)) +
-           ". It was ended now, so that other ranks do not wait; its gradients are not to be used";
-  }
-  if (end == RoundEnd::kAbandoned) {
-    return self +
-           "a forward began before finish_grad_sync() was called. It was called now, so that other ranks do not wait";
-  }
+  if (end == RoundEnd::kAbandoned) return self + describeAbandoned(parameters_, unused, options_.endsWithBackward);
   if (!finding_.empty()) return self + finding_;
   if (unused.empty() || options_.unused != UnusedParameters::kError) return "";
-  return self + std::to_string(unused.size()) + " of " + std::to_string(parameters_.size()) +
-         " parameters got no gradient in a backward that synchronizes: " + joinNames(parameters_, unused) +
-         ". They counted as zero, or as what had accumulated before, so that no other rank waits. Where this is "
-         "meant, pass unused_parameters='zero_fill' or 'skip'";
+  return self + describeUnused(parameters_, unused);
 }
 
 }  // namespace farandole::ddp

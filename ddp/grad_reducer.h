@@ -5,6 +5,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ddp/bucket_issuer.h"
@@ -34,8 +35,8 @@ namespace farandole::ddp {
 // weakly, a running backward holds it.
 class GradReducer : public std::enable_shared_from_this<GradReducer> {
  public:
-  // A collective: checks that all ranks bring the same model and options, then
-  // overwrites the model with that of rank 0.
+  // A collective unless all is agreed: checks that all ranks bring the same model and
+  // options, then overwrites the model with that of rank 0.
   static std::shared_ptr<GradReducer> create(const DataParallelGroups& groups, const Model& model,
                                              const ReducerOptions& options, Gradients::IsAdded isAdded = {});
 
@@ -54,12 +55,22 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   // are not scaled. One at most; on all ranks, between steps. Throws where it cannot do what the options ask for.
   void setCommHook(std::shared_ptr<c10d::CommHookInterface> hook);
 
+  // To be called with what such a forward has returned: the backward that comes to it ends the round, also where
+  // gradients come in backwards inside it alone (reentrant checkpoints).
+  void watchOutputs(const std::vector<at::Tensor>& outputs);
+
   // A round without hooks, e.g. after several backwards that did not synchronize:
   // issues all buckets with what they hold; finishSync waits, and does nothing
   // when no round is open. Where rounds do not end with backward, finishSync makes
   // the round if need be, once until gradients are zeroed or forgotten.
   void startSync();
   void finishSync();
+
+  // For ranks with uneven inputs: by how many replicas sums are divided from now on; all unless told.
+  void averageOver(int replicas);
+
+  // One that has none left does in a round what the others do, with zeros for gradients. Its own are left alone.
+  void shadowRound();
 
   // For a rank that failed and will not call what the others call: gives the group
   // up (abandonment.h). `why` names this rank. Then, as on every rank that has
@@ -91,17 +102,20 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   void attachHooks();
 
   void onGradReady(int parameter, bool hasGradient);
-  void onBackwardEnd();
+  void onOutputReached();
+  void onBackwardEnd(int task);
   void finishRound(RoundEnd end);
-  // What is wrong on any rank; `trouble` is this one's.
-  std::string awaitRound(const std::vector<int>& unused, const std::string& trouble);
+  // What is wrong on any rank; `trouble` is this one's. `idle`: the parameters that it has nothing to add to.
+  std::string awaitRound(const std::vector<int>& idle, const std::string& trouble);
 
   // With mutex_ held:
   void queueBackwardEnd();
   void markReady(int parameter);
-  std::vector<int> issueRest();
+  std::vector<int> issueRest(RoundEnd end);
   void issueReady();
+  void keep(int parameter);
   void resetRound();
+  void clearRound();
   void checkUsable() const;
   // Whether the gradient that has come need not be in its buffer to be reduced.
   bool borrows(int parameter) const;
@@ -125,15 +139,19 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   std::vector<int> expected_;  // by parameter: gradients in a round
   std::vector<int> arrived_;
   std::vector<char> ready_;
+  std::vector<char> touched_;  // has got a gradient since the last round, also where that did not synchronize
   std::size_t readyCount_ = 0;
   bool isCounting_ = false;   // this round finds out what is expected
   bool hasArrivals_ = false;  // the round was driven by gradients
   std::string finding_;       // of the checks, in this round
   bool inRound_ = false;
+  bool isExplicit_ = false;  // startSync() has opened the round
   bool synchronized_ = false;
-  bool isFinished_ = false;  // nothing has come since the last round
-  std::string abandoned_;    // why, once this rank knows
-  int callbackTask_ = -1;    // id of the graph task that has our callback
+  bool isFinished_ = false;                       // nothing has come since the last round
+  std::string abandoned_;                         // why, once this rank knows
+  int callbackTask_ = -1;                         // id of the graph task that has our callback
+  int outputTask_ = -1;                           // of the one that has come to an output before any gradient
+  std::vector<std::pair<int, at::Tensor>> kept_;  // by parameter that is skipped: what it holds
   RoundReport report_;
 };
 

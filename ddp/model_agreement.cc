@@ -114,13 +114,14 @@ void checkAgreement(c10d::ProcessGroup& group, c10::Device device, const std::ve
   throwDifference(tables);
 }
 
-void broadcastTensors(const Group& group, const std::vector<at::Tensor>& tensors) {
+void broadcastTensors(const Group& group, const std::vector<at::Tensor>& tensors, int rank) {
   std::vector<at::Tensor> real;
   for (const at::Tensor& tensor : tensors) {
-    const at::Tensor data = tensor.detach();
+    // With a version of its own: buffers change between a forward and its backward, as under torch's DDP.
+    const at::Tensor data = tensor.variable_data();
     if (data.numel() > 0) real.push_back(data.is_complex() ? at::view_as_real(data) : data);
   }
-  if (group && group->getSize() > 1 && !real.empty()) c10d::broadcast_coalesced(group, real, kBroadcastBytes);
+  if (group && group->getSize() > 1 && !real.empty()) c10d::broadcast_coalesced(group, real, kBroadcastBytes, rank);
 }
 
 void broadcastModel(const DataParallelGroups& groups, const Model& model) {

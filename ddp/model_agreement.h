@@ -52,8 +52,8 @@ std::vector<Fact> factsOf(const Model& model);
 void checkAgreement(c10d::ProcessGroup& group, c10::Device device, const std::vector<Fact>& facts,
                     const std::string& refusal = "");
 
-// Overwrites tensors with those of rank 0, coalesced by type.
-void broadcastTensors(const Group& group, const std::vector<at::Tensor>& tensors);
+// Overwrites tensors with those of one rank, coalesced by type.
+void broadcastTensors(const Group& group, const std::vector<at::Tensor>& tensors, int rank = 0);
 
 // Overwrites parameters and buffers with those of rank 0, experts with those of rank 0 of their own group,
 // coalesced by type.

@@ -29,6 +29,7 @@ struct ReducerOptions {
   bool isGraphStatic = false;        // a parameter may get several gradients in a backward: the first round counts them
   bool broadcasts = true;            // the model of rank 0 when the reducer is made
   GradCheckOptions checks = {};
+  bool isAgreed = false;  // the model and all this are known to be the same on all ranks: making it is no collective
 };
 
 // Those that ranks must share.

@@ -15,19 +15,26 @@ constexpr double kSameFactor = 1e-12;  // relative: what dividing twice may lose
 // Torch's own reducer scales, then sums. An average in the collective is the same bits where the number of ranks is a
 // power of two (but for underflow), and spares a pass over the gradients.
 Reduction::Reduction(Replicas replicas, c10::DeviceType device, const Options& options)
-    : replicas_(std::move(replicas)), sharded_(options.sharded), factor_(options.scale) {
-  const double averaged = options.scale * replicas_.size();
-  const bool isAverage = std::abs(averaged - 1) < kSameFactor && averages(*replicas_.group, device) &&
-                         (!replicas_.instances || averages(*replicas_.instances, device));
-  if (options.averageInCollective || isAverage) {
-    op_ = c10d::ReduceOp::AVG;
-    factor_ = isAverage ? 1 : averaged;
-  }
-  // What must be scaled first, or is all on this rank, is as well copied.
-  if (factor_ != 1 || replicas_.group->getSize() == 1) return;
+    : replicas_(std::move(replicas)),
+      sharded_(options.sharded),
+      averageInCollective_(options.averageInCollective),
+      canAverage_(averages(*replicas_.group, device) &&
+                  (!replicas_.instances || averages(*replicas_.instances, device))) {
+  setScale(options.scale);
+  if (replicas_.group->getSize() == 1) return;
   backend_ = replicas_.group->getBackend(device);
   auto* const gatherer = dynamic_cast<GatheredReductions*>(backend_.get());
   if (gatherer != nullptr && gatherer->gathers(device)) gatherer_ = gatherer;
+}
+
+void Reduction::setScale(double scale) {
+  const double averaged = scale * replicas_.size();
+  const bool isAverage = canAverage_ && std::abs(averaged - 1) < kSameFactor;
+  op_ = c10d::ReduceOp::SUM;
+  factor_ = scale;
+  if (!averageInCollective_ && !isAverage) return;
+  op_ = c10d::ReduceOp::AVG;
+  factor_ = isAverage ? 1 : averaged;
 }
 
 at::Tensor Reduction::partOf(const at::Tensor& data) const {

@@ -21,7 +21,7 @@ struct Replicas {
 // How the gradients of one kind of parameters become the sum over their replicas
 // times a scale, in place: by an all-reduce, or, where each rank owns a part of
 // every bucket, by a reduce-scatter, after which it has its part; then that part is
-// summed up over the instances. Immutable.
+// summed up over the instances.
 class Reduction {
  public:
   struct Options {
@@ -34,11 +34,14 @@ class Reduction {
 
   const Replicas& replicas() const { return replicas_; }
 
+  // Of the reductions that start from now on.
+  void setScale(double scale);
+
   // This rank's part of `data`: all of it where nothing is sharded.
   at::Tensor partOf(const at::Tensor& data) const;
 
-  // Whether startGroup() takes inputs.
-  bool gathers() const { return gatherer_ != nullptr; }
+  // Whether startGroup() takes inputs. What must be scaled first is as well copied.
+  bool gathers() const { return gatherer_ != nullptr && factor_ == 1; }
 
   // Start the two steps. Null: nothing is to be done in it. `inputs`: where what is to be reduced lies, part by part;
   // empty: in `data`.
@@ -50,6 +53,8 @@ class Reduction {
 
   Replicas replicas_;
   bool sharded_;
+  bool averageInCollective_;
+  bool canAverage_;  // of itself
   c10d::ReduceOp op_ = c10d::ReduceOp::SUM;
   double factor_ = 1;                          // of each rank's gradients, before
   c10::intrusive_ptr<c10d::Backend> backend_;  // owns gatherer_

@@ -85,6 +85,7 @@ void bindOptions(py::module_& module) {
       .def_readwrite("average_in_collective", &ddp::ReducerOptions::averageInCollective)
       .def_readwrite("is_graph_static", &ddp::ReducerOptions::isGraphStatic)
       .def_readwrite("broadcasts", &ddp::ReducerOptions::broadcasts)
+      .def_readwrite("is_agreed", &ddp::ReducerOptions::isAgreed)
       .def_property(
           "in_main_grad",
           [](const ddp::ReducerOptions& options) { return options.home == ddp::Gradients::Home::kMainGrad; },
@@ -133,6 +134,9 @@ void bindReducer(py::module_& module) {
            py::arg("is_added"), ReleaseGil())
       .def("set_require_sync", &ddp::GradReducer::setRequireSync, py::arg("require_sync"), ReleaseGil())
       .def("prepare_forward", &ddp::GradReducer::prepareForward, py::arg("require_sync"), ReleaseGil())
+      .def("watch_outputs", &ddp::GradReducer::watchOutputs, py::arg("outputs"))
+      .def("average_over", &ddp::GradReducer::averageOver, py::arg("replicas"), ReleaseGil())
+      .def("shadow_round", &ddp::GradReducer::shadowRound, ReleaseGil())
       .def("abandon", &ddp::GradReducer::abandon, py::arg("why"), ReleaseGil())
       .def("begin_step", &ddp::GradReducer::beginStep, ReleaseGil())
       .def("is_synchronized", &ddp::GradReducer::isSynchronized, ReleaseGil())
@@ -177,7 +181,8 @@ void bindReducer(py::module_& module) {
 }  // namespace
 
 void bindDdp(py::module_& module) {
-  module.def("broadcast_tensors", &ddp::broadcastTensors, py::arg("group"), py::arg("tensors"), ReleaseGil());
+  module.def("broadcast_tensors", &ddp::broadcastTensors, py::arg("group"), py::arg("tensors"), py::arg("rank") = 0,
+             ReleaseGil());
   module.def(
       "abandon_group",
       [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& why) {

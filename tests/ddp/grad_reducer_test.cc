@@ -309,6 +309,78 @@ TEST(GradReducer, TwoGradientsForOneParameterInOneRoundAreRefusedByName) {
   });
 }
 
+TEST(GradReducer, AGradientWhileAnExplicitRoundIsOpenIsRefusedByName) {
+  runThreads(2, [](ThreadRank& self) {
+    std::vector<at::Tensor> tensors = {parameter(10), parameter(20)};
+    auto reducer = GradReducer::create(self.group, modelOf(tensors), {});
+    reducer->setRequireSync(false);
+    backward(lossOf(tensors, {0, 1}, 2 * self.rank));
+    for (const bool requireSync : {false, true}) {
+      reducer->startSync();
+      reducer->setRequireSync(requireSync);
+      const std::string error = errorOf([&] { backward(lossOf(tensors, {1}, 1)); });
+      EXPECT_NE(error.find("parameter 'p1' got a gradient between start_grad_sync() and finish_grad_sync()"),
+                std::string::npos)
+          << error;
+      reducer->finishSync();
+      EXPECT_TRUE(isEverywhere(tensors[0].grad(), 1));
+    }
+    for (at::Tensor& tensor : tensors) tensor.mutable_grad().reset();
+    backward(lossOf(tensors, {0, 1}, 2 * self.rank));
+    for (const at::Tensor& tensor : tensors) EXPECT_TRUE(isEverywhere(tensor.grad(), 1));
+  });
+}
+
+TEST(GradReducer, ABackwardThatReachesAnOutputEndsTheRoundOfThoseInsideIt) {
+  runThreads(2, [](ThreadRank& self) {
+    std::vector<at::Tensor> tensors = {parameter(10), parameter(20)};
+    auto reducer = GradReducer::create(self.group, modelOf(tensors), {.unused = UnusedParameters::kSkip});
+    const std::vector<at::Tensor> input = {parameter(5)};
+    ReadyHook nested(input[0], [&](bool) { backward(lossOf(tensors, {1}, self.rank)); });
+    const at::Tensor output = lossOf(input, {0}, 1);
+    reducer->watchOutputs({output, at::Tensor(), at::ones(3)});
+    backward(output);
+    EXPECT_TRUE(isEverywhere(tensors[1].grad(), 0.5));
+    EXPECT_FALSE(tensors[0].grad().defined());
+    reducer->prepareForward(true);
+  });
+}
+
+TEST(GradReducer, ABackwardThatReachesAnOutputInTheMidstOfARoundDoesNotEndIt) {
+  runThreads(2, [](ThreadRank& self) {
+    std::vector<at::Tensor> tensors = {parameter(10), parameter(20)};
+    auto reducer = GradReducer::create(self.group, modelOf(tensors), {});
+    const std::vector<at::Tensor> input = {parameter(5)};
+    const at::Tensor other = lossOf(input, {0}, 1);
+    const at::Tensor output = lossOf(tensors, {0, 1}, self.rank);
+    reducer->watchOutputs({other, output});
+    ReadyHook nested(tensors[1], [&](bool) { backward(other); });
+    backward(output);
+    for (const at::Tensor& tensor : tensors) EXPECT_TRUE(isEverywhere(tensor.grad(), 0.5));
+  });
+}
+
+TEST(GradReducer, ARankWithoutInputsShadowsARoundAndKeepsItsGradients) {
+  runThreads(3, [](ThreadRank& self) {
+    std::vector<at::Tensor> tensors = {parameter(10), parameter(20)};
+    auto reducer = GradReducer::create(self.group, modelOf(tensors), {.buffers = {.bucketSize = 1}});
+    backward(lossOf(tensors, {0, 1}, 3.0 * self.rank));
+    for (const int active : {3, 2}) {
+      if (self.rank != 1) {
+        for (at::Tensor& tensor : tensors) tensor.mutable_grad().reset();
+      }
+      reducer->averageOver(active);
+      if (self.rank == 1) {
+        reducer->shadowRound();
+      } else {
+        backward(lossOf(tensors, {1, 0}, 3.0 * self.rank));
+      }
+      for (const at::Tensor& tensor : tensors)
+        EXPECT_TRUE(isEverywhere(tensor.grad(), self.rank == 1 ? 3 : 6.0 / active));
+    }
+  });
+}
+
 TEST(GradReducer, ABackwardInsideABackwardDoesNotEndTheRound) {
   runThreads(2, [](ThreadRank& self) {
     std::vector<at::Tensor> tensors = {parameter(10), parameter(20), parameter(30)};
@@ -439,6 +511,59 @@ TEST(GradReducer, WhatIsSkippedKeepsItsGradientUnlessAnotherRankHasOne) {
     EXPECT_TRUE(isEverywhere(tensors[0].grad(), 2));
     EXPECT_TRUE(isEverywhere(tensors[1].grad(), 1));
     EXPECT_FALSE(tensors[2].grad().defined());
+  });
+}
+
+TEST(GradReducer, WhatAccumulatedInARoundThatDidNotSynchronizeIsNotSkipped) {
+  runThreads(2, [](ThreadRank& self) {
+    std::vector<at::Tensor> tensors = {parameter(10), parameter(20), parameter(30)};
+    auto reducer = GradReducer::create(self.group, modelOf(tensors), {.unused = UnusedParameters::kSkip});
+    reducer->setRequireSync(false);
+    backward(lossOf(tensors, self.rank == 0 ? std::vector<size_t>{0} : std::vector<size_t>{0, 1}, 2));
+    reducer->setRequireSync(true);
+    backward(lossOf(tensors, {0}, 2));
+    EXPECT_TRUE(isEverywhere(tensors[0].grad(), 4));
+    EXPECT_TRUE(isEverywhere(tensors[1].grad(), 1));
+    EXPECT_FALSE(tensors[2].grad().defined());
+  });
+}
+
+TEST(GradReducer, WhatIsSkippedIsNotSummedAgain) {
+  runThreads(2, [](ThreadRank& self) {
+    for (const Gradients::Home home : {Gradients::Home::kGrad, Gradients::Home::kMainGrad}) {
+      std::vector<at::Tensor> tensors = {parameter(10), parameter(20)};
+      auto reducer = GradReducer::create(self.group, modelOf(tensors),
+                                         {.home = home, .unused = UnusedParameters::kSkip, .isAveraged = false});
+      backward(lossOf(tensors, {0, 1}, 1));
+      backward(lossOf(tensors, {0}, 0));
+      EXPECT_TRUE(isEverywhere(reducer->buffers()->mainGrads()[1], 2));
+    }
+  });
+}
+
+TEST(GradReducer, AStaticGraphCountsInTheFirstBackwardThatComesToItsEnd) {
+  runThreads(2, [](ThreadRank& self) {
+    std::vector<at::Tensor> tensors = {parameter(10), parameter(20)};
+    auto reducer = GradReducer::create(self.group, modelOf(tensors), {.isGraphStatic = true});
+    bool isNested = false;
+    bool fails = true;
+    ReadyHook nested(tensors[1], [&](bool) {
+      TORCH_CHECK(!fails, "too much");
+      if (!std::exchange(isNested, true)) backward(lossOf(tensors, {1}, 10.0 * self.rank));
+    });
+    reducer->startSync();  // without a backward
+    reducer->finishSync();
+    EXPECT_NE(errorOf([&] { backward(lossOf(tensors, {0, 1}, 1)); }), "");
+    EXPECT_NE(errorOf([&] { reducer->prepareForward(true); }), "");
+    fails = false;
+    for (int round = 0; round < 3; ++round) {
+      for (at::Tensor& tensor : tensors) tensor.mutable_grad().reset();
+      isNested = false;
+      reducer->prepareForward(true);
+      backward(lossOf(tensors, {0, 1}, self.rank));
+      EXPECT_TRUE(isEverywhere(tensors[0].grad(), 0.5));
+      EXPECT_TRUE(isEverywhere(tensors[1].grad(), 5.5));
+    }
   });
 }
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from farandole import _C
+from farandole.ddp._copying import HookOfOne
 
 
 class ParamSync:
@@ -41,8 +42,8 @@ class ParamSync:
         self._warned = False
         self._has_optimizer = False  # which starts the gathers by itself
         # All have started theirs, so that one rank may do this alone.
-        self._root.register_state_dict_pre_hook(lambda module, prefix, keep_vars: self.finish())
-        self._root.register_load_state_dict_pre_hook(lambda module, *unused: self.finish())
+        self._root.register_state_dict_pre_hook(HookOfOne(self._before_state_dict))
+        self._root.register_load_state_dict_pre_hook(HookOfOne(self._before_state_dict))
         if overlaps:
             self.enable()
 
@@ -78,8 +79,8 @@ class ParamSync:
         if self._handles:
             raise RuntimeError("enable_forward_pre_hook(): the hooks are enabled already")
         for module in _called_modules(self._root):
-            self._handles.append(module.register_forward_pre_hook(self._before_module))
-        self._handles.append(self._root.register_forward_hook(self._after_root, always_call=True))
+            self._handles.append(module.register_forward_pre_hook(HookOfOne(self._before_module)))
+        self._handles.append(self._root.register_forward_hook(HookOfOne(self._after_root), always_call=True))
 
     def disable(self, param_sync: bool) -> None:
         """Modules wait no more; with ``param_sync`` this waits for all."""
@@ -90,6 +91,9 @@ class ParamSync:
         self._handles.clear()
         if param_sync:
             self._gather.finish_all()
+
+    def _before_state_dict(self, *unused: Any) -> None:
+        self.finish()
 
     def before_forward(self) -> None:
         """Where no hook waits, this does."""

@@ -8,10 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.utils import _to_kwargs
 
 from farandole import _C
 from farandole.ddp._comm_hook import builtin_comm_hook, checked_comm_hook
+from farandole.ddp._copying import build_again, state_of
+from farandole.ddp._join import DdpJoinHook, begin_forward
 from farandole.ddp._options import (
     Replicas,
     bucket_elements,
@@ -20,12 +23,13 @@ from farandole.ddp._options import (
     parameters_of,
     unused_policy,
 )
+from farandole.ddp._outputs import tensors_in
 from farandole.ddp._param_sync import ParamSync
 
 __all__ = ["DistributedDataParallel"]
 
 
-class DistributedDataParallel(torch.nn.Module):
+class DistributedDataParallel(torch.nn.Module, Joinable):
     """Wraps a module so that each backward leaves the average gradient over the group in ``.grad``.
 
     Gradients live in contiguous buffers, laid out in reverse registration order (as Megatron-core's) and cut into
@@ -163,6 +167,7 @@ class DistributedDataParallel(torch.nn.Module):
         is_added: Callable[[int], bool] | None = None,
     ) -> None:
         """Once the arguments are known: also for those who take others."""
+        Joinable.__init__(self)
         self.module = module
         self.process_group = replicas.group
         self.replicas = replicas
@@ -170,6 +175,10 @@ class DistributedDataParallel(torch.nn.Module):
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self._no_sync_depth = 0
+        self._divides_by_world = True
+        self._options = options
+        self._overlap_param_gather = overlap_param_gather
+        self._is_added = is_added
         self._reducer = _C.GradReducer(
             replicas.packed(),
             experts.packed(),
@@ -184,25 +193,88 @@ class DistributedDataParallel(torch.nn.Module):
             parameter.main_grad = main_grads[name]
         self._param_sync = ParamSync(self, self._reducer, overlap_param_gather) if options.is_sharded else None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """To copy or pickle it, which is no collective: over the default group only, as torch's. Gradients stay behind."""
+        return state_of(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        build_again(self, state)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._param_sync is not None:
             self._param_sync.before_forward()
         if torch.is_grad_enabled():
             self._reducer.prepare_forward(self.require_backward_grad_sync)
-        if self.broadcast_buffers and self.require_forward_param_sync:
-            self._sync_buffers()
+        broadcasts = self.broadcast_buffers and self.require_forward_param_sync
+        source = 0
+        if self._join_config.enable:
+            source = begin_forward(self, broadcasts, torch.is_grad_enabled() and self.require_backward_grad_sync)
+        if broadcasts:
+            self._sync_buffers(source)
         if self.device is not None:
             (args,), (kwargs,) = _to_kwargs(args, kwargs, self.device, use_side_stream_for_tensor_copies=False)
         output = self.module(*args, **kwargs)
         # torch's: after a forward that will not be differentiated or reduced the next one needs no new buffers.
         self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
+        if self.require_forward_param_sync:
+            self._reducer.watch_outputs(tensors_in(output))
         return output
 
-    def _sync_buffers(self) -> None:
+    def _sync_buffers(self, source: int = 0) -> None:
         buffers = list(self.module.buffers())
         for group in (self.replicas.instances, self.replicas.group):
             if group is not None:
-                _C.broadcast_tensors(group, buffers)
+                _C.broadcast_tensors(group, buffers, source)
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """For a training loop over uneven inputs: a rank that has left it does what the others wait for, until all have.
+
+        As torch's; ``torch.distributed.algorithms.join.Join([model, ...])`` works, too. Each forward with gradients
+        must be followed by its backward. At the end all ranks have the model of those that were the last.
+
+        Args:
+            divide_by_initial_world_size: gradients are divided by the number of all ranks, else by that of those that
+                have inputs.
+            enable: False does nothing.
+            throw_on_early_termination: when one rank has no more inputs all raise a RuntimeError.
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Joinable's: takes ``divide_by_initial_world_size``."""
+        if self._options.is_sharded:
+            raise RuntimeError(
+                "join(): expected use_distributed_optimizer=False, a rank without inputs would not update its part"
+            )
+        if self.replicas.instances is not None or self.experts.group != self.replicas.group:
+            raise RuntimeError(
+                "join(): expected one process group, neither instance_process_group nor expert_process_group"
+            )
+        if not self._options.ends_with_backward:
+            raise RuntimeError(
+                "join(): expected gradients that are reduced when backward ends, not by finish_grad_sync"
+            )
+        return DdpJoinHook(self, kwargs.get("divide_by_initial_world_size", True))
+
+    @property
+    def join_device(self) -> torch.device:
+        """Joinable's: where the parameters are."""
+        return next(iter(self._trainable.values())).device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """Joinable's."""
+        return self.process_group
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

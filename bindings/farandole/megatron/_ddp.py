@@ -175,6 +175,11 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
             group = self.dp_cp_group if getattr(parameter, "allreduce", True) else self.expt_dp_group
             dist.broadcast(parameter.data, group=group, group_src=0)
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise RuntimeError(
+            f"copying or pickling a {type(self).__name__} of Megatron's: copy its module and wrap the copy"
+        )
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Of the module that is wrapped: no name begins with ``module.``."""
         return self.module.state_dict(*args, **kwargs)

@@ -207,6 +207,20 @@ def test_other_models_are_an_error_on_every_rank():
     run_ranks(_unlike, 2, "gloo")
 
 
+def _torchs(rank: int, world_size: int) -> None:
+    config, ddp_config = megatron.ModelParallelConfig(), megatron.DistributedDataParallelConfig()
+    collection = support.collection_of(world(), None)
+    model = megatron.DistributedDataParallel(config, ddp_config, torch.nn.Linear(3, 2), pg_collection=collection)
+    with pytest.raises(RuntimeError, match="copying or pickling"):
+        copy.deepcopy(model)
+    with pytest.raises(RuntimeError, match=r"join\(\): expected gradients that are reduced when backward ends"):
+        model.join()
+
+
+def test_what_only_torchs_wrapper_does_is_refused_by_name():
+    run_ranks(_torchs, 1, "gloo")
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

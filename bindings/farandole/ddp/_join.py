@@ -1,0 +1,79 @@
+"""Uneven inputs: what a rank that has none left does, so that the others do not wait for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
+
+from farandole import _C
+
+if TYPE_CHECKING:
+    from farandole.ddp._wrapper import DistributedDataParallel
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """What all ranks know of the forward that some of them begin."""
+
+    active: int
+    """Ranks that have inputs."""
+    source: int
+    """The last of them: whose buffers count."""
+    broadcasts: bool
+    reduces: bool
+
+
+def begin_forward(model: DistributedDataParallel, broadcasts: bool, reduces: bool) -> int:
+    """Of a rank that has inputs, inside join(): tells the others so. Returns the rank whose buffers count."""
+    work = Join.notify_join_context(model)
+    told = _tell(model, True, broadcasts, reduces)
+    if work is not None:
+        work.wait()
+    _average(model, told)
+    return told.source
+
+
+class DdpJoinHook(JoinHook):
+    """Does in each step of the others what they do, and brings the model up to date at the end."""
+
+    def __init__(self, model: DistributedDataParallel, divide_by_initial_world_size: bool) -> None:
+        self._model = model
+        model._divides_by_world = divide_by_initial_world_size
+
+    def main_hook(self) -> None:
+        told = _tell(self._model, False, False, False)
+        if told.broadcasts:
+            self._model._sync_buffers(told.source)
+        if told.reduces:
+            _average(self._model, told)
+            self._model._reducer.shadow_round()
+        self._model.require_forward_param_sync = told.reduces
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        model = self._model
+        source = torch.tensor([model.process_group.rank() if is_last_joiner else -1], device=model.join_device)
+        dist.all_reduce(source, op=dist.ReduceOp.MAX, group=model.process_group)
+        state = [*model.module.parameters(), *(model.module.buffers() if model.broadcast_buffers else ())]
+        _C.broadcast_tensors(model.process_group, state, int(source.item()))
+        # All have come here: what is after it needs no telling.
+        model._reducer.average_over(model.replicas.size)
+        model._join_config = _JoinConfig.construct_disabled_join_config()
+
+
+def _tell(model: DistributedDataParallel, is_active: bool, broadcasts: bool, reduces: bool) -> _Forward:
+    group = model.process_group
+    values = torch.zeros(2 + group.size(), dtype=torch.int32)
+    values[0], values[1], values[2 + group.rank()] = broadcasts, reduces, is_active
+    values = values.to(model.join_device)
+    dist.all_reduce(values, group=group)
+    flags = values.tolist()
+    active = [rank for rank, is_active in enumerate(flags[2:]) if is_active]
+    return _Forward(len(active), max(active, default=0), flags[0] > 0, flags[1] > 0)
+
+
+def _average(model: DistributedDataParallel, told: _Forward) -> None:
+    model._reducer.average_over(model.replicas.size if model._divides_by_world else told.active)

@@ -1,0 +1,40 @@
+#include "ddp/round_trouble.h"
+
+#include <algorithm>
+#include <cstddef>
+
+namespace farandole::ddp {
+namespace {
+
+constexpr std::size_t kMaxNames = 20;  // in one error
+
+std::string joinNames(const std::vector<ModelParameter>& parameters, const std::vector<int>& indices) {
+  std::string text;
+  for (std::size_t i = 0; i < std::min(indices.size(), kMaxNames); ++i) {
+    text += (i == 0 ? "'" : ", '") + parameters[indices[i]].name + "'";
+  }
+  if (indices.size() > kMaxNames) text += " and " + std::to_string(indices.size() - kMaxNames) + " more";
+  return text;
+}
+
+}  // namespace
+
+std::string describeAbandoned(const std::vector<ModelParameter>& parameters, const std::vector<int>& unused,
+                              bool endsWithBackward) {
+  if (!endsWithBackward) {
+    return "a forward began before finish_grad_sync() was called. It was called now, so that other ranks do not wait";
+  }
+  return "a forward began before the last backward that synchronizes had ended (did it raise?). Without a gradient in "
+         "it: " +
+         (unused.empty() ? "none" : joinNames(parameters, unused)) +
+         ". It was ended now, so that other ranks do not wait; its gradients are not to be used";
+}
+
+std::string describeUnused(const std::vector<ModelParameter>& parameters, const std::vector<int>& unused) {
+  return std::to_string(unused.size()) + " of " + std::to_string(parameters.size()) +
+         " parameters got no gradient in a backward that synchronizes: " + joinNames(parameters, unused) +
+         ". They counted as zero, or as what had accumulated before, so that no other rank waits. Where this is "
+         "meant, pass unused_parameters='zero_fill' or 'skip'";
+}
+
+}  // namespace farandole::ddp

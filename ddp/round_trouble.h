@@ -1,0 +1,19 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "ddp/model_agreement.h"
+
+namespace farandole::ddp {
+
+// What is wrong with a round on one rank, for people. `unused`: the parameters, by index, that got no gradient.
+
+// A forward came before its end.
+std::string describeAbandoned(const std::vector<ModelParameter>& parameters, const std::vector<int>& unused,
+                              bool endsWithBackward);
+
+// It has some, and that is an error.
+std::string describeUnused(const std::vector<ModelParameter>& parameters, const std::vector<int>& unused);
+
+}  // namespace farandole::ddp
