@@ -37,9 +37,12 @@ void ParamGather::markStale() {
 }
 
 void ParamGather::startNext() {
-  GroupState& state = states_[next_--];
+  GroupState& state = states_[next_];
+  for (Gather& gather : state.gathers) {
+    if (!gather.work) gather.work = allGather(*gather.group, gather.whole, gather.part);  // one may have thrown before
+  }
   state.isStarted = true;
-  for (Gather& gather : state.gathers) gather.work = allGather(*gather.group, gather.whole, gather.part);
+  --next_;
 }
 
 void ParamGather::start() {
