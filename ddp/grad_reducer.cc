@@ -47,9 +47,18 @@ std::shared_ptr<GradReducer> GradReducer::create(const DataParallelGroups& group
     refusal =
         "unused_parameters='skip': expected a group with a backend for the CPU, too, where ranks tell what they used";
   }
+  // What the instance finds it tells the others, which would wait for it else.
+  std::exception_ptr found;
   for (const Group& group : {groups.dense.group, groups.dense.instances}) {
-    if (group) checkAgreement(*group, exchangeDevice(*group, trainableOf(model)), facts, refusal);
+    if (!group) continue;
+    try {
+      checkAgreement(*group, exchangeDevice(*group, trainableOf(model)), facts, refusal);
+    } catch (const c10::ValueError& error) {
+      if (refusal.empty()) refusal = error.what_without_backtrace();
+      if (!found) found = std::current_exception();
+    }
   }
+  if (found) std::rethrow_exception(found);
   if (options.broadcasts) broadcastModel(groups, model);
   std::shared_ptr<GradReducer> reducer(new GradReducer(
       groups, std::make_shared<ModelBuffers>(model, groups, options.buffers), options, std::move(isAdded)));
