@@ -54,7 +54,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Args:
         optimizer: made over parameters of the model, in any param groups. It is taken over with the state it has: its
             ``param_groups`` get the tensors that this rank updates, flat ones where the model is sharded and it updates
-            each element by itself, as Adam or SGD do. Else it must update each parameter by itself.
+            each element by itself, as Adam or SGD do. Else it must update each parameter by itself; of what this rank
+            reduces ``param_groups`` then show the gradients alone, for scalers.
         model: the wrapped model, or several (virtual stages). Parameters that ``optimizer`` has not stay as they are.
         model_parallel_group: ranks with other parameters of the same model (pipeline and tensor parallel ones),
             over which norms of gradients are added up, too. A parameter with ``shared = True`` is left out of norms.
@@ -198,6 +199,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         another bucket size. Where the optimizer has not stepped, its state is made first, to be loaded into.
         """
         self._check_names("state_dict()")
+        if self._exchanges:
+            self._finish_params()  # making the state steps in memory that is gathered into
         _copy_settings(self.param_groups, self._inner.param_groups)
         self._is_provisional = saved.initialize(self._inner, self._runs) or self._is_provisional
         return saved.collect(self._inner, self._runs, self._names)
@@ -209,7 +212,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: another number of param groups, a parameter or a state that is missing, or parts that do not
-                have what this rank owns, on any rank (those of another number of ranks: use full_state_dict() or a checkpoint).
+                have what a rank owns, on any rank (those of another number of ranks: use full_state_dict() or a
+                checkpoint). Then nothing has changed.
         """
         self._finish_params()
         with self._raising_together():
@@ -291,13 +295,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 def _is_elementwise(optimizer: torch.optim.Optimizer, is_elementwise: bool | None) -> bool:
     name = type(optimizer).__name__
-    if is_elementwise is not None:
-        return is_elementwise
     if name in _REFUSED:
         raise ValueError(
             f"optimizer is a {name}, which {_REFUSED[name]}: expected a model that is wrapped with "
             "use_distributed_optimizer=False"
         )
+    if is_elementwise is not None:
+        return is_elementwise
     if name not in _ELEMENTWISE and name not in _BY_PARAMETER:
         raise ValueError(
             f"optimizer is a {name}: expected is_elementwise=True if it updates each element of a tensor by itself, as "

@@ -115,6 +115,47 @@ def test_random_models_train_as_under_the_plain_optimizer(backend, world_size):
     run_ranks(_trains_alike, world_size, backend, timeout=150, seeds=seeds)
 
 
+def _short(rank: int, world_size: int, seed: int) -> None:
+    """Gradients of 16 bits, and parameters of 8 beside others, whose updates come as float32 copies say."""
+
+    def make(module: SmallModel) -> SmallModel:
+        module.first.weight = torch.nn.Parameter(module.first.weight.detach().to(torch.float8_e4m3fn))
+        module.first.forward = lambda x: torch.nn.functional.linear(  # type: ignore[method-assign]
+            x, module.first.weight.to(torch.bfloat16), module.first.bias
+        )
+        return module
+
+    for in_fp32 in (False, True):
+        module = SmallModel(seed, torch.bfloat16)
+        model = DistributedDataParallel(
+            make(module) if in_fp32 else module,
+            bucket_size=200,
+            use_distributed_optimizer=True,
+            grad_reduce_in_fp32=in_fp32,
+        )
+        optimizer = DistributedOptimizer(ByNorms(groups_of(model.module), lr=1e-2), model, is_elementwise=False)
+        other = SmallModel(seed, torch.bfloat16)
+        oracle = Oracle(make(other) if in_fp32 else other, lambda groups: ByNorms(groups, lr=1e-2), torch.float32)
+        for step in range(10):
+            batches = [[batch_of(seed, step, other, 0, model.module)] for other in range(world_size)]
+            want = oracle.step(batches, 0.5, 2.0)
+            optimizer.zero_grad()
+            model(batches[rank][0]).backward()
+            assert optimizer.clip_grad_norm_(0.5).item() == pytest.approx(want.item(), rel=3e-2)
+            optimizer.step()
+        assert all(run.tensor.dtype == torch.float32 for run in optimizer._runs)
+        for (name, want), got in zip(oracle.module.named_parameters(), model.module.parameters(), strict=True):
+            allowed = 0.1 if want.dtype == torch.float8_e4m3fn else 3e-2
+            error = (want.double() - got.double()).abs().max().item()
+            assert error <= allowed * (1 + want.double().abs().max().item()), f"{name}: {error}"
+
+
+def test_short_gradients_and_parameters_have_float32_copies():
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"seed {seed}")
+    run_ranks(_short, 3, BACKENDS[-1], timeout=60, seed=seed)
+
+
 def _muon(rank: int, world_size: int, seed: int) -> None:
     """Muon over matrices, AdamW over the rest: two optimizers of one model."""
     module = SmallModel(seed, torch.float64)
