@@ -8,7 +8,7 @@
 
 namespace farandole::ddp {
 
-ParamGather::ParamGather(DataParallelGroups groups, std::shared_ptr<ModelBuffers> buffers)
+ParamGather::ParamGather(const DataParallelGroups& groups, std::shared_ptr<ModelBuffers> buffers)
     : buffers_(std::move(buffers)), bucketGroupOf_(buffers_->parameters().size()) {
   const Layout& layout = buffers_->layout();
   for (const BucketGroupLayout& bucketGroup : buffers_->bucketGroups()) {
