@@ -27,6 +27,22 @@ c10::Device exchangeDevice(c10d::ProcessGroup& group, const std::vector<ModelPar
   return hasCpuBackend(group) || devices.empty() ? c10::Device(at::kCPU) : devices.front();
 }
 
+// What the instance finds it tells the others, which would wait for it else.
+void checkReplicas(const Replicas& replicas, const std::vector<ModelParameter>& trainable,
+                   const std::vector<Fact>& facts, std::string refusal) {
+  std::exception_ptr found;
+  for (const Group& group : {replicas.group, replicas.instances}) {
+    if (!group) continue;
+    try {
+      checkAgreement(*group, exchangeDevice(*group, trainable), facts, refusal);
+    } catch (const c10::ValueError& error) {
+      if (refusal.empty()) refusal = error.what_without_backtrace();
+      if (!found) found = std::current_exception();
+    }
+  }
+  if (found) std::rethrow_exception(found);
+}
+
 }  // namespace
 
 std::shared_ptr<GradReducer> GradReducer::create(const DataParallelGroups& groups, const Model& model,
@@ -41,9 +57,7 @@ std::shared_ptr<GradReducer> GradReducer::create(const DataParallelGroups& group
   }
   TORCH_CHECK_VALUE(!options.isAgreed || refusal.empty(), "farandole.ddp: ", refusal);
   if (!options.isAgreed) {
-    for (const Group& group : {groups.dense.group, groups.dense.instances}) {
-      if (group) checkAgreement(*group, exchangeDevice(*group, trainableOf(model)), facts, refusal);
-    }
+    checkReplicas(groups.dense, trainableOf(model), facts, std::move(refusal));
     if (options.broadcasts) broadcastModel(groups, model);
   }
   std::shared_ptr<GradReducer> reducer(new GradReducer(

@@ -8,7 +8,7 @@
 
 namespace farandole::ddp {
 
-ParamGather::ParamGather(DataParallelGroups groups, std::shared_ptr<ModelBuffers> buffers)
+ParamGather::ParamGather(const DataParallelGroups& groups, std::shared_ptr<ModelBuffers> buffers)
     : buffers_(std::move(buffers)), bucketGroupOf_(buffers_->parameters().size()) {
   const Layout& layout = buffers_->layout();
   for (const BucketGroupLayout& bucketGroup : buffers_->bucketGroups()) {
@@ -37,9 +37,12 @@ void ParamGather::markStale() {
 }
 
 void ParamGather::startNext() {
-  GroupState& state = states_[next_--];
+  GroupState& state = states_[next_];
+  for (Gather& gather : state.gathers) {
+    if (!gather.work) gather.work = allGather(*gather.group, gather.whole, gather.part);  // one may have thrown before
+  }
   state.isStarted = true;
-  for (Gather& gather : state.gathers) gather.work = allGather(*gather.group, gather.whole, gather.part);
+  --next_;
 }
 
 void ParamGather::start() {

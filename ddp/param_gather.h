@@ -19,7 +19,7 @@ namespace farandole::ddp {
 class ParamGather {
  public:
   // Of sharded buffers.
-  ParamGather(DataParallelGroups groups, std::shared_ptr<ModelBuffers> buffers);
+  ParamGather(const DataParallelGroups& groups, std::shared_ptr<ModelBuffers> buffers);
 
   // What other ranks own is old from now on, in every bucket. Nothing may be under way.
   void markStale();

@@ -184,6 +184,15 @@ void bindDdp(py::module_& module) {
   module.def("broadcast_tensors", &ddp::broadcastTensors, py::arg("group"), py::arg("tensors"), py::arg("rank") = 0,
              ReleaseGil());
   module.def(
+      "check_agreement",
+      [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, c10::Device device,
+         const std::vector<std::pair<std::string, std::string>>& facts, const std::string& refusal) {
+        std::vector<ddp::Fact> named;
+        for (const auto& [name, value] : facts) named.push_back({name, value});
+        ddp::checkAgreement(*group, device, named, refusal);
+      },
+      py::arg("group"), py::arg("device"), py::arg("facts"), py::arg("refusal"), ReleaseGil());
+  module.def(
       "abandon_group",
       [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& why) {
         ddp::abandonGroup(*group, why);

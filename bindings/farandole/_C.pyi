@@ -203,6 +203,9 @@ class UnusedParameters:
     skip: ClassVar[UnusedParameters]
 
 def broadcast_tensors(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], rank: int = 0) -> None: ...
+def check_agreement(
+    group: dist.ProcessGroup, device: torch.device, facts: Sequence[tuple[str, str]], refusal: str
+) -> None: ...
 def abandon_group(group: dist.ProcessGroup, why: str) -> None: ...
 
 class ReducerOptions:

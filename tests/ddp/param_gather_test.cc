@@ -94,6 +94,27 @@ TEST(ParamGather, AllAreStartedAtOnceAndNothingChangesMeanwhile) {
   });
 }
 
+TEST(ParamGather, WhatCouldNotBeStartedIsStartedNextTime) {
+  for (int failing = 0; failing < 3; ++failing) {
+    SCOPED_TRACE("all-gather " + std::to_string(failing));
+    runThreads(2, [&](ThreadRank& self) {
+      const std::vector<at::Tensor> tensors = parameters();
+      const auto buffers = buffersOf(self, tensors);
+      ParamGather gather(self.group, buffers);
+      update(*buffers, self);
+      gather.markStale();
+      self.backend->failingGather = failing;
+      EXPECT_THROW(gather.start(), c10::Error);
+      EXPECT_FALSE(gather.isCurrent());
+      gather.finishAll();
+      EXPECT_TRUE(gather.isCurrent());
+      for (int bucket = 0; bucket < 3; ++bucket) EXPECT_TRUE(isWhole(*buffers, bucket));
+      const std::vector<std::string>& events = self.backend->events;
+      EXPECT_EQ(events.size() - std::count(events.begin(), events.end(), "wait"), 3);
+    });
+  }
+}
+
 TEST(ParamGather, ARankByItselfHasNothingToGather) {
   runThreads(1, [](ThreadRank& self) {
     const std::vector<at::Tensor> tensors = parameters();

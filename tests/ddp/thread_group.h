@@ -88,6 +88,9 @@ class ThreadBackend : public c10d::Backend, public GatheredReductions {
   // Fails the allreduce with this message when it is waited for.
   std::string failure;
 
+  // Fails to start this all-gather of parts, counted from the next one on; nothing fails where it is negative.
+  int failingGather = -1;
+
  private:
   c10::intrusive_ptr<c10d::Work> start(std::vector<at::Tensor> tensors, const ThreadHub::Combine& combine);
 

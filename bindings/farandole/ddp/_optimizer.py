@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,23 +10,32 @@ import torch
 import torch.distributed as dist
 
 from farandole.ddp import _optimizer_state as saved
-from farandole.ddp._runs import Run, runs_of, total_norm
+from farandole.ddp._agreement import Facts, raising_together
+from farandole.ddp._expert_names import expert_suffix, trainable_of
+from farandole.ddp._runs import Cut, GradShard, Run, total_norm, whole_runs_of
+from farandole.ddp._whole import WholeParameters
 from farandole.ddp._wrapper import DistributedDataParallel
 
 _CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 
 # Those that update an element by what they know of that element alone, so that neighbours can be one tensor.
 _ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-# Those that are known not to.
-_BY_SHAPE = ("Adafactor", "LBFGS", "Muon", "SparseAdam", "Shampoo", "SOAP", "LAMB", "LARS")
+# Those that look at the whole of a parameter, or at its shape.
+_BY_PARAMETER = ("Adafactor", "LAMB", "LARS", "Muon", "SOAP", "Shampoo")
+_REFUSED = {
+    "LBFGS": "looks at all parameters at once",
+    "SparseAdam": "takes sparse gradients",
+}
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
     """A torch optimizer of whose state each rank keeps its part, as Megatron-core's DistributedOptimizer (ZeRO-1).
 
     Over a model that is wrapped with ``use_distributed_optimizer=True`` each rank updates its part of every bucket,
-    with a float32 copy where parameters have a shorter type, and all get the result by an all-gather. A model that is
-    wrapped without it is updated by each rank as a whole, with the same float32 copies: for ``grad_reduce_in_fp32``.
+    with a float32 copy where parameters have a shorter type, and all get the result by an all-gather. Of optimizers
+    that look at whole parameters (Adafactor, Muon) each rank updates some parameters as a whole instead; see
+    docs/data_parallel.md for what moves. A model that is wrapped without it is updated by each rank as a whole, with
+    the same float32 copies: for ``grad_reduce_in_fp32``.
 
         model = DistributedDataParallel(module, use_distributed_optimizer=True)
         optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model)
@@ -39,17 +49,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler(process_group=...)``, which tells all ranks of an
     overflow that one of them sees, and ``grad_reduce_in_fp32=True``.
 
+    Constructing is a collective: what is wrong on one rank is raised on all.
+
     Args:
         optimizer: made over parameters of the model, in any param groups. It is taken over with the state it has: its
-            ``param_groups`` get the tensors that this rank updates, flat ones where the model is sharded. There it must
-            update each element by itself, as Adam or SGD do.
+            ``param_groups`` get the tensors that this rank updates, flat ones where the model is sharded and it updates
+            each element by itself, as Adam or SGD do. Else it must update each parameter by itself; of what this rank
+            reduces ``param_groups`` then show the gradients alone, for scalers.
         model: the wrapped model, or several (virtual stages). Parameters that ``optimizer`` has not stay as they are.
         model_parallel_group: ranks with other parameters of the same model (pipeline and tensor parallel ones),
             over which norms of gradients are added up, too. A parameter with ``shared = True`` is left out of norms.
-        is_elementwise: whether a custom optimizer updates each element by itself: must be said where that is not known.
+        is_elementwise: whether a custom optimizer updates each element by itself, or each parameter: must be said
+            where that is not known.
 
     Raises:
-        ValueError: an optimizer that is not elementwise over a sharded model; a parameter that is of none of the models.
+        ValueError: an optimizer that can do neither over a sharded model; a parameter that is of none of the models.
     """
 
     def __init__(
@@ -71,17 +85,43 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer is a {type(optimizer).__name__}: expected a torch.optim.Optimizer")
         self._is_sharded = any(one._param_sync is not None for one in models)
-        if self._is_sharded:
-            _check_elementwise(optimizer, is_elementwise)
         self._models = models
         self._inner = optimizer
         self._model_parallel_group = model_parallel_group
-        self._runs, self._names = _take_over(optimizer, models)
+        with self._raising_together() as facts:
+            if self._is_sharded and any(one._param_sync is None for one in models):
+                raise ValueError("model: expected all with use_distributed_optimizer=True, or none")
+            is_flat = not self._is_sharded or _is_elementwise(optimizer, is_elementwise)
+            prefixes = ["" if len(models) == 1 else f"{index}." for index in range(len(models))]
+            group_of, self._names = _groups_of(optimizer, models, prefixes)
+            facts += [("optimizer", type(optimizer).__name__)]
+            facts += [(f"param group {index}", ", ".join(names)) for index, names in enumerate(self._names)]
+        self._expert_suffix = expert_suffix(models)
+        cuts = [
+            Cut(one, trainable_of(one, prefix, self._expert_suffix), group_of)
+            for one, prefix in zip(models, prefixes, strict=True)
+        ]
+        self._exchanges: list[WholeParameters] = []
+        if is_flat:
+            self._runs = [run for cut in cuts for run in cut.runs()]
+        else:
+            self._runs, self._exchanges = whole_runs_of(cuts)
+        saved.take_over(optimizer, self._runs)
+        for index, group in enumerate(optimizer.param_groups):
+            group["params"] = [run.tensor for run in self._runs if run.group == index]
+        # What is measured, clipped and scaled.
+        self._graded: Sequence[Run | GradShard] = self._runs
+        if not is_flat:
+            self._graded = [shard for cut in cuts for shard in cut.shards()]
         self._is_provisional = False  # the state was made to be loaded into, and was not
         self._has_grads = False
         super().__init__([dict(group) for group in optimizer.param_groups], optimizer.defaults)
-        self.param_groups = optimizer.param_groups
         self.state = optimizer.state
+        if is_flat:
+            self.param_groups = optimizer.param_groups
+        else:
+            for index, group in enumerate(self.param_groups):
+                group["params"] = [shard.tensor for shard in self._graded if shard.group == index]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Begins a step: gradients of the last one do not count any more.
@@ -108,8 +148,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"the norm of the gradients, of order {norm_type}, is {total.item()}: expected a finite one"
             )
         factor = (max_norm / (total + _CLIP_EPSILON)).clamp(max=1.0)
-        if self._runs:  # a rank may own padding only
-            torch._foreach_mul_([run.tensor.grad for run in self._runs], factor)
+        if self._graded:  # a rank may own padding only
+            torch._foreach_mul_([one.tensor.grad for one in self._graded], factor)
         return total
 
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
@@ -130,19 +170,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._take_grads("step()")
-        for model in self._models:
-            if model._param_sync is not None:
-                model._param_sync.finish()  # what is under way reads what changes now
+        self._finish_params()  # what is under way reads what changes now
         if self._is_provisional:
             self._inner.state.clear()
             self._is_provisional = False
+        for exchange in self._exchanges:
+            exchange.gather_grads()
+        for run in self._runs if self._exchanges else ():
+            run.take_grad()
+        _copy_settings(self.param_groups, self._inner.param_groups)
         self._inner.step()
+        _copy_settings(self._inner.param_groups, self.param_groups)
         self._drop_grads()
         self._publish()
         return loss
 
     def reload_model_params(self) -> None:
         """Takes float32 copies from the model anew, after its parameters were loaded."""
+        self._finish_params()
         for run in self._runs:
             run.reload()
 
@@ -153,6 +198,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         parts know their place in the flattened parameter: a checkpoint can be loaded with another number of ranks or
         another bucket size. Where the optimizer has not stepped, its state is made first, to be loaded into.
         """
+        self._check_names("state_dict()")
+        if self._exchanges:
+            self._finish_params()  # making the state steps in memory that is gathered into
+        _copy_settings(self.param_groups, self._inner.param_groups)
         self._is_provisional = saved.initialize(self._inner, self._runs) or self._is_provisional
         return saved.collect(self._inner, self._runs, self._names)
 
@@ -163,36 +212,52 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: another number of param groups, a parameter or a state that is missing, or parts that do not
-                have what this rank owns (those of another number of ranks: use full_state_dict() or a checkpoint).
+                have what a rank owns, on any rank (those of another number of ranks: use full_state_dict() or a
+                checkpoint). Then nothing has changed.
         """
+        self._finish_params()
+        with self._raising_together():
+            self._check_names("load_state_dict()")
+            self._is_provisional = saved.initialize(self._inner, self._runs) or self._is_provisional
+            todo = saved.match(self._inner, self._runs, self._names, state_dict)
+        for restore in todo:
+            restore()
+        _copy_settings(self._inner.param_groups, self.param_groups)
+        self._is_provisional = False
+        self._publish()
+
+    def _finish_params(self) -> None:
         for model in self._models:
             if model._param_sync is not None:
                 model._param_sync.finish()
-        saved.initialize(self._inner, self._runs)
-        saved.restore(self._inner, self._runs, self._names, state_dict)
-        self._is_provisional = False
-        self._publish()
 
     def _publish(self) -> None:
         with torch.no_grad():
             for run in self._runs:
                 run.publish()
+            for exchange in self._exchanges:
+                exchange.scatter_parameters()
         for model in self._models:
             if model._param_sync is not None:
                 model._param_sync.updated()
 
     def full_state_dict(self) -> dict[str, Any]:
-        """As :meth:`state_dict`, with whole tensors, flat, of all parameters on every rank. A collective.
+        """As :meth:`state_dict`, with whole tensors, flat, of all parameters on every rank. A collective."""
+        # Experts differ also where nothing is sharded.
+        is_local = not self._is_sharded and not self._expert_suffix
+        return saved.gather(self.state_dict(), None if is_local else self._models[0].replicas.group)
 
-        Raises:
-            NotImplementedError: experts have a group of their own.
-        """
-        for model in self._models:
-            if self._is_sharded and model.experts.group is not model.replicas.group:
-                raise NotImplementedError(
-                    "full_state_dict() with expert_process_group: different experts have one name on different ranks"
-                )
-        return saved.gather(self.state_dict(), self._models[0].replicas.group if self._is_sharded else None)
+    def _check_names(self, what: str) -> None:
+        if self._expert_suffix is None:
+            raise NotImplementedError(
+                f"{what}: expected groups of experts that are parts of process_group and make it up: else different "
+                "experts have one name"
+            )
+
+    def _raising_together(self) -> contextlib.AbstractContextManager[Facts]:
+        first = self._models[0]
+        replicas = [group for model in self._models for group in (model.replicas.group, model.replicas.instances)]
+        return raising_together(replicas, [self._model_parallel_group], next(first.parameters()).device)
 
     def _total_norm(self, norm_type: float) -> torch.Tensor:
         """The weights: a sharded run is this rank's alone, any other is every replica's."""
@@ -200,7 +265,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         device = next(first.parameters()).device
         copies = {False: first.replicas.group.size(), True: first.experts.group.size()}
         total = total_norm(
-            self._runs, norm_type, lambda run: 1.0 if self._is_sharded else 1.0 / copies[run.is_expert], device
+            self._graded, norm_type, lambda run: 1.0 if self._is_sharded else 1.0 / copies[run.is_expert], device
         )
         op = dist.ReduceOp.MAX if norm_type == torch.inf else dist.ReduceOp.SUM
         for group in (first.replicas.group, self._model_parallel_group):
@@ -217,8 +282,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     f"{what}: gradients were not reduced: expected a backward outside of no_sync(), or "
                     "finish_grad_sync(), since the last zero_grad()"
                 )
-        for run in self._runs:
-            run.take_grad()
+        if not self._exchanges:
+            for run in self._runs:
+                run.take_grad()
         self._has_grads = True
 
     def _drop_grads(self) -> None:
@@ -227,27 +293,27 @@ class DistributedOptimizer(torch.optim.Optimizer):
             run.drop_grad()
 
 
-def _check_elementwise(optimizer: torch.optim.Optimizer, is_elementwise: bool | None) -> None:
+def _is_elementwise(optimizer: torch.optim.Optimizer, is_elementwise: bool | None) -> bool:
     name = type(optimizer).__name__
-    if is_elementwise is None:
-        is_elementwise = True if name in _ELEMENTWISE else False if name in _BY_SHAPE else None
-    if is_elementwise is None:
+    if name in _REFUSED:
         raise ValueError(
-            f"optimizer is a {name}: expected is_elementwise=True if it updates each element of a tensor by itself, as "
-            "Adam does (each rank has a flat part of the parameters)"
-        )
-    if not is_elementwise:
-        raise ValueError(
-            f"optimizer is a {name}, which needs whole parameters: expected a model that is wrapped with "
+            f"optimizer is a {name}, which {_REFUSED[name]}: expected a model that is wrapped with "
             "use_distributed_optimizer=False"
         )
+    if is_elementwise is not None:
+        return is_elementwise
+    if name not in _ELEMENTWISE and name not in _BY_PARAMETER:
+        raise ValueError(
+            f"optimizer is a {name}: expected is_elementwise=True if it updates each element of a tensor by itself, as "
+            "Adam does, False if it looks at whole parameters, each by itself, as Adafactor does"
+        )
+    return name in _ELEMENTWISE
 
 
-def _take_over(
-    optimizer: torch.optim.Optimizer, models: list[DistributedDataParallel]
-) -> tuple[list[Run], list[list[str]]]:
-    """Puts runs into the optimizer's param groups. Returns them, and the names of the parameters by param group."""
-    prefixes = ["" if len(models) == 1 else f"{index}." for index in range(len(models))]
+def _groups_of(
+    optimizer: torch.optim.Optimizer, models: list[DistributedDataParallel], prefixes: list[str]
+) -> tuple[dict[torch.Tensor, int], list[list[str]]]:
+    """The param group of each parameter, and the names of the parameters by param group."""
     name_of = {
         parameter: prefix + name
         for prefix, model in zip(prefixes, models, strict=True)
@@ -264,8 +330,11 @@ def _take_over(
                 )
             group_of[parameter] = index
         names.append([name_of[parameter] for parameter in group["params"] if parameter in name_of])
-    runs = [run for prefix, model in zip(prefixes, models, strict=True) for run in runs_of(model, prefix, group_of)]
-    for index, group in enumerate(optimizer.param_groups):
-        group["params"] = [run.tensor for run in runs if run.group == index]
-    saved.take_over(optimizer, runs)
-    return runs, names
+    return group_of, names
+
+
+def _copy_settings(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+    """Learning rates and the like, where schedulers and the optimizer have different groups."""
+    for theirs, ours in zip(source, target, strict=True):
+        if theirs is not ours:
+            ours.update({key: value for key, value in theirs.items() if key != "params"})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,18 +64,18 @@ def take_over(optimizer: torch.optim.Optimizer, runs: list[Run]) -> None:
         for piece in run.pieces:
             for key, value in before.get(piece.parameter, {}).items():
                 state = optimizer.state[run.tensor]
+                if run.has_master and isinstance(value, torch.Tensor) and value.is_floating_point() and key != "step":
+                    value = value.to(run.tensor.dtype)
                 # The count of steps of a parameter without dimensions has its shape, too.
                 if not isinstance(value, torch.Tensor) or value.shape != piece.parameter.shape or key == "step":
                     state[key] = value
                     continue
-                if run.has_master and value.is_floating_point():
-                    value = value.to(run.tensor.dtype)
                 if run.tensor.shape == value.shape:
                     state[key] = value
                     continue
                 if key not in state:
                     state[key] = torch.zeros_like(run.tensor, dtype=value.dtype)
-                piece.of(state[key]).copy_(value.reshape(-1)[piece.begin : piece.begin + piece.numel])
+                piece.put(state[key], value.reshape(-1)[piece.begin : piece.begin + piece.numel])
 
 
 def initialize(optimizer: torch.optim.Optimizer, runs: list[Run]) -> bool:
@@ -113,19 +115,26 @@ def _values_of(optimizer: torch.optim.Optimizer, run: Run) -> dict[str, Any]:
     return values
 
 
-def _is_parted(value: Any, run: Run) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == run.tensor.numel()
+def _is_parted(key: str, value: Any, run: Run) -> bool:
+    """Whether it has an element for each of the run's."""
+    if not isinstance(value, torch.Tensor) or value.numel() != run.tensor.numel():
+        return False
+    return value.dim() > 0 or (run.tensor.dim() == 0 and key != "step")
 
 
 def collect(optimizer: torch.optim.Optimizer, runs: list[Run], names: list[list[str]]) -> dict[str, Any]:
-    """By parameter: parts of what has an element for each of the run's, other values as they are."""
+    """By parameter: parts of what has an element for each of the run's, other values as they are.
+
+    Numbers as tensors: torch.distributed.checkpoint saves others of rank 0 only.
+    """
     state: dict[str, dict[str, Any]] = {}
     for run in runs:
         for key, value in _values_of(optimizer, run).items():
+            if isinstance(value, (int, float)):
+                value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
             for piece in run.pieces:
-                part = (
-                    FlatPart(piece.of(value), piece.begin, piece.parameter.numel()) if _is_parted(value, run) else value
-                )
+                is_parted = _is_parted(key, value, run)
+                part = FlatPart(piece.of(value), piece.begin, piece.parameter.numel()) if is_parted else value
                 state.setdefault(piece.name, {})[key] = part
     groups = [
         {key: value for key, value in group.items() if key != "params"} | {"params": list(group_names)}
@@ -134,29 +143,38 @@ def collect(optimizer: torch.optim.Optimizer, runs: list[Run], names: list[list[
     return {"state": state, "param_groups": groups}
 
 
-def restore(
+def match(
     optimizer: torch.optim.Optimizer, runs: list[Run], names: list[list[str]], state_dict: dict[str, Any]
-) -> None:
-    """The way back, in place."""
+) -> list[Callable[[], Any]]:
+    """The way back, in place: what has to be done, once all of it was found to be there."""
     groups = state_dict["param_groups"]
     if len(groups) != len(optimizer.param_groups):
         raise ValueError(f"state_dict has {len(groups)} param groups: expected {len(optimizer.param_groups)}")
+    todo: list[Callable[[], Any]] = []
     for index, (group, loaded, group_names) in enumerate(zip(optimizer.param_groups, groups, names, strict=True)):
         if list(loaded["params"]) != group_names:
             raise ValueError(
                 f"state_dict's param group {index} has the parameters {list(loaded['params'])}: expected {group_names}"
             )
-        group.update({key: value for key, value in loaded.items() if key != "params"})
+        todo.append(partial(group.update, {key: value for key, value in loaded.items() if key != "params"}))
     for run in runs:
         for key, value in _values_of(optimizer, run).items():
             found = [_value_in(state_dict["state"], piece, key) for piece in run.pieces]
-            if _is_parted(value, run):
+            if _is_parted(key, value, run):
                 for piece, source in zip(run.pieces, found, strict=True):
-                    piece.of(value).copy_(_part_in(source, piece, key))
-            elif isinstance(value, torch.Tensor):
-                value.copy_(found[0])
+                    todo.append(partial(piece.put, value, _part_in(source, piece, key)))
+            elif not isinstance(value, torch.Tensor):
+                is_number = isinstance(value, (int, float)) and isinstance(found[0], torch.Tensor)
+                read = type(value)(found[0].item()) if is_number else found[0]
+                todo.append(partial(optimizer.state[run.tensor].__setitem__, key, read))
+            elif found[0].shape != value.shape:
+                raise ValueError(
+                    f"state_dict has {key!r} of parameter '{run.pieces[0].name}' in the shape {tuple(found[0].shape)}: "
+                    f"expected {tuple(value.shape)}"
+                )
             else:
-                optimizer.state[run.tensor][key] = found[0]
+                todo.append(partial(value.copy_, found[0]))
+    return todo
 
 
 def _value_in(state: dict[str, Any], piece: Piece, key: str) -> Any:
@@ -204,6 +222,8 @@ def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
         name: {
             key: FlatPart(value.tensor.detach().cpu().clone(), value.begin, value.whole)
             if isinstance(value, FlatPart)
+            else value.cpu()
+            if isinstance(value, torch.Tensor)
             else value
             for key, value in values.items()
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from farandole import _C
 from farandole.ddp._copying import HookOfOne
+from farandole.ddp._reads import ReadRecorder
 
 
 class ParamSync:
@@ -18,18 +20,19 @@ class ParamSync:
     Gathers are started by the optimizer, all at once, in the order of registration. A forward pre-hook of each module
     waits for the buckets that hold its parameters. Not every parameter is read inside the forward of the module that
     holds it (nn.MultiheadAttention reads those of its out_proj, whose forward is never called; Megatron-core's hooks
-    leave such weights stale): so the first forward waits for all, and sees which modules are called. What the others
-    hold is waited for by the innermost module around them that is. Should a later forward leave out a module that the
-    first one called, its parameters may have been read too early: if one of them then gets a gradient, backward raises
-    an error that names it.
+    leave such weights stale): so the first forward that is differentiated waits for all, and sees which modules are
+    called and which parameters each one's own code reads (ReadRecorder). What modules hold that are not called is
+    waited for by the innermost module around them that is. Should a later forward leave out a module that the first one
+    called, its parameters may have been read too early: if one of them then gets a gradient, backward raises an error
+    that names it.
 
     Threads: the one that runs forwards.
     """
 
     def __init__(self, model: torch.nn.Module, reducer: _C.GradReducer, overlaps: bool) -> None:
-        self.overlaps = overlaps
         self._gather = _C.ParamGather(reducer)
         self._root: torch.nn.Module = model.module
+        self.overlaps = overlaps and _can_have_hooks(self._root)
         groups = self._gather.bucket_group_of()
         names = [name for name, _ in reducer.main_grads()]
         self._name_of = {parameter: name for name, parameter in self._root.named_parameters() if name in set(names)}
@@ -37,14 +40,16 @@ class ParamSync:
         self._awaited: dict[torch.nn.Module, list[int]] | None = None  # by module that the first forward called
         self._called: set[torch.nn.Module] = set()
         self._in_forward = False
+        self._recorder: ReadRecorder | None = None  # while the first forward runs
         self._handles: list[Any] = []
+        self._recorder_handles: list[Any] = []
         self._suspects: list[Any] = []
         self._warned = False
         self._has_optimizer = False  # which starts the gathers by itself
         # All have started theirs, so that one rank may do this alone.
         self._root.register_state_dict_pre_hook(HookOfOne(self._before_state_dict))
         self._root.register_load_state_dict_pre_hook(HookOfOne(self._before_state_dict))
-        if overlaps:
+        if self.overlaps:
             self.enable()
 
     def updated(self) -> None:
@@ -79,7 +84,9 @@ class ParamSync:
         if self._handles:
             raise RuntimeError("enable_forward_pre_hook(): the hooks are enabled already")
         for module in _called_modules(self._root):
-            self._handles.append(module.register_forward_pre_hook(HookOfOne(self._before_module)))
+            # Before hooks that read the module's parameters, as weight_norm's does.
+            hook = HookOfOne(self._before_module)
+            self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
         self._handles.append(self._root.register_forward_hook(HookOfOne(self._after_root), always_call=True))
 
     def disable(self, param_sync: bool) -> None:
@@ -109,6 +116,8 @@ class ParamSync:
                 self._gather.finish_all()
             return
         self._called.add(module)
+        if self._recorder is not None:
+            self._recorder.begin(module, _is_opaque(module))
         if self._awaited is None or self._gather.is_current:
             return
         if module not in self._awaited:  # the first forward did not call it
@@ -130,13 +139,31 @@ class ParamSync:
         # Without gradients no backward could tell that a parameter was read too early.
         if self._in_forward and (self._awaited is None or not torch.is_grad_enabled()):
             self._gather.finish_all()
+        if self._in_forward and self._awaited is None and torch.is_grad_enabled() and not _is_opaque(self._root):
+            self._record()
+
+    def _record(self) -> None:
+        recorder = self._recorder = ReadRecorder(self._group_of)
+        for module in _called_modules(self._root):
+            if module is not self._root:
+                hook = module.register_forward_hook(lambda module, args, output: recorder.end(module), always_call=True)
+                self._recorder_handles.append(hook)
+        recorder.__enter__()
 
     def _after_root(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if not self._in_forward:
             return
         self._in_forward = False
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            recorder.stop()
+            for handle in self._recorder_handles:
+                handle.remove()
+            self._recorder_handles.clear()
         if self._awaited is None:
-            self._awaited = self._learn()
+            # Half a forward, or one for evaluation, may leave out what the next one reads.
+            if torch.is_grad_enabled() and sys.exc_info()[1] is None:
+                self._awaited = self._learn({} if recorder is None else recorder.read)
             return
         self._gather.finish_all()
         for missing in self._awaited.keys() - self._called:
@@ -144,8 +171,8 @@ class ParamSync:
                 if parameter in self._group_of and torch.is_grad_enabled():
                     self._suspects.append(parameter.register_hook(self._refusal_of(parameter)))
 
-    def _learn(self) -> dict[torch.nn.Module, list[int]]:
-        awaited: dict[torch.nn.Module, set[int]] = {module: set() for module in self._called}
+    def _learn(self, read: dict[torch.nn.Module, set[torch.Tensor]]) -> dict[torch.nn.Module, list[int]]:
+        awaited = {module: set(self._groups_of(read.get(module, ()))) for module in self._called}
         for module, caller in _with_callers(self._root, self._called):
             awaited[caller].update(self._groups_of(module.parameters(recurse=False)))
         return {module: sorted(groups, reverse=True) for module, groups in awaited.items()}
@@ -168,10 +195,11 @@ class ParamSync:
 
 def _is_opaque(module: torch.nn.Module) -> bool:
     """Whether hooks on what is inside it would be compiled away, or cut its graph."""
-    return (
-        isinstance(module, (torch._dynamo.OptimizedModule, torch.jit.ScriptModule))
-        or getattr(module, "_compiled_call_impl", None) is not None
-    )
+    return isinstance(module, torch._dynamo.OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _can_have_hooks(module: torch.nn.Module) -> bool:
+    return not isinstance(module, torch.jit.ScriptModule)
 
 
 def _called_modules(root: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -184,7 +212,7 @@ def _called_modules(root: torch.nn.Module) -> Iterator[torch.nn.Module]:
         if _is_opaque(module):
             continue
         for child in module.children():
-            if child not in seen:
+            if child not in seen and _can_have_hooks(child):
                 seen.add(child)
                 stack.append(child)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from farandole import _C
+from farandole.ddp._whole import WholeParameters
 from farandole.ddp._wrapper import DistributedDataParallel
 
 _MASTERED = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -26,16 +27,23 @@ class Piece:
     offset: int  # elements: where it lies in the run
 
     def of(self, run_tensor: torch.Tensor) -> torch.Tensor:
-        """Its elements of a tensor that has one for each element of the run: a view, flat."""
-        return run_tensor.view(-1)[self.offset : self.offset + self.numel]
+        """Its elements of a tensor that has one for each element of the run, flat: a view where that is contiguous."""
+        return run_tensor.reshape(-1)[self.offset : self.offset + self.numel]
+
+    def put(self, run_tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """Overwrites its elements of such a tensor by flat ones."""
+        if run_tensor.is_contiguous():
+            self.of(run_tensor).copy_(values)
+        else:  # a whole parameter, in its own strides
+            run_tensor.copy_(values.view(run_tensor.shape))
 
 
 class Run:
     """What the optimizer updates as one tensor.
 
-    Where the model is sharded, it is flat: neighbours in this rank's part of a bucket that share a param group, with
-    the padding between them, which stays zero. Else it is one parameter, as it is. ``tensor`` is the parameters
-    themselves, or a float32 copy where they have a shorter type.
+    Where the model is sharded and the optimizer elementwise, it is flat: neighbours in this rank's part of a bucket
+    that share a param group, with the padding between them, which stays zero. Else it is one parameter, as it is.
+    ``tensor`` is the parameters themselves, or a float32 copy where they have a shorter type.
     """
 
     def __init__(
@@ -73,56 +81,105 @@ class Run:
             self.tensor.detach().copy_(self._data)
 
 
-def runs_of(model: DistributedDataParallel, prefix: str, group_of: dict[torch.Tensor, int]) -> list[Run]:
-    """The runs of the parameters that are in a param group. ``prefix`` goes before their names."""
-    trainable = [(prefix + name, model._trainable[name]) for name, _ in model._reducer.main_grads()]
-    runs: list[Run] = []
-    for bucket in model._reducer.buckets():
-        if bucket.parameters is None:
-            runs += _whole_runs(bucket, trainable, group_of)
-        else:
-            replicas = model.experts if bucket.is_expert else model.replicas
-            runs += _flat_runs(bucket, bucket.parameters, trainable, group_of, replicas.group)
-    return runs
+class GradShard:
+    """This rank's part of reduced gradients, for optimizers that get whole ones only when they step: what is measured,
+    clipped and scaled before that. ``tensor`` is there for its ``grad``."""
+
+    def __init__(self, group: int, pieces: list[Piece], grads: torch.Tensor, is_expert: bool) -> None:
+        self.group = group
+        self.pieces = pieces
+        self.is_expert = is_expert
+        self.tensor = torch.nn.Parameter(grads)
+        self.tensor.grad = grads
 
 
-def _whole_runs(
-    bucket: _C.GradientBucket, trainable: list[tuple[str, torch.Tensor]], group_of: dict[torch.Tensor, int]
-) -> Iterator[Run]:
-    for index, _, numel in bucket.slots:
-        name, parameter = trainable[index]
-        if parameter in group_of:
-            piece = Piece(name, parameter, 0, numel, 0)
-            yield Run(group_of[parameter], [piece], parameter.data, parameter.main_grad, bucket.is_expert)
+class Cut:
+    """The parameters of a model that are in a param group, cut as their optimizer needs them."""
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        trainable: list[tuple[str, torch.Tensor]],
+        group_of: dict[torch.Tensor, int],
+    ) -> None:
+        """``trainable``: with the names for the optimizer's state."""
+        self._model = model
+        self._trainable = trainable
+        self._group_of = group_of
+        self.buckets = model._reducer.buckets()
+
+    def runs(self) -> Iterator[Run]:
+        """For an elementwise optimizer, or where nothing is sharded."""
+        for bucket in self.buckets:
+            if bucket.parameters is None:
+                yield from self.whole_runs(bucket, [index for index, _, _ in bucket.slots if self.is_wanted(index)])
+                continue
+            for group, pieces, first, last in self._spans(bucket):
+                data = bucket.parameters[first:last].view(pieces[0].parameter.dtype)
+                yield Run(group, pieces, data, bucket.grads[first:last], bucket.is_expert)
+
+    def whole_runs(self, bucket: _C.GradientBucket, indices: list[int]) -> Iterator[Run]:
+        for index in indices:
+            name, parameter = self._trainable[index]
+            piece = Piece(name, parameter, 0, parameter.numel(), 0)
+            yield Run(self._group_of[parameter], [piece], parameter.data, parameter.main_grad, bucket.is_expert)
+
+    def shards(self) -> Iterator[GradShard]:
+        for bucket in self.buckets:
+            for group, pieces, first, last in self._spans(bucket):
+                yield GradShard(group, pieces, bucket.grads[first:last], bucket.is_expert)
+
+    def is_wanted(self, index: int) -> bool:
+        return self._trainable[index][1] in self._group_of
+
+    def process_group_of(self, bucket: _C.GradientBucket) -> dist.ProcessGroup:
+        """Whose ranks have the parts of the bucket."""
+        return (self._model.experts if bucket.is_expert else self._model.replicas).group
+
+    def _spans(self, bucket: _C.GradientBucket) -> Iterator[tuple[int, list[Piece], int, int]]:
+        """Of this rank's part: neighbours that share a param group, with it and their range in the bucket."""
+        group = self.process_group_of(bucket)
+        size = bucket.grads.numel() // group.size()
+        begin, end = group.rank() * size, (group.rank() + 1) * size
+        mine = [
+            (index, offset, max(offset, begin), min(offset + numel, end))
+            for index, offset, numel in sorted(bucket.slots, key=lambda slot: slot[1])
+            if max(offset, begin) < min(offset + numel, end)
+        ]
+        for wanted, slots in itertools.groupby(mine, key=lambda slot: self._group_of.get(self._trainable[slot[0]][1])):
+            if wanted is None:
+                continue
+            parts = list(slots)
+            first, last = parts[0][2], parts[-1][3]
+            pieces = [
+                Piece(*self._trainable[i], begin - offset, end - begin, begin - first)
+                for i, offset, begin, end in parts
+            ]
+            yield wanted, pieces, first, last
 
 
-def _flat_runs(
-    bucket: _C.GradientBucket,
-    data: torch.Tensor,
-    trainable: list[tuple[str, torch.Tensor]],
-    group_of: dict[torch.Tensor, int],
-    group: dist.ProcessGroup,
-) -> Iterator[Run]:
-    size = bucket.grads.numel() // group.size()
-    begin, end = group.rank() * size, (group.rank() + 1) * size
-    mine = [
-        (index, offset, max(offset, begin), min(offset + numel, end))
-        for index, offset, numel in sorted(bucket.slots, key=lambda slot: slot[1])
-        if max(offset, begin) < min(offset + numel, end)
+def whole_runs_of(cuts: list[Cut]) -> tuple[list[Run], list[WholeParameters]]:
+    """Over sharded models: the parameters that this rank updates as a whole, and how they come together."""
+    exchanges: dict[dist.ProcessGroup, WholeParameters] = {}
+    for cut in cuts:
+        for bucket in cut.buckets:
+            group = cut.process_group_of(bucket)
+            exchanges.setdefault(group, WholeParameters(group)).add(bucket, cut.is_wanted)
+    mine = {group: iter(exchange.settle()) for group, exchange in exchanges.items()}
+    runs = [
+        run
+        for cut in cuts
+        for bucket in cut.buckets
+        for run in cut.whole_runs(bucket, next(mine[cut.process_group_of(bucket)]))
     ]
-    for wanted, slots in itertools.groupby(mine, key=lambda slot: group_of.get(trainable[slot[0]][1])):
-        if wanted is None:
-            continue
-        parts = list(slots)
-        first, last = parts[0][2], parts[-1][3]
-        pieces = [Piece(*trainable[i], begin - offset, end - begin, begin - first) for i, offset, begin, end in parts]
-        yield Run(
-            wanted, pieces, data[first:last].view(pieces[0].parameter.dtype), bucket.grads[first:last], bucket.is_expert
-        )
+    return runs, list(exchanges.values())
 
 
 def total_norm(
-    runs: list[Run], norm_type: float, weight_of: Callable[[Run], float], device: torch.device
+    runs: Sequence[Run | GradShard],
+    norm_type: float,
+    weight_of: Callable[[Run | GradShard], float],
+    device: torch.device,
 ) -> torch.Tensor:
     """The norm to the power of norm_type (for infinity the norm itself) of the gradients of these runs.
 

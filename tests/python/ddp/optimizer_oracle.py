@@ -90,7 +90,7 @@ class Oracle:
         for batch in (one for of_rank in batches for one in of_rank):
             grads = torch.autograd.grad(self.module(batch), self.trainable)
             for parameter, grad in zip(self.trainable, grads, strict=True):
-                sums[parameter].add_(grad)
+                sums[parameter].add_(grad.to(sums[parameter].dtype))
         for parameter, copy in self.copies.items():
             copy.grad = sums[parameter] / len(batches)
         copies = list(self.copies.values())

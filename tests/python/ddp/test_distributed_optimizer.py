@@ -210,8 +210,11 @@ def test_memory_is_what_the_formulas_say():
 def _refusals(rank: int, world_size: int) -> None:
     model = DistributedDataParallel(SmallModel(1, torch.float32), use_distributed_optimizer=True)
     parameters = list(model.parameters())
-    with pytest.raises(ValueError, match="optimizer is a Adafactor, which needs whole parameters"):
-        DistributedOptimizer(torch.optim.Adafactor(parameters), model)
+    with pytest.raises(ValueError, match="optimizer is a LBFGS, which looks at all parameters at once"):
+        DistributedOptimizer(torch.optim.LBFGS(parameters), model)
+    plain = DistributedDataParallel(SmallModel(1, torch.float32))
+    with pytest.raises(ValueError, match="expected all with use_distributed_optimizer=True, or none"):
+        DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), [model, plain])
 
     class Custom(torch.optim.SGD):
         pass

@@ -111,6 +111,144 @@ def test_state_is_loaded_in_memory_whole_or_in_parts():
     run_ranks(_in_memory, 2, BACKENDS[-1], timeout=60, seeds=list(range(first, first + 4)))
 
 
+def _strided(rank: int, world_size: int, folder: str) -> None:
+    """Not sharded, in float32: the optimizer has the parameters themselves, of which one is not contiguous."""
+    make = OPTIMIZERS[0]
+
+    def pair() -> tuple[DistributedDataParallel, DistributedOptimizer]:
+        model = DistributedDataParallel(SmallModel(3, torch.float32))
+        assert not model.module.mix.is_contiguous()
+        return model, DistributedOptimizer(make(groups_of(model.module)), model)
+
+    oracle = Oracle(SmallModel(3, torch.float32), make, torch.float32)
+    for step in range(BEFORE + AFTER):
+        _oracle_step(3, step, oracle)
+    model, optimizer = pair()
+    for step in range(BEFORE):
+        _step(3, step, world_size, model, optimizer)
+    dcp.save({"model": model.module.state_dict(), "optimizer": optimizer}, checkpoint_id=folder)
+    moments = optimizer.state[optimizer._runs[0].tensor].keys()
+    mix = optimizer.full_state_dict()["state"]["mix"]
+    run = next(run for run in optimizer._runs if run.pieces[0].name == "mix")
+    for key in moments - {"step"}:
+        assert mix[key].view(model.module.mix.shape).equal(optimizer.state[run.tensor][key])
+    for way in ("checkpoint", "parts", "whole"):
+        other, into = pair()
+        if way == "checkpoint":
+            dcp.load({"model": other.module.state_dict(), "optimizer": into}, checkpoint_id=folder)
+        else:
+            other.module.load_state_dict(model.module.state_dict())
+            into.load_state_dict(optimizer.state_dict() if way == "parts" else optimizer.full_state_dict())
+        for step in range(BEFORE, BEFORE + AFTER):
+            _step(3, step, world_size, other, into)
+        oracle.check(other.module, f"{way} rank {rank}")
+
+
+def test_state_of_parameters_that_are_not_contiguous_is_saved_and_loaded(tmp_path: Path):
+    run_ranks(_strided, 2, BACKENDS[-1], timeout=60, folder=str(tmp_path))
+
+
+class _Experts(torch.nn.Module):
+    """A dense layer and two experts, which differ from one group of ranks to the next."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.dense = torch.nn.Linear(6, 6)
+        torch.manual_seed(100 + number)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(2))
+        for parameter in self.experts.parameters():
+            parameter.allreduce = False  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.dense(x))
+        return sum(torch.tanh(expert(x)) for expert in self.experts).square().mean()
+
+
+def _expert_pair(
+    rank: int, sets: list[list[int]], sharded: bool, make: Any
+) -> tuple[DistributedDataParallel, DistributedOptimizer, list[int]]:
+    number = next(index for index, ranks in enumerate(sets) if rank in ranks)
+    groups = [dist.new_group(ranks) for ranks in sets]
+    model = DistributedDataParallel(
+        _Experts(number), expert_process_group=groups[number], use_distributed_optimizer=sharded, bucket_size=20
+    )
+    return model, DistributedOptimizer(make(model.parameters(), lr=1e-2), model), sets[number]
+
+
+def _train_experts(rank: int, model: Any, optimizer: Any, steps: range, world_size: int) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        # Each number of experts' groups sees the same batches, whoever has it: all ranks have the same.
+        model(torch.randn(4, 6, generator=torch.Generator().manual_seed(step))).backward()
+        optimizer.step()
+    if model._param_sync is not None:
+        model.start_param_sync(force_sync=True)
+
+
+def _save_experts(rank: int, world_size: int, sets: list[list[int]], sharded: bool, kind: str, folder: str) -> None:
+    model, optimizer, mine = _expert_pair(rank, sets, sharded, getattr(torch.optim, kind))
+    _train_experts(rank, model, optimizer, range(3), world_size)
+    number = sets.index(mine)
+    whole = optimizer.full_state_dict()["state"]
+    for other in range(len(sets)):
+        assert f"experts.1.weight[{other}/{len(sets)}]" in whole
+    assert "dense.weight" in whole
+    again, into, _ = _expert_pair(rank, sets, sharded, getattr(torch.optim, kind))
+    again.module.load_state_dict(model.module.state_dict())
+    into.load_state_dict(optimizer.full_state_dict())
+    dcp.save({"optimizer": optimizer}, checkpoint_id=folder)
+    torch.save(model.module.state_dict(), f"{folder}-model-{number}-of-rank-{rank}")
+    for one, its_optimizer in ((model, optimizer), (again, into)):
+        _train_experts(rank, one, its_optimizer, range(3, 6), world_size)
+        if rank == mine[0] and one is model:
+            torch.save(one.module.state_dict(), f"{folder}-wanted-{number}")
+    for (name, want), got in zip(model.module.state_dict().items(), again.module.state_dict().values(), strict=True):
+        torch.testing.assert_close(got, want, msg=f"in memory: {name}")
+    if rank == mine[0]:
+        torch.save(torch.load(f"{folder}-model-{number}-of-rank-{rank}"), f"{folder}-model-{number}")
+
+
+def _load_experts(rank: int, world_size: int, sets: list[list[int]], sharded: bool, kind: str, folder: str) -> None:
+    model, optimizer, mine = _expert_pair(rank, sets, sharded, getattr(torch.optim, kind))
+    number = sets.index(mine)
+    model.module.load_state_dict(torch.load(f"{folder}-model-{number}"))
+    dcp.load({"optimizer": optimizer}, checkpoint_id=folder)
+    _train_experts(rank, model, optimizer, range(3, 6), world_size)
+    for name, want in torch.load(f"{folder}-wanted-{number}").items():
+        torch.testing.assert_close(
+            model.module.state_dict()[name], want, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("kind", ["AdamW", "Adafactor"])
+def test_experts_of_different_ranks_keep_their_state_apart(sharded, kind, tmp_path: Path):
+    folder = str(tmp_path / "state")
+    saving, loading = [[0, 2], [1, 3]], [[0], [1]]
+    arguments = {"sharded": sharded, "kind": kind, "folder": folder}
+    run_ranks(_save_experts, 4, BACKENDS[-1], timeout=60, sets=saving, **arguments)
+    run_ranks(_load_experts, 2, BACKENDS[-1], timeout=60, sets=loading, **arguments)
+
+
+def _loose_experts(rank: int, world_size: int) -> None:
+    """Experts that replicas share with ranks that are no replicas of the rest: nobody could number them."""
+    within = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    experts = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    model = DistributedDataParallel(
+        _Experts(0), process_group=within, expert_process_group=experts, use_distributed_optimizer=True
+    )
+    optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters()), model)
+    _train_experts(rank, model, optimizer, range(2), world_size)
+    for use in (optimizer.state_dict, optimizer.full_state_dict, lambda: optimizer.load_state_dict({})):
+        with pytest.raises(NotImplementedError, match="groups of experts that are parts of process_group"):
+            use()
+
+
+def test_experts_that_nobody_could_number_are_refused():
+    run_ranks(_loose_experts, 4, BACKENDS[-1], timeout=60)
+
+
 def _asked_for(rank: int, world_size: int) -> None:
     """State that was made to be loaded into, and was not, leaves no trace: dampening takes the first gradient whole."""
     make = OPTIMIZERS[4]

@@ -136,6 +136,132 @@ def test_a_forward_in_another_order_says_so_once():
         assert len(said) == 1, said
 
 
+class _Reads(torch.nn.Module):
+    """Reads weights of layers before it calls them, by views, and in a hook that was there before the wrapper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first = torch.nn.Linear(16, 16)
+        self.inner = _Ties()
+        self.last = torch.nn.Linear(16, 16)
+        self.last.register_forward_pre_hook(lambda module, args: (args[0] * module.bias.sigmoid(),))
+        self.gain = torch.nn.Parameter(torch.ones(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        penalty = torch.cat([self.last.weight.flatten(), self.gain]).square().mean()
+        x = x @ self.inner.down.weight.t()[:, :16]
+        return self.last(self.inner(self.first(x))).square().mean() + penalty
+
+
+class _Ties(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(16, 16)
+        self.down = torch.nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = torch.linalg.vector_norm(self.down.weight)
+        return self.down(torch.tanh(self.up(x)) * scale)
+
+
+def _read_early(rank: int, world_size: int) -> None:
+    plain = _Reads()
+    expected = torch.optim.SGD(plain.parameters(), lr=0.2, momentum=0.9)
+    # One bucket a parameter: what is awaited for another reason does not bring it along.
+    model = DistributedDataParallel(_Reads(), bucket_size=1, use_distributed_optimizer=True, overlap_param_gather=True)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9), model)
+    for step in range(8):
+        inputs = [torch.randn(3, 16, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(world_size)]
+        want = [plain(x) for x in inputs]
+        expected.zero_grad()
+        (sum(want[1:], want[0]) / world_size).backward()
+        expected.step()
+        optimizer.zero_grad()
+        if step % 3 == 1:  # without gradients nothing is learned, and all is awaited
+            with torch.no_grad():
+                assert model(inputs[rank]).item() == pytest.approx(want[rank].item(), rel=1e-4)
+        output = model(inputs[rank])
+        torch.testing.assert_close(output, want[rank], rtol=1e-4, atol=1e-6, msg=f"step {step} rank {rank}")
+        output.backward()
+        time.sleep(0.03 * rank)  # the other rank is in its next forward before this one's part has left
+        optimizer.step()
+    assert torch._C._len_torch_function_stack() == 0  # nothing watches later forwards
+
+
+@pytest.mark.filterwarnings("ignore:the forward of")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_parameter_that_is_read_before_its_module_is_called_is_current(backend):
+    run_ranks(_read_early, 2, backend, timeout=60)
+
+
+def _compiled_parts(rank: int, world_size: int) -> None:
+    """Compiled and scripted modules are not looked into, nor compiled again once nothing watches."""
+    compiled, watched = [], []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            watched.append(torch._C._len_torch_function_stack())
+            return graph(*args)
+
+        compiled.append(graph)
+        return run
+
+    def make(backend: Any) -> _Reads:
+        module = _Reads()
+        if backend is not None:
+            module.inner = torch.compile(module.inner, backend=backend)  # type: ignore[assignment]
+            module.first = torch.jit.script(module.first)
+        return module
+
+    plain = make(None)
+    expected = torch.optim.SGD(plain.parameters(), lr=0.2)
+    model = DistributedDataParallel(
+        make(backend), bucket_size=1, use_distributed_optimizer=True, overlap_param_gather=True
+    )
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.2), model)
+    graphs = []
+    for step in range(5):
+        x = torch.randn(3, 16, generator=torch.Generator().manual_seed(step))
+        want = plain(x)
+        expected.zero_grad()
+        want.backward()
+        expected.step()
+        optimizer.zero_grad()
+        output = model(x)
+        torch.testing.assert_close(output, want, rtol=1e-4, atol=1e-6, msg=f"step {step}")
+        output.backward()
+        time.sleep(0.03 * rank)
+        optimizer.step()
+        graphs.append(len(compiled))
+    assert graphs == [1] * 5
+    assert watched == [0] * 5
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_modules_stay_as_they_are():
+    run_ranks(_compiled_parts, 2, BACKENDS[-1], timeout=120)
+
+
+def _fails_first(rank: int, world_size: int) -> None:
+    """A first forward that raises teaches nothing, and leaves no mode or hook behind."""
+    model, optimizer = _make()
+    optimizer.zero_grad()
+    model(torch.ones(3, 16), **IN_ORDER).backward()
+    optimizer.step()
+    hooks = sum(len(module._forward_hooks) for module in model.modules())
+    with pytest.raises(IndexError):
+        model(torch.ones(3, 16), [0, 99])
+    assert torch._C._len_torch_function_stack() == 0
+    assert sum(len(module._forward_hooks) for module in model.modules()) == hooks
+    model.start_param_sync(force_sync=True)
+    assert model._param_sync._awaited is None
+
+
+def test_a_first_forward_that_raises_teaches_nothing():
+    run_ranks(_fails_first, 2, BACKENDS[-1], timeout=60)
+
+
 def _parts(rank: int, world_size: int) -> None:
     """What is called or read outside of the model's forward is current, too."""
     uses: list[Callable[[DistributedDataParallel], torch.Tensor]] = [
