@@ -39,6 +39,7 @@ BucketIssuer::BucketIssuer(const DataParallelGroups& groups, const ModelBuffers&
   }
   for (std::vector<int>& indices : groupsOf) queues_.emplace_back(std::move(indices));
   issued_.reserve(bucketGroups_.size());
+  reductions_.resize(buffers.layout().buckets.size());
 }
 
 void BucketIssuer::markReady(int parameter) {
@@ -50,6 +51,10 @@ void BucketIssuer::issue(const std::function<void(int bucket)>& check) {
   for (IssueQueue& queue : queues_) {
     while (const std::optional<int> group = queue.takeNext()) {
       for (int bucket : bucketsOf_[*group]) check(bucket);
+      if (timeline_) {
+        for (int bucket : bucketsOf_[*group])
+          reductions_[bucket] = timeline_->begin(Timeline::Kind::kReduction, bucket);
+      }
       bucketGroups_[*group].issue();
       issued_.push_back(*group);
     }
@@ -58,7 +63,17 @@ void BucketIssuer::issue(const std::function<void(int bucket)>& check) {
 }
 
 void BucketIssuer::advance(bool wait) {
-  while (advanced_ < issued_.size() && bucketGroups_[issued_[advanced_]].advance(wait)) ++advanced_;
+  while (advanced_ < issued_.size() && bucketGroups_[issued_[advanced_]].advance(wait)) {
+    if (timeline_) recordEnds(issued_[advanced_]);
+    ++advanced_;
+  }
+}
+
+void BucketIssuer::recordEnds(int bucketGroup) {
+  const std::vector<Bucket>& buckets = bucketGroups_[bucketGroup].buckets();
+  for (std::size_t b = 0; b < buckets.size(); ++b) {
+    timeline_->endWith(reductions_[bucketsOf_[bucketGroup][b]], buckets[b].work(), buckets[b].device());
+  }
 }
 
 void BucketIssuer::await() {
@@ -72,6 +87,11 @@ void BucketIssuer::await() {
   };
   attempt([this] { advance(true); });
   for (BucketGroup& group : bucketGroups_) attempt([&group] { group.wait(); });
+  if (timeline_) {
+    for (int group : issued_) {
+      for (int bucket : bucketsOf_[group]) timeline_->see(reductions_[bucket]);
+    }
+  }
   if (first) std::rethrow_exception(first);
 }
 

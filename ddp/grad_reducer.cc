@@ -199,6 +199,7 @@ void GradReducer::onGradReady(int parameter, bool hasGradient) {
       "checkpoints? Use checkpoint(..., use_reentrant=False), or static_graph=True where every backward is alike");
   gradients_.accumulate(parameter);
   if (isCounting_ || arrived < expected_[parameter]) return;
+  if (timeline_) timeline_->mark(Timeline::Kind::kReady, parameter);
   markReady(parameter);
   if (options_.overlaps) issueReady();
 }
@@ -285,15 +286,21 @@ void GradReducer::finishRound(RoundEnd end) {
 // Reports come after the buckets, so that a group that was given up has no more of them under way. What an explicit
 // round shows is no order of gradients; rank 0 says so, that all learn in the same round.
 std::string GradReducer::awaitRound(const std::vector<int>& unused, const std::string& trouble) {
+  const std::shared_ptr<Timeline> timeline = timeline_;  // stays what it is until the round's end
   try {
+    const std::size_t wait = timeline ? timeline->begin(Timeline::Kind::kWait) : 0;
     issuer_.await();
+    if (timeline) timeline->end(wait);
+    const std::size_t telling = timeline ? timeline->begin(Timeline::Kind::kReport) : 0;
     std::vector<char> used(options_.unused == UnusedParameters::kSkip ? parameters_.size() : 0, 1);
     if (!used.empty()) {
       for (int parameter : unused) used[parameter] = 0;
     }
     report_.start(trouble, used);
     if (!isOrderLearned_ && options_.overlaps) isOrderLearned_ = issuer_.learnOrder(report_, hasArrivals_);
-    return report_.finish();
+    std::string all = report_.finish();
+    if (timeline) timeline->end(telling);
+    return all;
   } catch (const std::exception&) {
     std::lock_guard lock(mutex_);
     rethrowWithReason();
@@ -310,6 +317,25 @@ void GradReducer::resetRound() {
   inRound_ = false;
   isFinished_ = true;
   gradients_.markReduced();
+  if (timeline_) timeline_->endRound();
+  takeTimeline();
+}
+
+void GradReducer::record(std::shared_ptr<Timeline> timeline) {
+  std::lock_guard lock(mutex_);
+  nextTimeline_ = std::move(timeline);
+  if (!inRound_) takeTimeline();
+}
+
+void GradReducer::takeTimeline() {
+  if (timeline_ == nextTimeline_) return;
+  timeline_ = nextTimeline_;
+  issuer_.record(timeline_);
+}
+
+bool GradReducer::isInRound() {
+  std::lock_guard lock(mutex_);
+  return inRound_;
 }
 
 void GradReducer::rethrowWithReason() {

@@ -14,6 +14,7 @@
 #include "ddp/ready_hook.h"
 #include "ddp/reducer_options.h"
 #include "ddp/round_report.h"
+#include "ddp/timeline.h"
 
 namespace farandole::ddp {
 
@@ -76,6 +77,10 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   // Whether what the buffers hold is the result of a round.
   bool isReduced();
 
+  // What happens is recorded there, from the next round on, if one is open; null: nowhere.
+  void record(std::shared_ptr<Timeline> timeline);
+  bool isInRound();
+
   const std::shared_ptr<ModelBuffers>& buffers() const { return buffers_; }
   const DataParallelGroups& groups() const { return groups_; }
 
@@ -98,6 +103,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   std::vector<int> issueRest();
   void issueReady();
   void resetRound();
+  void takeTimeline();
   void checkUsable() const;
   std::string troubleOf(const std::vector<int>& unused, RoundEnd end) const;
   // Inside a catch block: throws why the group was abandoned if it was, else what was caught.
@@ -128,6 +134,8 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   std::string abandoned_;    // why, once this rank knows
   int callbackTask_ = -1;    // id of the graph task that has our callback
   RoundReport report_;
+  std::shared_ptr<Timeline> timeline_;      // of this round
+  std::shared_ptr<Timeline> nextTimeline_;  // of the rounds after it
 };
 
 }  // namespace farandole::ddp

@@ -7,6 +7,7 @@
 #include "ddp/abandonment.h"
 #include "ddp/grad_reducer.h"
 #include "ddp/param_gather.h"
+#include "ddp/timeline.h"
 
 namespace farandole::python {
 namespace {
@@ -114,6 +115,30 @@ void bindOptions(py::module_& module) {
           [](ddp::ReducerOptions& options, double largest) { options.checks.largest = largest; });
 }
 
+// (kind, index, round, start, end or None, whether the end is exact)
+using TimedEvent = std::tuple<ddp::Timeline::Kind, int, int, double, std::optional<double>, bool>;
+
+void bindTimeline(py::module_& module) {
+  py::enum_<ddp::Timeline::Kind>(module, "GradEvent")
+      .value("ready", ddp::Timeline::Kind::kReady)
+      .value("reduction", ddp::Timeline::Kind::kReduction)
+      .value("wait", ddp::Timeline::Kind::kWait)
+      .value("report", ddp::Timeline::Kind::kReport)
+      .value("gather", ddp::Timeline::Kind::kGather)
+      .value("gather_wait", ddp::Timeline::Kind::kGatherWait);
+
+  py::class_<ddp::Timeline, std::shared_ptr<ddp::Timeline>>(module, "GradTimeline")
+      .def(py::init<>())
+      .def_property_readonly("rounds", &ddp::Timeline::rounds)
+      .def("events", [](const ddp::Timeline& timeline) {
+        std::vector<TimedEvent> events;
+        for (const auto& [kind, index, round, start, end, isExact] : timeline.events()) {
+          events.emplace_back(kind, index, round, start, end == 0 ? std::nullopt : std::optional(end), isExact);
+        }
+        return events;
+      });
+}
+
 void bindReducer(py::module_& module) {
   py::class_<Bucket>(module, "GradientBucket")
       .def_readonly("grads", &Bucket::grads)
@@ -141,6 +166,8 @@ void bindReducer(py::module_& module) {
       .def("forget_grads", &ddp::GradReducer::forgetGrads, ReleaseGil())
       .def("scale_grads", &ddp::GradReducer::scaleGrads, py::arg("factor"), ReleaseGil())
       .def("is_reduced", &ddp::GradReducer::isReduced, ReleaseGil())
+      .def("record", &ddp::GradReducer::record, py::arg("timeline"), ReleaseGil())
+      .def("is_in_round", &ddp::GradReducer::isInRound, ReleaseGil())
       .def("main_grads", &mainGrads)
       .def("buckets", &bucketsOf)
       .def("layout", [](const ddp::GradReducer& reducer) { return ddp::toString(reducer.buffers()->layout()); });
@@ -161,6 +188,7 @@ void bindReducer(py::module_& module) {
             return gather.finish(bucketGroups);
           },
           py::arg("bucket_groups"))
+      .def("record", &ddp::ParamGather::record, py::arg("timeline"), ReleaseGil())
       .def_property_readonly("is_current", &ddp::ParamGather::isCurrent)
       .def("bucket_group_of", &ddp::ParamGather::bucketGroupOf);
 }
@@ -176,6 +204,7 @@ void bindDdp(py::module_& module) {
       },
       py::arg("group"), py::arg("why"), ReleaseGil());
   bindOptions(module);
+  bindTimeline(module);
   bindReducer(module);
 }
 
