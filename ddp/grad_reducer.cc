@@ -317,6 +317,7 @@ void GradReducer::resetRound() {
   inRound_ = false;
   isFinished_ = true;
   gradients_.markReduced();
+  ++rounds_;
   if (timeline_) timeline_->endRound();
   takeTimeline();
 }
@@ -331,6 +332,11 @@ void GradReducer::takeTimeline() {
   if (timeline_ == nextTimeline_) return;
   timeline_ = nextTimeline_;
   issuer_.record(timeline_);
+}
+
+int GradReducer::rounds() {
+  std::lock_guard lock(mutex_);
+  return rounds_;
 }
 
 bool GradReducer::isInRound() {

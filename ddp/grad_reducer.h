@@ -80,6 +80,9 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   // What happens is recorded there, from the next round on, if one is open; null: nowhere.
   void record(std::shared_ptr<Timeline> timeline);
   bool isInRound();
+  int rounds();  // that have ended: the same number on all ranks
+
+  const ReducerOptions& options() const { return options_; }
 
   const std::shared_ptr<ModelBuffers>& buffers() const { return buffers_; }
   const DataParallelGroups& groups() const { return groups_; }
@@ -129,6 +132,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   bool hasArrivals_ = false;  // the round was driven by gradients
   std::string finding_;       // of the checks, in this round
   bool inRound_ = false;
+  int rounds_ = 0;
   bool synchronized_ = false;
   bool isFinished_ = false;  // nothing has come since the last round
   std::string abandoned_;    // why, once this rank knows

@@ -4,7 +4,9 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "bindings/csrc/layers.h"
+#include "bindings/csrc/planning_errors.h"
 #include "ddp/abandonment.h"
+#include "ddp/bucket_tuning.h"
 #include "ddp/grad_reducer.h"
 #include "ddp/param_gather.h"
 #include "ddp/timeline.h"
@@ -139,6 +141,31 @@ void bindTimeline(py::module_& module) {
       });
 }
 
+// `ready`: by parameter, `points`: (bytes, seconds) of a reduction.
+ddp::TuningChoice chooseBucketSize(const ddp::GradReducer& reducer, std::vector<double> ready,
+                                   std::vector<std::pair<double, double>> points) {
+  const ddp::ModelBuffers& buffers = *reducer.buffers();
+  ddp::TuningFacts facts;
+  facts.parameters = ddp::specsOf(buffers);
+  for (const at::Tensor& grad : buffers.mainGrads()) facts.gradBytes.push_back(static_cast<int>(grad.element_size()));
+  facts.ready = std::move(ready);
+  facts.layout.bucketSize = ddp::bucketSizeOf(reducer.options().buffers, reducer.groups());
+  return valueOf(ddp::chooseBucketSize(facts, valueOf(ddp::ReductionCost::fromMeasured(std::move(points)))));
+}
+
+void bindTuning(py::module_& module) {
+  py::class_<ddp::Prediction>(module, "BucketPrediction")
+      .def_readonly("bucket_size", &ddp::Prediction::bucketSize)
+      .def_readonly("buckets", &ddp::Prediction::buckets)
+      .def_readonly("exposed", &ddp::Prediction::exposed);
+  py::class_<ddp::TuningChoice>(module, "TuningChoice")
+      .def_readonly("now", &ddp::TuningChoice::now)
+      .def_readonly("best", &ddp::TuningChoice::best)
+      .def_readonly("is_worthwhile", &ddp::TuningChoice::isWorthwhile)
+      .def_readonly("backward", &ddp::TuningChoice::backward);
+  module.def("choose_bucket_size", &chooseBucketSize, py::arg("reducer"), py::arg("ready"), py::arg("points"));
+}
+
 void bindReducer(py::module_& module) {
   py::class_<Bucket>(module, "GradientBucket")
       .def_readonly("grads", &Bucket::grads)
@@ -168,6 +195,7 @@ void bindReducer(py::module_& module) {
       .def("is_reduced", &ddp::GradReducer::isReduced, ReleaseGil())
       .def("record", &ddp::GradReducer::record, py::arg("timeline"), ReleaseGil())
       .def("is_in_round", &ddp::GradReducer::isInRound, ReleaseGil())
+      .def("rounds", &ddp::GradReducer::rounds, ReleaseGil())
       .def("main_grads", &mainGrads)
       .def("buckets", &bucketsOf)
       .def("layout", [](const ddp::GradReducer& reducer) { return ddp::toString(reducer.buffers()->layout()); });
@@ -205,6 +233,7 @@ void bindDdp(py::module_& module) {
       py::arg("group"), py::arg("why"), ReleaseGil());
   bindOptions(module);
   bindTimeline(module);
+  bindTuning(module);
   bindReducer(module);
 }
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from farandole.ddp import _optimizer_state as saved
 from farandole.ddp._runs import Run, runs_of, total_norm
+from farandole.ddp._tuning import TUNED_ROUNDS
 from farandole.ddp._wrapper import DistributedDataParallel
 
 _CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
@@ -70,6 +71,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ValueError("model=[]: expected at least one DistributedDataParallel")
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer is a {type(optimizer).__name__}: expected a torch.optim.Optimizer")
+        if any(one._tuner is not None and one._tuner.is_pending for one in models):
+            raise ValueError(
+                "model has bucket_size='auto' and has not chosen a size yet, which gives parameters another main_grad: "
+                f"expected at least {TUNED_ROUNDS} steps before, or a bucket_size in elements"
+            )
         self._is_sharded = any(one._param_sync is not None for one in models)
         if self._is_sharded:
             _check_elementwise(optimizer, is_elementwise)

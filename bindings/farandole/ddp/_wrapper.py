@@ -21,6 +21,7 @@ from farandole.ddp._options import (
 )
 from farandole.ddp._param_sync import ParamSync
 from farandole.ddp._timeline import Timeline
+from farandole.ddp._tuning import BucketTuner, is_auto
 
 __all__ = ["DistributedDataParallel"]
 
@@ -62,7 +63,9 @@ class DistributedDataParallel(torch.nn.Module):
         static_graph: every backward is like the first one, which counts how many gradients each parameter gets: so
             reentrant checkpoints may share parameters. What it leaves out is skipped.
         bucket_size: elements after which a bucket is closed; by default max(40e6, 1e6 x size). Smaller models than
-            that overlap nothing unless this is smaller, too.
+            that overlap nothing unless this is smaller, too. "auto": the first backwards are measured with the default,
+            or ``bucket_cap_mb``, then the size is chosen that is predicted to leave the least exposed, and rank 0
+            prints it with the reason (:meth:`bucket_tuning`).
         unused_parameters: what to do about a parameter that gets no gradient in a backward that synchronizes. Its
             bucket is reduced with what it holds, so that no rank hangs; then "error" raises a RuntimeError from
             ``backward()`` on every rank that names it; "zero_fill" goes on, and ``.grad`` is the average with zero in
@@ -89,6 +92,8 @@ class DistributedDataParallel(torch.nn.Module):
     next forward, run each step inside :meth:`abandon_on_error`, or call :meth:`abandon`; ``farandole.pipelining`` does.
     """
 
+    _tuner: BucketTuner | None
+
     def __init__(
         self,
         module: torch.nn.Module,
@@ -104,7 +109,7 @@ class DistributedDataParallel(torch.nn.Module):
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
         *,
-        bucket_size: int | None = None,
+        bucket_size: int | str | None = None,
         unused_parameters: str | None = None,
         disable_bucketing: bool = False,
         overlap_grad_reduce: bool = True,
@@ -132,7 +137,14 @@ class DistributedDataParallel(torch.nn.Module):
         options.unused = unused_policy(unused_parameters, find_unused_parameters or static_graph)
         options.is_graph_static = static_graph
         options.broadcasts = init_sync
-        options.bucket_size = bucket_elements(bucket_size, bucket_cap_mb, module)
+        tunes = is_auto(
+            bucket_size,
+            use_distributed_optimizer=use_distributed_optimizer,
+            grad_reduce_in_fp32=grad_reduce_in_fp32,
+            disable_bucketing=disable_bucketing,
+            overlap_grad_reduce=overlap_grad_reduce,
+        )
+        options.bucket_size = bucket_elements(None if tunes else bucket_size, bucket_cap_mb, module)
         options.is_bucketed = not disable_bucketing
         options.overlaps = overlap_grad_reduce
         options.grad_dtype = torch.float32 if grad_reduce_in_fp32 else None
@@ -152,6 +164,8 @@ class DistributedDataParallel(torch.nn.Module):
             options,
             overlap_param_gather,
         )
+        if tunes:
+            self._tuner = BucketTuner(self, options)
 
     def _build(
         self,
@@ -170,6 +184,7 @@ class DistributedDataParallel(torch.nn.Module):
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self._no_sync_depth = 0
+        self._tuner = None
         self._timeline: _C.GradTimeline | None = None  # where rounds are recorded
         self._reducer = _C.GradReducer(
             replicas.packed(),
@@ -317,13 +332,17 @@ class DistributedDataParallel(torch.nn.Module):
         try:
             yield Timeline(recorded, list(self._trainable), self.process_group, device)
         finally:
-            self._record(before)
+            self._record(before if self._tuner is None or self._tuner.needs(before) else None)
 
     def _record(self, timeline: _C.GradTimeline | None) -> None:
         self._timeline = timeline
         self._reducer.record(timeline)
         if self._param_sync is not None:
             self._param_sync.record(timeline)
+
+    def bucket_tuning(self) -> str | None:
+        """Which bucket size was chosen and why; None before that, and without ``bucket_size="auto"``."""
+        return self._tuner.reason if self._tuner is not None else None
 
     def bucket_layout(self) -> str:
         """One line per bucket: its buffer, its range in elements, and its parameters by index of registration."""
