@@ -35,6 +35,12 @@ class Bucket {
   // Releases what was started, also when it throws. After advance().
   void wait();
 
+  bool hasHook() const { return hook_ != nullptr; }
+
+  // What is under way. Null: nothing.
+  const WorkPtr& work() const { return work_; }
+  c10::DeviceType device() const { return data_.device().type(); }
+
   // Drops what an unfinished round has left.
   void reset();
 

@@ -17,6 +17,7 @@ class BucketGroup {
   BucketGroup(std::vector<Bucket> buckets, std::size_t parameters, std::size_t queue);
 
   std::size_t queue() const { return queue_; }
+  const std::vector<Bucket>& buckets() const { return buckets_; }
 
   // True when it was the last.
   bool markReady() { return --pending_ == 0; }

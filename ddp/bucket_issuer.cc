@@ -39,6 +39,7 @@ BucketIssuer::BucketIssuer(const DataParallelGroups& groups, const ModelBuffers&
   }
   for (std::vector<int>& indices : groupsOf) queues_.emplace_back(std::move(indices));
   issued_.reserve(bucketGroups_.size());
+  events_.resize(buffers.layout().buckets.size());
 }
 
 void BucketIssuer::setHook(const std::shared_ptr<CommHook>& hook) {
@@ -62,6 +63,9 @@ void BucketIssuer::markReady(int parameter) {
 void BucketIssuer::issue(const InputsOf& inputsOf) {
   for (IssueQueue& queue : queues_) {
     while (const std::optional<int> group = queue.takeNext()) {
+      if (timeline_) {
+        for (int bucket : bucketsOf_[*group]) events_[bucket] = timeline_->begin(Timeline::Kind::kReduction, bucket);
+      }
       bucketGroups_[*group].issue([&](std::size_t i) { return inputsOf(bucketsOf_[*group][i]); });
       issued_.push_back(*group);
     }
@@ -72,7 +76,18 @@ void BucketIssuer::issue(const InputsOf& inputsOf) {
 }
 
 void BucketIssuer::advance(bool wait) {
-  while (advanced_ < issued_.size() && bucketGroups_[issued_[advanced_]].advance(wait)) ++advanced_;
+  while (advanced_ < issued_.size() && bucketGroups_[issued_[advanced_]].advance(wait)) {
+    if (timeline_) recordEnds(issued_[advanced_]);
+    ++advanced_;
+  }
+}
+
+void BucketIssuer::recordEnds(int bucketGroup) {
+  const std::vector<Bucket>& buckets = bucketGroups_[bucketGroup].buckets();
+  for (std::size_t b = 0; b < buckets.size(); ++b) {
+    if (buckets[b].hasHook()) continue;  // whose future tells nothing of how far it is
+    timeline_->endWith(events_[bucketsOf_[bucketGroup][b]], buckets[b].work(), buckets[b].device());
+  }
 }
 
 void BucketIssuer::await() {
@@ -86,6 +101,11 @@ void BucketIssuer::await() {
   };
   attempt([this] { advance(true); });
   for (BucketGroup& group : bucketGroups_) attempt([&group] { group.wait(); });
+  if (timeline_) {
+    for (int group : issued_) {
+      for (int bucket : bucketsOf_[group]) timeline_->see(events_[bucket]);
+    }
+  }
   if (first) std::rethrow_exception(first);
 }
 

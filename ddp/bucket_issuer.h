@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "ddp/bucket_group.h"
@@ -10,6 +11,7 @@
 #include "ddp/model_buffers.h"
 #include "ddp/reducer_options.h"
 #include "ddp/round_report.h"
+#include "ddp/timeline.h"
 
 namespace farandole::ddp {
 
@@ -48,8 +50,12 @@ class BucketIssuer {
   // For the next round.
   void reset();
 
+  // Reductions are recorded there; null: nowhere. Between rounds.
+  void record(std::shared_ptr<Timeline> timeline) { timeline_ = std::move(timeline); }
+
  private:
   void advance(bool wait);
+  void recordEnds(int bucketGroup);  // of its reductions, whose last step has started
 
   const DataParallelGroups groups_;
   std::vector<std::shared_ptr<Reduction>> reductions_;  // of dense buckets, of experts
@@ -60,6 +66,8 @@ class BucketIssuer {
   std::vector<int> issued_;                  // bucket groups, in the order of their issue
   std::size_t advanced_ = 0;                 // how many of them have come to their last step
   std::size_t released_ = 0;                 // and how many need no input any more
+  std::shared_ptr<Timeline> timeline_;
+  std::vector<std::size_t> events_;  // by bucket: the timeline's, once issued
 };
 
 }  // namespace farandole::ddp

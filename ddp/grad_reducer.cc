@@ -20,77 +20,7 @@ namespace {
 // True inside a node of an outer backward, e.g. of a reentrant checkpoint.
 bool insideBackwardNode() { return torch::autograd::get_current_node() != nullptr; }
 
-// Where the ranks compare their models: where the parameters are, else where the group has a backend.
-c10::Device exchangeDevice(c10d::ProcessGroup& group, const std::vector<ModelParameter>& trainable) {
-  if (!trainable.empty() && !trainable[0].tensor.is_meta()) return trainable[0].tensor.device();
-  const auto devices = group.getDeviceTypes();
-  return hasCpuBackend(group) || devices.empty() ? c10::Device(at::kCPU) : devices.front();
-}
-
-// What the instance finds it tells the others, which would wait for it else.
-void checkReplicas(const Replicas& replicas, const std::vector<ModelParameter>& trainable,
-                   const std::vector<Fact>& facts, std::string refusal) {
-  std::exception_ptr found;
-  for (const Group& group : {replicas.group, replicas.instances}) {
-    if (!group) continue;
-    try {
-      checkAgreement(*group, exchangeDevice(*group, trainable), facts, refusal);
-    } catch (const c10::ValueError& error) {
-      if (refusal.empty()) refusal = error.what_without_backtrace();
-      if (!found) found = std::current_exception();
-    }
-  }
-  if (found) std::rethrow_exception(found);
-}
-
 }  // namespace
-
-std::shared_ptr<GradReducer> GradReducer::create(const DataParallelGroups& groups, const Model& model,
-                                                 const ReducerOptions& options, Gradients::IsAdded isAdded) {
-  std::vector<Fact> facts = factsOf(options, groups);
-  for (Fact& fact : ddp::factsOf(model)) facts.push_back(std::move(fact));
-  std::string refusal = refusalOf(model, options.buffers);
-  if (refusal.empty() && options.unused == UnusedParameters::kSkip && groups.dense.size() > 1 &&
-      !RoundReport::canTell(groups.dense)) {
-    refusal =
-        "unused_parameters='skip': expected a group with a backend for the CPU, too, where ranks tell what they used";
-  }
-  TORCH_CHECK_VALUE(!options.isAgreed || refusal.empty(), "farandole.ddp: ", refusal);
-  if (!options.isAgreed) {
-    checkReplicas(groups.dense, trainableOf(model), facts, std::move(refusal));
-    if (options.broadcasts) broadcastModel(groups, model);
-  }
-  std::shared_ptr<GradReducer> reducer(new GradReducer(
-      groups, std::make_shared<ModelBuffers>(model, groups, options.buffers), options, std::move(isAdded)));
-  reducer->attachHooks();
-  return reducer;
-}
-
-GradReducer::GradReducer(DataParallelGroups groups, std::shared_ptr<ModelBuffers> buffers,
-                         const ReducerOptions& options, Gradients::IsAdded isAdded)
-    : groups_(std::move(groups)),
-      buffers_(std::move(buffers)),
-      parameters_(buffers_->parameters()),
-      options_(options),
-      group_(*groups_.dense.group),
-      gradients_(buffers_, options.home, std::move(isAdded)),
-      issuer_(groups_, *buffers_, options),
-      expected_(parameters_.size(), 1),
-      arrived_(parameters_.size(), 0),
-      ready_(parameters_.size(), 0),
-      touched_(parameters_.size(), 0),
-      isCounting_(options.isGraphStatic),
-      report_(groups_, options.unused == UnusedParameters::kSkip ? parameters_.size() : 0) {}
-
-void GradReducer::attachHooks() {
-  hooks_.reserve(parameters_.size());
-  for (size_t p = 0; p < parameters_.size(); ++p) {
-    hooks_.emplace_back(parameters_[p].tensor,
-                        [weak = weak_from_this(), parameter = static_cast<int>(p)](bool hasGradient) {
-                          if (auto self = weak.lock()) self->onGradReady(parameter, hasGradient);
-                        });
-  }
-}
 
 void GradReducer::setRequireSync(bool requireSync) {
   std::lock_guard lock(mutex_);
@@ -230,6 +160,7 @@ void GradReducer::onGradReady(int parameter, bool hasGradient) {
       "checkpoints? Use checkpoint(..., use_reentrant=False), or static_graph=True where every backward is alike");
   gradients_.accumulate(parameter, borrows(parameter));
   if (isCounting_ || arrived < expected_[parameter]) return;
+  if (timeline_) timeline_->mark(Timeline::Kind::kReady, parameter);
   markReady(parameter);
   if (options_.overlaps) issueReady();
 }
@@ -346,15 +277,21 @@ void GradReducer::finishRound(RoundEnd end) {
 // Reports come after the buckets, so that a group that was given up has no more of them under way. What an explicit
 // round shows is no order of gradients; rank 0 says so, that all learn in the same round.
 std::string GradReducer::awaitRound(const std::vector<int>& idle, const std::string& trouble) {
+  const std::shared_ptr<Timeline> timeline = timeline_;  // stays what it is until the round's end
   try {
+    const std::size_t wait = timeline ? timeline->begin(Timeline::Kind::kWait) : 0;
     issuer_.await();
+    if (timeline) timeline->end(wait);
+    const std::size_t telling = timeline ? timeline->begin(Timeline::Kind::kReport) : 0;
     std::vector<char> used(options_.unused == UnusedParameters::kSkip ? parameters_.size() : 0, 1);
     if (!used.empty()) {
       for (int parameter : idle) used[parameter] = 0;
     }
     report_.start(trouble, used);
     if (!isOrderLearned_ && options_.overlaps) isOrderLearned_ = issuer_.learnOrder(report_, hasArrivals_);
-    return report_.finish();
+    std::string all = report_.finish();
+    if (timeline) timeline->end(telling);
+    return all;
   } catch (const std::exception&) {
     std::lock_guard lock(mutex_);
     rethrowWithReason();
@@ -378,6 +315,31 @@ void GradReducer::clearRound() {
   finding_.clear();
   kept_.clear();
   inRound_ = isExplicit_ = false;
+  ++rounds_;
+  if (timeline_) timeline_->endRound();
+  takeTimeline();
+}
+
+void GradReducer::record(std::shared_ptr<Timeline> timeline) {
+  std::lock_guard lock(mutex_);
+  nextTimeline_ = std::move(timeline);
+  if (!inRound_) takeTimeline();
+}
+
+void GradReducer::takeTimeline() {
+  if (timeline_ == nextTimeline_) return;
+  timeline_ = nextTimeline_;
+  issuer_.record(timeline_);
+}
+
+int GradReducer::rounds() {
+  std::lock_guard lock(mutex_);
+  return rounds_;
+}
+
+bool GradReducer::isInRound() {
+  std::lock_guard lock(mutex_);
+  return inRound_;
 }
 
 void GradReducer::rethrowWithReason() {

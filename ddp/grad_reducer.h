@@ -15,6 +15,7 @@
 #include "ddp/ready_hook.h"
 #include "ddp/reducer_options.h"
 #include "ddp/round_report.h"
+#include "ddp/timeline.h"
 
 namespace farandole::ddp {
 
@@ -91,6 +92,13 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   // Whether what the buffers hold is the result of a round.
   bool isReduced();
 
+  // What happens is recorded there, from the next round on, if one is open; null: nowhere.
+  void record(std::shared_ptr<Timeline> timeline);
+  bool isInRound();
+  int rounds();  // that have ended: the same number on all ranks
+
+  const ReducerOptions& options() const { return options_; }
+
   const std::shared_ptr<ModelBuffers>& buffers() const { return buffers_; }
   const DataParallelGroups& groups() const { return groups_; }
 
@@ -116,6 +124,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   void keep(int parameter);
   void resetRound();
   void clearRound();
+  void takeTimeline();
   void checkUsable() const;
   // Whether the gradient that has come need not be in its buffer to be reduced.
   bool borrows(int parameter) const;
@@ -146,6 +155,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   std::string finding_;       // of the checks, in this round
   bool inRound_ = false;
   bool isExplicit_ = false;  // startSync() has opened the round
+  int rounds_ = 0;
   bool synchronized_ = false;
   bool isFinished_ = false;                       // nothing has come since the last round
   std::string abandoned_;                         // why, once this rank knows
@@ -153,6 +163,8 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   int outputTask_ = -1;                           // of the one that has come to an output before any gradient
   std::vector<std::pair<int, at::Tensor>> kept_;  // by parameter that is skipped: what it holds
   RoundReport report_;
+  std::shared_ptr<Timeline> timeline_;      // of this round
+  std::shared_ptr<Timeline> nextTimeline_;  // of the rounds after it
 };
 
 }  // namespace farandole::ddp

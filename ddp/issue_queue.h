@@ -32,6 +32,7 @@ class IssueQueue {
  private:
   std::vector<int> order_;
   std::vector<int> arrivals_;
+  std::vector<char> isReady_;  // by group
   std::size_t issued_ = 0;
 };
 

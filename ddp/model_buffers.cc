@@ -49,6 +49,20 @@ std::string refusalOf(const ModelParameter& parameter, c10::Device device, const
 
 }  // namespace
 
+std::vector<ParameterSpec> specsOf(const ModelBuffers& buffers) {
+  std::vector<ParameterSpec> specs;
+  for (size_t p = 0; p < buffers.parameters().size(); ++p) {
+    const Slot& slot = buffers.layout().slots[p];
+    const BufferLayout& buffer = buffers.layout().buffers[slot.buffer];
+    specs.push_back({.numel = slot.numel,
+                     .paramType = buffer.paramType,
+                     .gradType = buffer.gradType,
+                     .isExpert = buffer.isExpert,
+                     .hasOwnBucket = buffers.parameters()[p].isSharedEmbedding});
+  }
+  return specs;
+}
+
 std::vector<ModelParameter> trainableOf(const Model& model) {
   std::vector<ModelParameter> trainable;
   for (const ModelParameter& parameter : model.parameters) {

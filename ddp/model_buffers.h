@@ -58,6 +58,9 @@ class ModelBuffers {
   std::vector<at::Tensor> mainGrads_;
 };
 
+// As the layout sees them, in registration order.
+std::vector<ParameterSpec> specsOf(const ModelBuffers& buffers);
+
 // The trainable ones, in registration order.
 std::vector<ModelParameter> trainableOf(const Model& model);
 

@@ -19,7 +19,7 @@ ParamGather::ParamGather(const DataParallelGroups& groups, std::shared_ptr<Model
       const int64_t numel = whole.numel() / group->getSize();
       at::AutoDispatchBelowADInplaceOrView untracked;
       if (numel > 0 && group->getSize() > 1) {
-        state.gathers.push_back({whole, whole.narrow(0, group->getRank() * numel, numel), group, nullptr});
+        state.gathers.push_back({whole, whole.narrow(0, group->getRank() * numel, numel), group, nullptr, bucket});
       }
       for (int parameter : layout.buckets[bucket].parameters) {
         bucketGroupOf_[parameter] = static_cast<int>(states_.size()) - 1;
@@ -39,10 +39,19 @@ void ParamGather::markStale() {
 void ParamGather::startNext() {
   GroupState& state = states_[next_];
   for (Gather& gather : state.gathers) {
-    if (!gather.work) gather.work = allGather(*gather.group, gather.whole, gather.part);  // one may have thrown before
+    if (gather.work) continue;  // one after it has thrown before
+    gather.timeline = timeline_;
+    if (timeline_) gather.event = timeline_->begin(Timeline::Kind::kGather, gather.bucket);
+    gather.work = allGather(*gather.group, gather.whole, gather.part);
+    if (timeline_) timeline_->endWith(gather.event, gather.work, gather.whole.device().type());
   }
   state.isStarted = true;
   --next_;
+}
+
+void ParamGather::record(std::shared_ptr<Timeline> timeline) {
+  std::lock_guard lock(mutex_);
+  timeline_ = std::move(timeline);
 }
 
 void ParamGather::start() {
@@ -80,7 +89,12 @@ void ParamGather::finishOne(int bucketGroup) {
     gathers = states_[bucketGroup].gathers;
   }
   for (Gather& gather : gathers) {
-    if (gather.work) await(*gather.group, gather.whole.device().type(), *gather.work);
+    if (!gather.work) continue;
+    const std::size_t wait = gather.timeline ? gather.timeline->begin(Timeline::Kind::kGatherWait, gather.bucket) : 0;
+    await(*gather.group, gather.whole.device().type(), *gather.work);
+    if (!gather.timeline) continue;
+    gather.timeline->end(wait);
+    gather.timeline->see(gather.event);
   }
   std::lock_guard lock(mutex_);
   GroupState& state = states_[bucketGroup];

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "ddp/model_buffers.h"
+#include "ddp/timeline.h"
 
 namespace farandole::ddp {
 
@@ -32,6 +33,9 @@ class ParamGather {
   bool finish(const std::vector<int>& bucketGroups);
   void finishAll();
 
+  // Gathers that start from now on are recorded there; null: nowhere.
+  void record(std::shared_ptr<Timeline> timeline);
+
   // No group is stale or under way. Cheap.
   bool isCurrent() const { return unfinished_.load(std::memory_order_relaxed) == 0; }
 
@@ -44,6 +48,9 @@ class ParamGather {
     at::Tensor part;
     Group group;
     WorkPtr work;
+    int bucket = 0;
+    std::shared_ptr<Timeline> timeline;  // has this event
+    std::size_t event = 0;
   };
   struct GroupState {
     std::vector<Gather> gathers;
@@ -58,6 +65,7 @@ class ParamGather {
   std::vector<int> bucketGroupOf_;
   std::mutex mutex_;  // guards all below
   std::vector<GroupState> states_;
+  std::shared_ptr<Timeline> timeline_;
   int next_ = -1;  // the group to be started next; -1: all are
   std::atomic<int> unfinished_{0};
 };

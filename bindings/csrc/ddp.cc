@@ -5,9 +5,12 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "bindings/csrc/layers.h"
+#include "bindings/csrc/planning_errors.h"
 #include "ddp/abandonment.h"
+#include "ddp/bucket_tuning.h"
 #include "ddp/grad_reducer.h"
 #include "ddp/param_gather.h"
+#include "ddp/timeline.h"
 
 namespace farandole::python {
 namespace {
@@ -116,6 +119,55 @@ void bindOptions(py::module_& module) {
           [](ddp::ReducerOptions& options, double largest) { options.checks.largest = largest; });
 }
 
+// (kind, index, round, start, end or None, whether the end is exact)
+using TimedEvent = std::tuple<ddp::Timeline::Kind, int, int, double, std::optional<double>, bool>;
+
+void bindTimeline(py::module_& module) {
+  py::enum_<ddp::Timeline::Kind>(module, "GradEvent")
+      .value("ready", ddp::Timeline::Kind::kReady)
+      .value("reduction", ddp::Timeline::Kind::kReduction)
+      .value("wait", ddp::Timeline::Kind::kWait)
+      .value("report", ddp::Timeline::Kind::kReport)
+      .value("gather", ddp::Timeline::Kind::kGather)
+      .value("gather_wait", ddp::Timeline::Kind::kGatherWait);
+
+  py::class_<ddp::Timeline, std::shared_ptr<ddp::Timeline>>(module, "GradTimeline")
+      .def(py::init<>())
+      .def_property_readonly("rounds", &ddp::Timeline::rounds)
+      .def("events", [](const ddp::Timeline& timeline) {
+        std::vector<TimedEvent> events;
+        for (const auto& [kind, index, round, start, end, isExact] : timeline.events()) {
+          events.emplace_back(kind, index, round, start, end == 0 ? std::nullopt : std::optional(end), isExact);
+        }
+        return events;
+      });
+}
+
+// `ready`: by parameter, `points`: (bytes, seconds) of a reduction.
+ddp::TuningChoice chooseBucketSize(const ddp::GradReducer& reducer, std::vector<double> ready,
+                                   std::vector<std::pair<double, double>> points) {
+  const ddp::ModelBuffers& buffers = *reducer.buffers();
+  ddp::TuningFacts facts;
+  facts.parameters = ddp::specsOf(buffers);
+  for (const at::Tensor& grad : buffers.mainGrads()) facts.gradBytes.push_back(static_cast<int>(grad.element_size()));
+  facts.ready = std::move(ready);
+  facts.layout.bucketSize = ddp::bucketSizeOf(reducer.options().buffers, reducer.groups());
+  return valueOf(ddp::chooseBucketSize(facts, valueOf(ddp::ReductionCost::fromMeasured(std::move(points)))));
+}
+
+void bindTuning(py::module_& module) {
+  py::class_<ddp::Prediction>(module, "BucketPrediction")
+      .def_readonly("bucket_size", &ddp::Prediction::bucketSize)
+      .def_readonly("buckets", &ddp::Prediction::buckets)
+      .def_readonly("exposed", &ddp::Prediction::exposed);
+  py::class_<ddp::TuningChoice>(module, "TuningChoice")
+      .def_readonly("now", &ddp::TuningChoice::now)
+      .def_readonly("best", &ddp::TuningChoice::best)
+      .def_readonly("is_worthwhile", &ddp::TuningChoice::isWorthwhile)
+      .def_readonly("backward", &ddp::TuningChoice::backward);
+  module.def("choose_bucket_size", &chooseBucketSize, py::arg("reducer"), py::arg("ready"), py::arg("points"));
+}
+
 void bindReducer(py::module_& module) {
   py::class_<Bucket>(module, "GradientBucket")
       .def_readonly("grads", &Bucket::grads)
@@ -154,6 +206,9 @@ void bindReducer(py::module_& module) {
       .def("forget_grads", &ddp::GradReducer::forgetGrads, ReleaseGil())
       .def("scale_grads", &ddp::GradReducer::scaleGrads, py::arg("factor"), ReleaseGil())
       .def("is_reduced", &ddp::GradReducer::isReduced, ReleaseGil())
+      .def("record", &ddp::GradReducer::record, py::arg("timeline"), ReleaseGil())
+      .def("is_in_round", &ddp::GradReducer::isInRound, ReleaseGil())
+      .def("rounds", &ddp::GradReducer::rounds, ReleaseGil())
       .def("main_grads", &mainGrads)
       .def("buckets", &bucketsOf)
       .def("layout", [](const ddp::GradReducer& reducer) { return ddp::toString(reducer.buffers()->layout()); });
@@ -174,6 +229,7 @@ void bindReducer(py::module_& module) {
             return gather.finish(bucketGroups);
           },
           py::arg("bucket_groups"))
+      .def("record", &ddp::ParamGather::record, py::arg("timeline"), ReleaseGil())
       .def_property_readonly("is_current", &ddp::ParamGather::isCurrent)
       .def("bucket_group_of", &ddp::ParamGather::bucketGroupOf);
 }
@@ -199,6 +255,8 @@ void bindDdp(py::module_& module) {
       },
       py::arg("group"), py::arg("why"), ReleaseGil());
   bindOptions(module);
+  bindTimeline(module);
+  bindTuning(module);
   bindReducer(module);
 }
 

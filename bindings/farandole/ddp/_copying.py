@@ -14,7 +14,10 @@ from farandole.ddp._options import Replicas
 if TYPE_CHECKING:
     from farandole.ddp._wrapper import DistributedDataParallel
 
-_MADE_AGAIN = ("process_group", "replicas", "experts", "_reducer", "_trainable", "_param_sync", "_options", "_is_added")
+_MADE_AGAIN = (
+    *("process_group", "replicas", "experts", "_reducer", "_trainable", "_param_sync", "_options", "_is_added"),
+    *("_tuner", "_timeline"),
+)
 _KEPT = ("require_backward_grad_sync", "require_forward_param_sync")
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 
 from farandole import _C
 
@@ -77,3 +77,59 @@ def _tell(model: DistributedDataParallel, is_active: bool, broadcasts: bool, red
 
 def _average(model: DistributedDataParallel, told: _Forward) -> None:
     model._reducer.average_over(model.replicas.size if model._divides_by_world else told.active)
+
+
+class UnevenInputs(Joinable):
+    """The part of the wrapper that ``join`` is."""
+
+    def join(
+        self: DistributedDataParallel,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """For a training loop over uneven inputs: a rank that has left it does what the others wait for, until all have.
+
+        As torch's; ``torch.distributed.algorithms.join.Join([model, ...])`` works, too. Each forward with gradients
+        must be followed by its backward. At the end all ranks have the model of those that were the last.
+
+        Args:
+            divide_by_initial_world_size: gradients are divided by the number of all ranks, else by that of those that
+                have inputs.
+            enable: False does nothing.
+            throw_on_early_termination: when one rank has no more inputs all raise a RuntimeError.
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self: DistributedDataParallel, **kwargs: Any) -> JoinHook:
+        """Joinable's: takes ``divide_by_initial_world_size``."""
+        if self._options.is_sharded:
+            raise RuntimeError(
+                "join(): expected use_distributed_optimizer=False, a rank without inputs would not update its part"
+            )
+        if self.replicas.instances is not None or self.experts.group != self.replicas.group:
+            raise RuntimeError(
+                "join(): expected one process group, neither instance_process_group nor expert_process_group"
+            )
+        if self._tuner is not None and self._tuner.is_pending:
+            raise RuntimeError("join(): expected a bucket_size in elements, or that 'auto' has chosen one before")
+        if not self._options.ends_with_backward:
+            raise RuntimeError(
+                "join(): expected gradients that are reduced when backward ends, not by finish_grad_sync"
+            )
+        return DdpJoinHook(self, kwargs.get("divide_by_initial_world_size", True))
+
+    @property
+    def join_device(self: DistributedDataParallel) -> torch.device:
+        """Joinable's: where the parameters are."""
+        return next(iter(self._trainable.values())).device
+
+    @property
+    def join_process_group(self: DistributedDataParallel) -> dist.ProcessGroup:
+        """Joinable's."""
+        return self.process_group

@@ -13,6 +13,7 @@ from farandole.ddp import _optimizer_state as saved
 from farandole.ddp._agreement import Facts, raising_together
 from farandole.ddp._expert_names import expert_suffix, trainable_of
 from farandole.ddp._runs import Cut, GradShard, Run, total_norm, whole_runs_of
+from farandole.ddp._tuning import TUNED_ROUNDS
 from farandole.ddp._whole import WholeParameters
 from farandole.ddp._wrapper import DistributedDataParallel
 
@@ -84,6 +85,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise ValueError("model=[]: expected at least one DistributedDataParallel")
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer is a {type(optimizer).__name__}: expected a torch.optim.Optimizer")
+        if any(one._tuner is not None and one._tuner.is_pending for one in models):
+            raise ValueError(
+                "model has bucket_size='auto' and has not chosen a size yet, which gives parameters another main_grad: "
+                f"expected at least {TUNED_ROUNDS} steps before, or a bucket_size in elements"
+            )
         self._is_sharded = any(one._param_sync is not None for one in models)
         self._models = models
         self._inner = optimizer

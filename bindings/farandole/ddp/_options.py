@@ -75,7 +75,7 @@ def input_device(module: torch.nn.Module, device_ids: Any, output_device: Any, d
     return given[0] if given else None
 
 
-def bucket_elements(bucket_size: int | None, bucket_cap_mb: float | None, module: torch.nn.Module) -> int | None:
+def bucket_elements(bucket_size: Any, bucket_cap_mb: float | None, module: torch.nn.Module) -> int | None:
     """Elements of a bucket: torch's mebibytes are counted in the widest gradients of the module."""
     if bucket_cap_mb is None:
         return bucket_size

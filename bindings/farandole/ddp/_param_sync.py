@@ -79,6 +79,10 @@ class ParamSync:
         """Waits until every parameter is what its owner has made of it."""
         self._gather.finish_all()
 
+    def record(self, timeline: _C.GradTimeline | None) -> None:
+        """Gathers that start from now on are recorded there."""
+        self._gather.record(timeline)
+
     def enable(self) -> None:
         """Modules wait for their parameters."""
         if self._handles:

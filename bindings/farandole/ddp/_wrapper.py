@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.utils import _to_kwargs
 
 from farandole import _C
 from farandole.ddp._comm_hook import builtin_comm_hook, checked_comm_hook
 from farandole.ddp._copying import build_again, state_of
-from farandole.ddp._join import DdpJoinHook, begin_forward
+from farandole.ddp._join import UnevenInputs, begin_forward
 from farandole.ddp._options import (
     Replicas,
     bucket_elements,
@@ -25,11 +24,13 @@ from farandole.ddp._options import (
 )
 from farandole.ddp._outputs import tensors_in
 from farandole.ddp._param_sync import ParamSync
+from farandole.ddp._timeline import Timeline
+from farandole.ddp._tuning import BucketTuner, is_auto
 
 __all__ = ["DistributedDataParallel"]
 
 
-class DistributedDataParallel(torch.nn.Module, Joinable):
+class DistributedDataParallel(torch.nn.Module, UnevenInputs):
     """Wraps a module so that each backward leaves the average gradient over the group in ``.grad``.
 
     Gradients live in contiguous buffers, laid out in reverse registration order (as Megatron-core's) and cut into
@@ -66,7 +67,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         static_graph: every backward is like the first one, which counts how many gradients each parameter gets: so
             reentrant checkpoints may share parameters. What it leaves out is skipped.
         bucket_size: elements after which a bucket is closed; by default max(40e6, 1e6 x size). Smaller models than
-            that overlap nothing unless this is smaller, too.
+            that overlap nothing unless this is smaller, too. "auto": the first backwards are measured with the default,
+            or ``bucket_cap_mb``, then the size is chosen that is predicted to leave the least exposed, and rank 0
+            prints it with the reason (:meth:`bucket_tuning`).
         unused_parameters: what to do about a parameter that gets no gradient in a backward that synchronizes. Its
             bucket is reduced with what it holds, so that no rank hangs; then "error" raises a RuntimeError from
             ``backward()`` on every rank that names it; "zero_fill" goes on, and ``.grad`` is the average with zero in
@@ -93,6 +96,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     next forward, run each step inside :meth:`abandon_on_error`, or call :meth:`abandon`; ``farandole.pipelining`` does.
     """
 
+    _tuner: BucketTuner | None
+
     def __init__(
         self,
         module: torch.nn.Module,
@@ -108,7 +113,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
         *,
-        bucket_size: int | None = None,
+        bucket_size: int | str | None = None,
         unused_parameters: str | None = None,
         disable_bucketing: bool = False,
         overlap_grad_reduce: bool = True,
@@ -136,7 +141,14 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         options.unused = unused_policy(unused_parameters, find_unused_parameters or static_graph)
         options.is_graph_static = static_graph
         options.broadcasts = init_sync
-        options.bucket_size = bucket_elements(bucket_size, bucket_cap_mb, module)
+        tunes = is_auto(
+            bucket_size,
+            use_distributed_optimizer=use_distributed_optimizer,
+            grad_reduce_in_fp32=grad_reduce_in_fp32,
+            disable_bucketing=disable_bucketing,
+            overlap_grad_reduce=overlap_grad_reduce,
+        )
+        options.bucket_size = bucket_elements(None if tunes else bucket_size, bucket_cap_mb, module)
         options.is_bucketed = not disable_bucketing
         options.overlaps = overlap_grad_reduce
         options.grad_dtype = torch.float32 if grad_reduce_in_fp32 else None
@@ -156,6 +168,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             options,
             overlap_param_gather,
         )
+        if tunes:
+            self._tuner = BucketTuner(self, options)
 
     def _build(
         self,
@@ -167,7 +181,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         is_added: Callable[[int], bool] | None = None,
     ) -> None:
         """Once the arguments are known: also for those who take others."""
-        Joinable.__init__(self)
+        UnevenInputs.__init__(self)
         self.module = module
         self.process_group = replicas.group
         self.replicas = replicas
@@ -179,6 +193,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._options = options
         self._overlap_param_gather = overlap_param_gather
         self._is_added = is_added
+        self._tuner = None
+        self._timeline: _C.GradTimeline | None = None  # where rounds are recorded
         self._reducer = _C.GradReducer(
             replicas.packed(),
             experts.packed(),
@@ -226,56 +242,6 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             if group is not None:
                 _C.broadcast_tensors(group, buffers, source)
 
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Join:
-        """For a training loop over uneven inputs: a rank that has left it does what the others wait for, until all have.
-
-        As torch's; ``torch.distributed.algorithms.join.Join([model, ...])`` works, too. Each forward with gradients
-        must be followed by its backward. At the end all ranks have the model of those that were the last.
-
-        Args:
-            divide_by_initial_world_size: gradients are divided by the number of all ranks, else by that of those that
-                have inputs.
-            enable: False does nothing.
-            throw_on_early_termination: when one rank has no more inputs all raise a RuntimeError.
-        """
-        return Join(
-            [self],
-            enable,
-            throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-        )
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Joinable's: takes ``divide_by_initial_world_size``."""
-        if self._options.is_sharded:
-            raise RuntimeError(
-                "join(): expected use_distributed_optimizer=False, a rank without inputs would not update its part"
-            )
-        if self.replicas.instances is not None or self.experts.group != self.replicas.group:
-            raise RuntimeError(
-                "join(): expected one process group, neither instance_process_group nor expert_process_group"
-            )
-        if not self._options.ends_with_backward:
-            raise RuntimeError(
-                "join(): expected gradients that are reduced when backward ends, not by finish_grad_sync"
-            )
-        return DdpJoinHook(self, kwargs.get("divide_by_initial_world_size", True))
-
-    @property
-    def join_device(self) -> torch.device:
-        """Joinable's: where the parameters are."""
-        return next(iter(self._trainable.values())).device
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup:
-        """Joinable's."""
-        return self.process_group
-
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients of forwards inside it accumulate locally; the first backward whose forward was outside averages all.
@@ -303,6 +269,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         hook returns replaces them. Buckets come in index order. Call it once, on all ranks, between steps. With experts
         in a group of their own, several optimizer instances or ``use_distributed_optimizer`` it is a ValueError.
         """
+        if self._tuner is not None and self._tuner.is_pending:
+            raise ValueError("register_comm_hook with bucket_size='auto': expected a number of elements")
         self._reducer.register_comm_hook(state, checked_comm_hook(hook))
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
@@ -388,6 +356,30 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if self._param_sync is None or not self._param_sync.overlaps:
             raise RuntimeError("forward pre-hooks: expected overlap_param_gather=True")
         return self._param_sync
+
+    @contextlib.contextmanager
+    def record_timeline(self) -> Iterator[Timeline]:
+        """Records what happens inside, and when: gradients, buckets, waits, gathers. See :class:`Timeline`.
+
+        It costs nothing outside, and inside a few clock readings.
+        """
+        before, recorded = self._timeline, _C.GradTimeline()
+        device = next(iter(self._trainable.values())).device
+        self._record(recorded)
+        try:
+            yield Timeline(recorded, list(self._trainable), self.process_group, device)
+        finally:
+            self._record(before if self._tuner is None or self._tuner.needs(before) else None)
+
+    def _record(self, timeline: _C.GradTimeline | None) -> None:
+        self._timeline = timeline
+        self._reducer.record(timeline)
+        if self._param_sync is not None:
+            self._param_sync.record(timeline)
+
+    def bucket_tuning(self) -> str | None:
+        """Which bucket size was chosen and why; None before that, and without ``bucket_size="auto"``."""
+        return self._tuner.reason if self._tuner is not None else None
 
     def bucket_layout(self) -> str:
         """One line per bucket: its buffer, its range in elements, and its parameters by index of registration."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from typing import Any
 
+from farandole import _trace_events as trace
 from farandole.pipelining._captions import Steps, captions, named
 from farandole.pipelining._memory import memory_over_time
 from farandole.pipelining._rows import Box, rows_of
@@ -32,37 +31,23 @@ def chrome_trace(steps: Steps, *, memory: Sequence[Sequence[float]] | None = Non
         memory: per stage, as in :func:`memory_over_time`.
     """
     shown = named(steps)
-    events: list[dict[str, Any]] = []
+    events: list[trace.Event] = []
     for index, (name, step) in enumerate(shown.items()):
         curves = None if memory is None else memory_over_time(step, memory)
         for rank, rows in enumerate(rows_of(step)):
             process = rank * len(shown) + index
-            events.append(_metadata(process, 0, "process_name", name=f"rank {rank} {name}".rstrip()))
-            events.append(_metadata(process, 0, "process_sort_index", sort_index=process))
+            events += trace.process(process, f"rank {rank} {name}".rstrip())
             for thread, boxes in enumerate([rows.compute, *rows.lanes]):
-                title = "compute" if thread == 0 else "communication"
-                events.append(_metadata(process, thread, "thread_name", name=title))
-                events.append(_metadata(process, thread, "thread_sort_index", sort_index=thread))
+                events += trace.thread(process, thread, "compute" if thread == 0 else "communication")
                 events += [_event(box, process, thread) for box in boxes]
             for time, held in curves[rank].points if curves is not None else ():
-                counter = {"ph": "C", "pid": process, "ts": _microseconds(time), "name": "memory"}
+                counter = {"ph": "C", "pid": process, "ts": trace.microseconds(time), "name": "memory"}
                 events.append(counter | {"args": {"bytes": held}})
-    document = {"displayTimeUnit": "ms", "otherData": {"caption": captions(shown)}, "traceEvents": events}
-    return json.dumps(document) + "\n"
+    return trace.document(events, caption=captions(shown))
 
 
-def _metadata(process: int, thread: int, what: str, **args: Any) -> dict[str, Any]:
-    return {"ph": "M", "pid": process, "tid": thread, "name": what, "args": args}
-
-
-def _event(box: Box, process: int, thread: int) -> dict[str, Any]:
-    start, end = _microseconds(box.start), _microseconds(box.end)
-    event = {"ph": "X", "pid": process, "tid": thread, "ts": start, "dur": round(end - start, 3)}
-    event |= {"name": box.name, "cat": box.kind}
+def _event(box: Box, process: int, thread: int) -> trace.Event:
+    event = trace.box(process, thread, box.name, box.kind, box.start, box.end)
     if box.kind in _COLOURS:
         event["cname"] = _COLOURS[box.kind]
     return event
-
-
-def _microseconds(seconds: float) -> float:
-    return round(seconds * 1e6, 3)

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from farandole import _C
-from farandole.pipelining._clocks import clock_offset
+from farandole._clocks import clock_offset
 from farandole.pipelining._rows import parse
 from farandole.pipelining._schedule import PipelineSchedule
 

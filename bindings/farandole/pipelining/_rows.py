@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from farandole import _C
+from farandole._trace_events import lanes
 
 COMPUTE_KINDS = ("F", "B", "I", "W", "OVERLAP_F_B")
 COMMUNICATION = "communication"
@@ -76,7 +77,7 @@ def rows_of(step: _C.SimulationResult) -> list[Rows]:
                 compute.append(Box(text, _label(action), action.kind, chunks[action.stage], start, end))
             elif end > start:
                 boxes.append(Box(text, text, COMMUNICATION, 0, start, end))
-        rows.append(Rows(max(1, len(stages)), compute, _lanes(boxes)))
+        rows.append(Rows(max(1, len(stages)), compute, lanes(boxes)))
     return rows
 
 
@@ -86,15 +87,3 @@ def _leaves(action: Action) -> tuple[Action, ...]:
 
 def _label(action: Action) -> str:
     return " ".join(f"{leaf.kind}{leaf.microbatch}" for leaf in _leaves(action))
-
-
-def _lanes(boxes: list[Box]) -> list[list[Box]]:
-    """As few lanes as hold them all without overlap."""
-    lanes: list[list[Box]] = []
-    for box in sorted(boxes, key=lambda box: (box.start, box.end)):
-        free = next((lane for lane in lanes if lane[-1].end <= box.start), None)
-        if free is None:
-            lanes.append([box])
-        else:
-            free.append(box)
-    return lanes

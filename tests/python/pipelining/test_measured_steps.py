@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from farandole import _C
+from farandole import _C, _clocks
 from farandole.pipelining import (
     PipelineStage,
     Schedule1F1B,
-    _clocks,
     draw_svg,
     gather_timeline,
     plan,

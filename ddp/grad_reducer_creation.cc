@@ -1,0 +1,85 @@
+// How a GradReducer comes to be.
+
+#include <exception>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ddp/grad_reducer.h"
+
+namespace farandole::ddp {
+namespace {
+
+// Where the ranks compare their models: where the parameters are, else where the group has a backend.
+c10::Device exchangeDevice(c10d::ProcessGroup& group, const std::vector<ModelParameter>& trainable) {
+  if (!trainable.empty() && !trainable[0].tensor.is_meta()) return trainable[0].tensor.device();
+  const auto devices = group.getDeviceTypes();
+  return hasCpuBackend(group) || devices.empty() ? c10::Device(at::kCPU) : devices.front();
+}
+
+// What the instance finds it tells the others, which would wait for it else.
+void checkReplicas(const Replicas& replicas, const std::vector<ModelParameter>& trainable,
+                   const std::vector<Fact>& facts, std::string refusal) {
+  std::exception_ptr found;
+  for (const Group& group : {replicas.group, replicas.instances}) {
+    if (!group) continue;
+    try {
+      checkAgreement(*group, exchangeDevice(*group, trainable), facts, refusal);
+    } catch (const c10::ValueError& error) {
+      if (refusal.empty()) refusal = error.what_without_backtrace();
+      if (!found) found = std::current_exception();
+    }
+  }
+  if (found) std::rethrow_exception(found);
+}
+
+}  // namespace
+
+std::shared_ptr<GradReducer> GradReducer::create(const DataParallelGroups& groups, const Model& model,
+                                                 const ReducerOptions& options, Gradients::IsAdded isAdded) {
+  std::vector<Fact> facts = factsOf(options, groups);
+  for (Fact& fact : ddp::factsOf(model)) facts.push_back(std::move(fact));
+  std::string refusal = refusalOf(model, options.buffers);
+  if (refusal.empty() && options.unused == UnusedParameters::kSkip && groups.dense.size() > 1 &&
+      !RoundReport::canTell(groups.dense)) {
+    refusal =
+        "unused_parameters='skip': expected a group with a backend for the CPU, too, where ranks tell what they used";
+  }
+  TORCH_CHECK_VALUE(!options.isAgreed || refusal.empty(), "farandole.ddp: ", refusal);
+  if (!options.isAgreed) {
+    checkReplicas(groups.dense, trainableOf(model), facts, std::move(refusal));
+    if (options.broadcasts) broadcastModel(groups, model);
+  }
+  std::shared_ptr<GradReducer> reducer(new GradReducer(
+      groups, std::make_shared<ModelBuffers>(model, groups, options.buffers), options, std::move(isAdded)));
+  reducer->attachHooks();
+  return reducer;
+}
+
+GradReducer::GradReducer(DataParallelGroups groups, std::shared_ptr<ModelBuffers> buffers,
+                         const ReducerOptions& options, Gradients::IsAdded isAdded)
+    : groups_(std::move(groups)),
+      buffers_(std::move(buffers)),
+      parameters_(buffers_->parameters()),
+      options_(options),
+      group_(*groups_.dense.group),
+      gradients_(buffers_, options.home, std::move(isAdded)),
+      issuer_(groups_, *buffers_, options),
+      expected_(parameters_.size(), 1),
+      arrived_(parameters_.size(), 0),
+      ready_(parameters_.size(), 0),
+      touched_(parameters_.size(), 0),
+      isCounting_(options.isGraphStatic),
+      report_(groups_, options.unused == UnusedParameters::kSkip ? parameters_.size() : 0) {}
+
+void GradReducer::attachHooks() {
+  hooks_.reserve(parameters_.size());
+  for (size_t p = 0; p < parameters_.size(); ++p) {
+    hooks_.emplace_back(parameters_[p].tensor,
+                        [weak = weak_from_this(), parameter = static_cast<int>(p)](bool hasGradient) {
+                          if (auto self = weak.lock()) self->onGradReady(parameter, hasGradient);
+                        });
+  }
+}
+
+}  // namespace farandole::ddp

@@ -1,0 +1,152 @@
+"""bucket_size="auto": measured backwards choose a size that is the same on all ranks, say why, and change no gradient."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_models import BACKENDS, RandomModel, grads, perturb
+
+from farandole import _C
+from farandole.ddp import DistributedDataParallel, DistributedOptimizer
+from farandole.ddp._tuning import TUNED_ROUNDS
+from support.processes import run_ranks
+
+_LAYERS, _WIDTH, _SLEEP = 6, 512, 0.01
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        time.sleep(_SLEEP)
+        return grad
+
+
+class _Slow(torch.nn.Module):
+    """Reductions can be hidden behind what sleeps before each layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(_LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = _Sleep.apply(layer(x))
+        return x.square().mean()
+
+
+def _tune(rank: int, world_size: int) -> tuple[str, str, int, str]:
+    sys.stderr = printed = io.StringIO()
+    torch.manual_seed(0)
+    model = DistributedDataParallel(_Slow(), bucket_size="auto")
+    # As if links were slow: 1 ms for 1 MiB, of which each layer's gradients have one.
+    real = dist.all_reduce
+
+    def slow(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(tensor.numel() * tensor.element_size() * 1e-9)
+        return real(tensor, *args, **kwargs)
+
+    dist.all_reduce = slow
+    first = model.bucket_layout()
+    x = torch.randn(2, _WIDTH)
+    with pytest.raises(ValueError, match="has not chosen a size yet"):
+        DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for _ in range(TUNED_ROUNDS + 2):
+        assert model.bucket_tuning() is None or model._reducer.rounds() <= 2
+        model.zero_grad()
+        model(x).backward()
+        if rank == 0:
+            with torch.no_grad():
+                model.module(x)  # one rank's forwards are its own
+    dist.all_reduce = real
+    for parameter in model.parameters():
+        assert parameter.grad is parameter.main_grad
+    reason = model.bucket_tuning()
+    assert reason is not None
+    DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    return reason, model.bucket_layout(), first.count("\n"), printed.getvalue()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_can_be_hidden_gets_smaller_buckets_on_all_ranks_and_the_reason_is_printed(backend):
+    (reason, layout, before, printed), *others = run_ranks(_tune, 2, backend)
+    assert before == 1
+    assert layout.count("\n") > before, reason
+    assert all(other[1] == layout for other in others)
+    assert f"({layout.count(chr(10))} buckets): predicted " in reason
+    assert "with 40000000 (1 bucket); a reduction takes " in reason
+    assert printed == f"farandole.ddp: {reason}\n"
+    assert all(other[3] == "" for other in others)
+
+
+def _gradients(rank: int, world_size: int, seed: int) -> None:
+    tuned, plain = RandomModel(seed), RandomModel(seed)
+    perturb(tuned, rank)
+    perturb(plain, rank)
+    options = {"unused_parameters": "zero_fill"}
+    models = [
+        DistributedDataParallel(tuned, bucket_size="auto", **options),
+        DistributedDataParallel(plain, bucket_size=64, **options),
+    ]
+    # The prediction shall be worth it, whatever this machine measures.
+    models[0]._tuner._recorded = _Recorded(len(models[0]._reducer.main_grads()))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9) for model in models]
+    for step in range(TUNED_ROUNDS + 3):
+        for model, optimizer in zip(models, optimizers):
+            if step == TUNED_ROUNDS + 1:
+                model.zero_grad_buffer()
+            elif step != TUNED_ROUNDS:  # there gradients are kept and added to, while the buckets change
+                optimizer.zero_grad(set_to_none=step % 2 == 0)
+            with model.no_sync():
+                model(model.module.batch(step, rank)).backward()
+            model(model.module.batch(step, rank, 1)).backward()
+            optimizer.step()
+        for (name, ours), (_, theirs) in zip(grads(models[0]).items(), grads(models[1]).items()):
+            if ours is not None or theirs is not None:
+                assert torch.equal(ours, theirs), (seed, step, name)
+    for (name, ours), theirs in zip(tuned.state_dict().items(), plain.state_dict().values()):
+        assert torch.equal(ours, theirs), (seed, name)
+    assert models[0].bucket_tuning() is not None
+
+
+class _Recorded:
+    """Of backwards that take a second for each parameter."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def events(self) -> list[Any]:
+        return [
+            (_C.GradEvent.ready, p, 1, 1.0 * (self._count - p), 1.0 * (self._count - p), True)
+            for p in range(self._count)
+        ]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_gradients_are_those_of_any_other_bucket_size(seed):
+    run_ranks(_gradients, 2, BACKENDS[seed % len(BACKENDS)], seed=seed)
+
+
+def _refusals(rank: int, world_size: int) -> None:
+    for argument in ({"use_distributed_optimizer": True}, {"grad_reduce_in_fp32": True}, {"disable_bucketing": True}):
+        with pytest.raises(
+            ValueError, match=rf"bucket_size='auto' with {next(iter(argument))}=True: .*expected a number"
+        ):
+            DistributedDataParallel(torch.nn.Linear(2, 2), bucket_size="auto", **argument)
+    with pytest.raises(ValueError, match="bucket_size='auto' with overlap_grad_reduce=False"):
+        DistributedDataParallel(torch.nn.Linear(2, 2), bucket_size="auto", overlap_grad_reduce=False)
+    with pytest.raises(ValueError, match="bucket_size='small': expected a number of elements or 'auto'"):
+        DistributedDataParallel(torch.nn.Linear(2, 2), bucket_size="small")
+
+
+def test_what_cannot_be_tuned_is_refused_by_name():
+    run_ranks(_refusals, 1, BACKENDS[0])
