@@ -2,12 +2,18 @@
 
 "exposed" is the time of a forward and backward less that of the same module without a wrapper, in the same turn. Two ranks on two cores hide nothing, so what is exposed is compared with one all_reduce of as many elements
 ("all_reduce"); where backward sleeps a core is free, and communication can be hidden.
+
+"a parameter" is what the host takes for one beyond autograd's own work: parameters of one element whose
+gradients are there, in a group of one rank. It is (backward - backward without a wrapper) / parameters.
 """
 
 from __future__ import annotations
 
+import statistics
+
 from farandole.bench import _data_parallel_rank as on_rank
 from farandole.bench._data_parallel_rank import ALONE, RAW
+from farandole.bench._hook_cost_rank import PARAMETERS, time_hooks
 from farandole.bench._ranks import RANKS, RankPair
 from farandole.bench._series import Measurement, Report, Sample, Series, Target, interleave, ratio
 from farandole.bench._settings import Settings
@@ -20,6 +26,11 @@ _LIMITS = {
     "sleeping": {RAW: 0.1},
 }
 _STEPS = {"transformer, 40M": 5, "2000 parameters": 10, "sleeping": 5}  # per round
+
+
+_HOOK_PEERS = ["farandole", "torch over gloo"]
+_HOOK_BACKWARDS = 50  # per round
+_HOOK_LIMIT = 2e-6  # of a parameter
 
 
 def measure(settings: Settings, pair: RankPair) -> Report:
@@ -39,7 +50,30 @@ def measure(settings: Settings, pair: RankPair) -> Report:
             compared = ratio(f"exposed / {name}", ours, under.get(name, raw))
             report.ratios.append(compared)
             report.targets.append(Target(f"{case}: {compared.name}", compared.median(), limit, at_most=True))
+    hooks = {peer: Series("a parameter", peer, quantity="exposed") for peer in _HOOK_PEERS}
+    interleave(settings.rounds, [_hook_measurement(settings, pair, hooks)], settings.tick)
+    report.series += hooks.values()
+    report.ratios.append(ratio("exposed / torch's over gloo", hooks["farandole"], hooks["torch over gloo"]))
+    measured = hooks["farandole"].median()
+    report.targets.append(Target("host cost per parameter", measured, _HOOK_LIMIT, at_most=True, unit="s"))
     return report
+
+
+def _hook_measurement(settings: Settings, pair: RankPair, hooks: dict[str, Series]) -> Measurement:
+    def one_round() -> list[list[Sample]]:
+        ranks = pair.call(time_hooks, peers=[ALONE, *hooks], count=settings.count(_HOOK_BACKWARDS))
+        return [[_per_parameter(ranks, peer)] for peer in hooks]
+
+    return [*hooks.values()], one_round
+
+
+def _per_parameter(ranks: list[dict[str, list[float]]], peer: str) -> Sample:
+    """Of the rank where it is larger; of each backward and the one without a wrapper in its turn."""
+    cost = max(
+        statistics.median(with_it - alone for with_it, alone in zip(of_rank[peer], of_rank[ALONE], strict=True))
+        for of_rank in ranks
+    )
+    return Sample(cost / PARAMETERS, cost / PARAMETERS)
 
 
 def _measurement(

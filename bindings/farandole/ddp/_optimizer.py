@@ -88,7 +88,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if any(one._tuner is not None and one._tuner.is_pending for one in models):
             raise ValueError(
                 "model has bucket_size='auto' and has not chosen a size yet, which gives parameters another main_grad: "
-                f"expected at least {TUNED_ROUNDS} steps before, or a bucket_size in elements"
+                f"expected {2 * TUNED_ROUNDS + 1} steps before, or a bucket_size in elements"
             )
         self._is_sharded = any(one._param_sync is not None for one in models)
         self._models = models

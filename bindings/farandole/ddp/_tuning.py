@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,25 +41,30 @@ def is_auto(bucket_size: Any, **others: bool) -> bool:
 
 
 class BucketTuner:
-    """Measures the first backwards that synchronize, then gives the model a reducer with the best bucket size.
+    """Measures the first backwards that synchronize, gives the model a reducer with the bucket size that is predicted to
+    be best, and takes the old one again if as many backwards with it are slower.
 
     When each gradient comes is the median over rounds of what the slowest rank saw; what a reduction takes, by size, is
     measured once over the model's group, of the slowest rank, too. So all ranks know the same, and rank 0 says what
-    follows. It is done at the start of a forward that will be differentiated and reduced, which all ranks have alike:
-    a collective. Gradients that are there stay. Threads: the one that runs forwards.
+    follows. Reducers are made at the start of a forward that will be differentiated and reduced, which all ranks have
+    alike: a collective. Gradients that are there stay. Threads: the one that runs forwards.
     """
 
     def __init__(self, model: DistributedDataParallel, options: _C.ReducerOptions) -> None:
         self.reason: str | None = None
         self.is_pending = True
         self._options = options
+        self._trial: _Trial | None = None
         self._recorded = _C.GradTimeline()
+        self._own = [self._recorded]
         model._record(self._recorded)
         self._handle = model.register_forward_pre_hook(HookOfOne(self._before_forward))
 
-    def needs(self, timeline: _C.GradTimeline | None) -> bool:
-        """False where it was for the measured rounds, which are over."""
-        return self.is_pending or timeline is not self._recorded
+    def after(self, timeline: _C.GradTimeline | None) -> _C.GradTimeline | None:
+        """What is to be recorded into where it was that one: what the tuner had may be over."""
+        if timeline not in self._own:
+            return timeline
+        return self._recorded if self.is_pending else None
 
     def _before_forward(self, model: Any, args: Any) -> None:
         if not torch.is_grad_enabled() or not model.require_backward_grad_sync:
@@ -67,41 +73,61 @@ class BucketTuner:
         reducer = model._reducer
         if reducer.rounds() < TUNED_ROUNDS or reducer.is_in_round() or torch._C._current_graph_task_id() != -1:
             return
-        self._handle.remove()
-        self.is_pending = False
-        if model._timeline is self._recorded:
-            model._record(None)
-        self._tune(model)
+        reducer.begin_step()  # raises where the group was abandoned
+        self._try(model) if self._trial is None else self._judge(model, self._trial)
 
-    def _tune(self, model: DistributedDataParallel) -> None:
-        model._reducer.begin_step()  # raises where the group was abandoned
+    def _try(self, model: DistributedDataParallel) -> None:
         grads = [grad for _, grad in model._reducer.main_grads()]
-        ready = _ready_times(self._recorded.events(), len(grads))
+        events = self._recorded.events()
         widest = max(grads, key=lambda grad: grad.element_size())
         total = sum(grad.numel() * grad.element_size() for grad in grads)
         sizes = [size for size in _SIZES if size < total] or [_SIZES[0]]
-        seconds = [_time_reduction(model.replicas, widest, size) for size in sizes]
-        known = torch.tensor([*ready, *seconds], dtype=torch.float64, device=widest.device)
-        for group in _groups(model.replicas):
-            dist.all_reduce(known, dist.ReduceOp.MAX, group=group)
-        ready, seconds = known[: len(ready)].tolist(), known[len(ready) :].tolist()
-        choice = _C.choose_bucket_size(model._reducer, ready, list(zip(sizes, seconds, strict=True)))
-        chosen = torch.tensor(
-            [choice.best.bucket_size if choice.is_worthwhile else 0], dtype=torch.int64, device=widest.device
-        )
-        for group in reversed(_groups(model.replicas)):
-            dist.broadcast(chosen, group=group, group_src=0)
-        self.reason = _reason(choice, list(zip(sizes, seconds, strict=True)))
+        costs = [_time_reduction(model.replicas, widest, size) for size in sizes]
+        before, *known = _slowest(model, [_round_seconds(events), *_ready_times(events, len(grads)), *costs])
+        points = list(zip(sizes, known[len(grads) :], strict=True))
+        choice = _C.choose_bucket_size(model._reducer, known[: len(grads)], points)
+        if not _told(model, choice.is_worthwhile):
+            self._finish(model, f"{_name(choice.now)} stays: {_predicted(choice)}; {_because(choice, points)}")
+            return
+        self._trial = _Trial(choice, before, _because(choice, points))
+        _rebuild(model, self._options, _told(model, choice.best.bucket_size))
+        if model._timeline is self._recorded:
+            self._recorded = _C.GradTimeline()
+            self._own.append(self._recorded)
+            model._record(self._recorded)
+
+    def _judge(self, model: DistributedDataParallel, trial: _Trial) -> None:
+        (after,) = _slowest(model, [_round_seconds(self._recorded.events())])
+        now, best = trial.choice.now, trial.choice.best
+        said = f"predicted {_ms(best.exposed)} exposed, against {_ms(now.exposed)}"
+        measured = f"measured {_ms(after)} for a backward, against {_ms(trial.before)}"
+        if _told(model, after > trial.before):
+            _rebuild(model, self._options, now.bucket_size)
+            self._finish(model, f"{_name(now)} stays: {_name(best)} was {said}, but {measured}; {trial.because}")
+        else:
+            self._finish(model, f"{_name(best)}: {said} with {_name(now)}; {measured}; {trial.because}")
+
+    def _finish(self, model: DistributedDataParallel, reason: str) -> None:
+        self.reason = f"bucket_size={reason}"
+        self.is_pending = False
+        self._handle.remove()
+        if model._timeline in self._own:
+            model._record(None)
         if all(group.rank() == 0 for group in _groups(model.replicas)):
             print(f"farandole.ddp: {self.reason}", file=sys.stderr, flush=True)
-        if chosen.item() > 0:
-            self._options.bucket_size = int(chosen.item())
-            _rebuild(model, self._options)
 
 
-def _rebuild(model: DistributedDataParallel, options: _C.ReducerOptions) -> None:
+@dataclass(frozen=True)
+class _Trial:
+    choice: _C.TuningChoice
+    before: float  # seconds of a backward with the old size
+    because: str
+
+
+def _rebuild(model: DistributedDataParallel, options: _C.ReducerOptions, bucket_size: int) -> None:
     """Between rounds: the parameters get other buffers, and gradients that are there move into them."""
     options.broadcasts = False
+    options.bucket_size = bucket_size
     reducer = _C.GradReducer(
         model.replicas.packed(),
         model.experts.packed(),
@@ -160,20 +186,52 @@ def _groups(replicas: Replicas) -> list[dist.ProcessGroup]:
     return [replicas.group] if replicas.instances is None else [replicas.group, replicas.instances]
 
 
-def _reason(choice: _C.TuningChoice, points: list[tuple[int, float]]) -> str:
-    def described(one: _C.BucketPrediction) -> str:
-        return f"{one.bucket_size} ({one.buckets} bucket{'s' if one.buckets != 1 else ''})"
+def _slowest(model: DistributedDataParallel, mine: list[float]) -> list[float]:
+    """The largest that any rank has, each."""
+    values = torch.tensor(mine, dtype=torch.float64, device=_device(model))
+    for group in _groups(model.replicas):
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
+    return [float(value) for value in values.tolist()]
 
-    now, best = choice.now, choice.best
+
+def _told(model: DistributedDataParallel, mine: int) -> int:
+    """What the first rank has."""
+    value = torch.tensor([int(mine)], dtype=torch.int64, device=_device(model))
+    for group in reversed(_groups(model.replicas)):
+        dist.broadcast(value, group=group, group_src=0)
+    return int(value.item())
+
+
+def _device(model: DistributedDataParallel) -> torch.device:
+    return next(iter(model._trainable.values())).device
+
+
+def _round_seconds(events: list[Any]) -> float:
+    """From the first gradient of a round to its end; the median over rounds without the first one. 0: none was seen."""
+    began: dict[int, float] = {}
+    ended: dict[int, float] = {}
+    for kind, _, number, start, end, _ in events:
+        if kind == _C.GradEvent.ready:
+            began.setdefault(number, start)
+        elif kind == _C.GradEvent.wait and end is not None:
+            ended[number] = end
+    taken = [ended[number] - began[number] for number in sorted(began) if number in ended]
+    return statistics.median(taken[1:] or taken or [0.0])
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
+
+
+def _name(one: _C.BucketPrediction) -> str:
+    return f"{one.bucket_size} ({one.buckets} bucket{'s' if one.buckets != 1 else ''})"
+
+
+def _predicted(choice: _C.TuningChoice) -> str:
+    return f"predicted {_ms(choice.now.exposed)} exposed, and no other is better by 2% of a backward"
+
+
+def _because(choice: _C.TuningChoice, points: list[tuple[int, float]]) -> str:
     (first, latency), (last, slowest) = points[0], points[-1]
     rate = f" + {(last - first) / (slowest - latency) / 1e9:.3g} GB/s" if slowest > latency else ""
-    because = f"a reduction takes {latency * 1e3:.3g} ms{rate}, backward {choice.backward * 1e3:.3g} ms"
-    if choice.is_worthwhile:
-        return (
-            f"bucket_size={described(best)}: predicted {best.exposed * 1e3:.3g} ms exposed, against "
-            f"{now.exposed * 1e3:.3g} ms with {described(now)}; {because}"
-        )
-    return (
-        f"bucket_size={described(now)} stays: predicted {now.exposed * 1e3:.3g} ms exposed, and no other is better by "
-        f"2%; {because}"
-    )
+    return f"a reduction takes {_ms(latency)}{rate}, gradients come within {_ms(choice.backward)}"

@@ -68,8 +68,8 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs):
             reentrant checkpoints may share parameters. What it leaves out is skipped.
         bucket_size: elements after which a bucket is closed; by default max(40e6, 1e6 x size). Smaller models than
             that overlap nothing unless this is smaller, too. "auto": the first backwards are measured with the default,
-            or ``bucket_cap_mb``, then the size is chosen that is predicted to leave the least exposed, and rank 0
-            prints it with the reason (:meth:`bucket_tuning`).
+            or ``bucket_cap_mb``, then the size is tried that is predicted to leave the least exposed, and kept unless
+            backwards are slower with it. Rank 0 prints the choice with the reason (:meth:`bucket_tuning`).
         unused_parameters: what to do about a parameter that gets no gradient in a backward that synchronizes. Its
             bucket is reduced with what it holds, so that no rank hangs; then "error" raises a RuntimeError from
             ``backward()`` on every rank that names it; "zero_fill" goes on, and ``.grad`` is the average with zero in
@@ -369,7 +369,7 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs):
         try:
             yield Timeline(recorded, list(self._trainable), self.process_group, device)
         finally:
-            self._record(before if self._tuner is None or self._tuner.needs(before) else None)
+            self._record(before if self._tuner is None else self._tuner.after(before))
 
     def _record(self, timeline: _C.GradTimeline | None) -> None:
         self._timeline = timeline

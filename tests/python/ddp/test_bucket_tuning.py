@@ -5,19 +5,20 @@ from __future__ import annotations
 import io
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from ddp_models import BACKENDS, RandomModel, grads, perturb
 
 from farandole import _C
-from farandole.ddp import DistributedDataParallel, DistributedOptimizer
+from farandole.ddp import DistributedDataParallel, DistributedOptimizer, _tuning
 from farandole.ddp._tuning import TUNED_ROUNDS
 from support.processes import run_ranks
 
 _LAYERS, _WIDTH, _SLEEP = 6, 512, 0.01
+_STEPS = 2 * TUNED_ROUNDS + 1  # with the last one it is chosen
 
 
 class _Sleep(torch.autograd.Function):
@@ -44,30 +45,24 @@ class _Slow(torch.nn.Module):
         return x.square().mean()
 
 
-def _tune(rank: int, world_size: int) -> tuple[str, str, int, str]:
+def _tune(rank: int, world_size: int, measured: list[float]) -> tuple[str, str, int, str]:
     sys.stderr = printed = io.StringIO()
     torch.manual_seed(0)
     model = DistributedDataParallel(_Slow(), bucket_size="auto")
     # As if links were slow: 1 ms for 1 MiB, of which each layer's gradients have one.
-    real = dist.all_reduce
-
-    def slow(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        time.sleep(tensor.numel() * tensor.element_size() * 1e-9)
-        return real(tensor, *args, **kwargs)
-
-    dist.all_reduce = slow
+    _tuning._time_reduction = lambda replicas, like, size: 1e-5 + size * 1e-9
+    _tuning._round_seconds = lambda events: measured.pop(0)
     first = model.bucket_layout()
     x = torch.randn(2, _WIDTH)
     with pytest.raises(ValueError, match="has not chosen a size yet"):
         DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    for _ in range(TUNED_ROUNDS + 2):
-        assert model.bucket_tuning() is None or model._reducer.rounds() <= 2
+    for _ in range(_STEPS):
+        assert model.bucket_tuning() is None
         model.zero_grad()
         model(x).backward()
         if rank == 0:
             with torch.no_grad():
                 model.module(x)  # one rank's forwards are its own
-    dist.all_reduce = real
     for parameter in model.parameters():
         assert parameter.grad is parameter.main_grad
     reason = model.bucket_tuning()
@@ -78,14 +73,23 @@ def _tune(rank: int, world_size: int) -> tuple[str, str, int, str]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_can_be_hidden_gets_smaller_buckets_on_all_ranks_and_the_reason_is_printed(backend):
-    (reason, layout, before, printed), *others = run_ranks(_tune, 2, backend)
+    (reason, layout, before, printed), *others = run_ranks(_tune, 2, backend, measured=[0.2, 0.1])
     assert before == 1
     assert layout.count("\n") > before, reason
     assert all(other[1] == layout for other in others)
     assert f"({layout.count(chr(10))} buckets): predicted " in reason
-    assert "with 40000000 (1 bucket); a reduction takes " in reason
+    assert "with 40000000 (1 bucket); measured 100 ms for a backward, against 200 ms; a reduction takes " in reason
     assert printed == f"farandole.ddp: {reason}\n"
     assert all(other[3] == "" for other in others)
+
+
+def test_a_size_with_which_backwards_are_slower_is_not_kept():
+    (reason, layout, before, printed), other = run_ranks(_tune, 2, BACKENDS[0], measured=[0.1, 0.2])
+    assert layout.count("\n") == before == 1
+    assert other[:2] == (reason, layout)
+    assert reason.startswith("bucket_size=40000000 (1 bucket) stays: ")
+    assert "measured 200 ms for a backward, against 100 ms; a reduction takes " in reason
+    assert printed == f"farandole.ddp: {reason}\n"
 
 
 def _gradients(rank: int, world_size: int, seed: int) -> None:
@@ -97,10 +101,18 @@ def _gradients(rank: int, world_size: int, seed: int) -> None:
         DistributedDataParallel(tuned, bucket_size="auto", **options),
         DistributedDataParallel(plain, bucket_size=64, **options),
     ]
-    # The prediction shall be worth it, whatever this machine measures.
-    models[0]._tuner._recorded = _Recorded(len(models[0]._reducer.main_grads()))
+    # The choice shall change the buckets, whatever this machine measures.
+    now = SimpleNamespace(bucket_size=40_000_000, buckets=1, exposed=1.0)
+    best = SimpleNamespace(bucket_size=16, buckets=2, exposed=0.5)
+    choice = SimpleNamespace(now=now, best=best, is_worthwhile=True, backward=1.0)
+    _C.choose_bucket_size = lambda reducer, ready, points: choice
+    seconds = [1.0, 2.0] if seed % 2 else [2.0, 1.0]  # the size does not stay, or stays
+    _tuning._round_seconds = lambda events: seconds.pop(0)
     optimizers = [torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9) for model in models]
-    for step in range(TUNED_ROUNDS + 3):
+    sizes = [40_000_000]
+    for step in range(_STEPS + 2):
+        if (size := models[0]._tuner._options.bucket_size or sizes[0]) != sizes[-1]:
+            sizes.append(size)
         for model, optimizer in zip(models, optimizers):
             if step == TUNED_ROUNDS + 1:
                 model.zero_grad_buffer()
@@ -115,25 +127,13 @@ def _gradients(rank: int, world_size: int, seed: int) -> None:
                 assert torch.equal(ours, theirs), (seed, step, name)
     for (name, ours), theirs in zip(tuned.state_dict().items(), plain.state_dict().values()):
         assert torch.equal(ours, theirs), (seed, name)
-    assert models[0].bucket_tuning() is not None
-
-
-class _Recorded:
-    """Of backwards that take a second for each parameter."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def events(self) -> list[Any]:
-        return [
-            (_C.GradEvent.ready, p, 1, 1.0 * (self._count - p), 1.0 * (self._count - p), True)
-            for p in range(self._count)
-        ]
+    assert (" stays: " in models[0].bucket_tuning()) == (seed % 2 == 1)
+    assert sizes == [40_000_000, 16] + [40_000_000] * (seed % 2)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_gradients_are_those_of_any_other_bucket_size(seed):
-    run_ranks(_gradients, 2, BACKENDS[seed % len(BACKENDS)], seed=seed)
+    run_ranks(_gradients, 2, BACKENDS[seed // 2 % len(BACKENDS)], seed=seed)
 
 
 def _refusals(rank: int, world_size: int) -> None:
