@@ -93,6 +93,11 @@ void GradReducer::abandon(const std::string& why) {
   }
 }
 
+void GradReducer::follow(GradReducer& other) {
+  std::scoped_lock lock(mutex_, other.mutex_);
+  touched_ = other.touched_;
+}
+
 void GradReducer::beginStep() {
   std::lock_guard lock(mutex_);
   checkUsable();

@@ -79,6 +79,9 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   // parameters may be given to another reducer.
   void abandon(const std::string& why);
 
+  // Of one for the same parameters that this one follows, between rounds: what has come since its last round.
+  void follow(GradReducer& other);
+
   // Whether a round has ended since the last beginStep() or setRequireSync(false):
   // a rank that fails after that is not waited for.
   void beginStep();

@@ -12,6 +12,12 @@ namespace {
 // Less is copied faster, with the cache that it is in, than it is looked after.
 constexpr int64_t kBorrowedBytes = 16 << 10;
 
+// `.grad`, and the tensor that autograd is just done with, which it was detached from.
+constexpr std::size_t kOwnTensors = 2;
+
+// Whether nobody else has the gradient's memory: functions may work in place on a gradient that they share with it.
+bool isUnshared(const at::Tensor& grad) { return grad.storage().use_count() <= kOwnTensors; }
+
 }  // namespace
 
 Gradients::Gradients(std::shared_ptr<ModelBuffers> buffers, Home home, IsAdded isAdded)
@@ -53,8 +59,9 @@ void Gradients::dropBorrowed() {
 void Gradients::copyOrBorrow(int parameter, const at::Tensor& grad, bool borrows) {
   const at::Tensor& view = buffers_->mainGrads()[parameter];
   const bool isAlike = grad.scalar_type() == view.scalar_type() && grad.strides() == view.strides() &&
-                       grad.is_non_overlapping_and_dense();
-  if (borrows && isAlike && !grad.is_complex() && static_cast<int64_t>(grad.nbytes()) >= kBorrowedBytes) {
+                       grad.is_non_overlapping_and_dense() && !grad.is_complex() && !grad.is_neg() &&
+                       !grad._is_zerotensor();
+  if (borrows && isAlike && static_cast<int64_t>(grad.nbytes()) >= kBorrowedBytes && isUnshared(grad)) {
     borrowed_[parameter] = grad;
   } else {
     view.copy_(grad);

@@ -23,17 +23,20 @@ void GradReducer::shadowRound() {
   std::vector<at::Tensor> own;
   std::string trouble;
   std::exception_ptr failure;
+  {
+    std::lock_guard lock(mutex_);
+    checkUsable();
+    TORCH_CHECK(!inRound_, "farandole.ddp: this rank has left a synchronization of its own open");
+    inRound_ = true;
+  }
   try {
     {
       std::lock_guard lock(mutex_);
-      checkUsable();
-      TORCH_CHECK(!inRound_, "farandole.ddp: this rank has left a synchronization of its own open");
       c10::NoGradGuard noGrad;
       for (size_t bucket = 0; bucket < buffers_->layout().buckets.size(); ++bucket) {
         own.push_back(buffers_->gradsOf(static_cast<int>(bucket)).clone());
       }
       buffers_->zeroGrads();
-      inRound_ = true;
       for (int parameter : unused) markReady(parameter);
       issueReady();
     }

@@ -190,6 +190,7 @@ void bindReducer(py::module_& module) {
       .def("average_over", &ddp::GradReducer::averageOver, py::arg("replicas"), ReleaseGil())
       .def("shadow_round", &ddp::GradReducer::shadowRound, ReleaseGil())
       .def("abandon", &ddp::GradReducer::abandon, py::arg("why"), ReleaseGil())
+      .def("follow", &ddp::GradReducer::follow, py::arg("other"), ReleaseGil())
       .def("begin_step", &ddp::GradReducer::beginStep, ReleaseGil())
       .def("is_synchronized", &ddp::GradReducer::isSynchronized, ReleaseGil())
       .def(

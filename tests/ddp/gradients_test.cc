@@ -1,9 +1,9 @@
 #include "ddp/gradients.h"
 
 #include <gtest/gtest.h>
-#include <torch/csrc/autograd/engine.h>
 
 #include "ddp/grad_reducer.h"
+#include "tests/ddp/reducer_models.h"
 #include "tests/ddp/thread_group.h"
 
 namespace farandole::ddp {
@@ -12,33 +12,13 @@ namespace {
 constexpr int64_t kLarge = 1 << 14;  // elements
 using Events = std::vector<std::string>;
 
-at::Tensor parameter(int64_t numel) { return at::ones({numel}).set_requires_grad(true); }
-
-Model modelOf(const std::vector<at::Tensor>& tensors) {
-  Model model;
-  for (const at::Tensor& tensor : tensors) {
-    model.parameters.push_back({std::string("p").append(std::to_string(model.parameters.size())), tensor});
-  }
-  return model;
-}
-
-// Gradients are `scale` everywhere.
-void backward(const std::vector<at::Tensor>& tensors, double scale) {
-  at::Tensor loss = at::zeros({});
-  for (const at::Tensor& tensor : tensors) loss = loss + (tensor * scale).sum();
-  torch::autograd::Engine::get_default_engine().execute({{loss.grad_fn(), static_cast<uint32_t>(loss.output_nr())}},
-                                                        {at::ones_like(loss)}, false, false, true, {});
-}
-
-bool isEverywhere(const at::Tensor& tensor, double value) { return tensor.eq(value).all().item<bool>(); }
-
 // What reductions take in a backward with these parameters, whose gradients are 1.5 then.
 Events takenBy(ThreadRank& self, const std::vector<at::Tensor>& tensors, ReducerOptions options) {
   self.backend->gathersTensors = true;
   options.averageInCollective = true;  // what must be scaled before is copied
   auto reducer = GradReducer::create(self.group, modelOf(tensors), options);
   self.backend->events.clear();
-  backward(tensors, self.rank + 1);
+  backward(lossOf(tensors, allOf(tensors), self.rank + 1));
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     EXPECT_TRUE(isEverywhere(reducer->buffers()->mainGrads()[i], 1.5)) << i;
     if (options.home == Gradients::Home::kGrad) {
@@ -64,7 +44,7 @@ TEST(Gradients, WhatIsCopiedOnOneRankGoesWithWhatIsNotOnAnother) {
     const std::vector<at::Tensor> tensors = {parameter(kLarge)};
     self.backend->gathersTensors = self.rank == 0;
     auto reducer = GradReducer::create(self.group, modelOf(tensors), {.averageInCollective = true});
-    backward(tensors, self.rank + 1);
+    backward(lossOf(tensors, allOf(tensors), self.rank + 1));
     EXPECT_TRUE(isEverywhere(tensors[0].grad(), 1.5));
   });
 }
@@ -75,7 +55,7 @@ TEST(Gradients, WhatMustBeSeenBeforeOrAddedToIsInItsBuffer) {
     EXPECT_EQ(takenBy(self, {parameter(kLarge)}, {.checks = {.nan = true}}), Events{copied});
     EXPECT_EQ(takenBy(self, {parameter(kLarge)}, {.overlaps = false}), Events{copied});
     EXPECT_EQ(takenBy(self, {parameter(kLarge)}, {.isGraphStatic = true}), Events{copied});
-    const ReducerOptions widened{.buffers = {.gradType = at::kDouble}, .home = Gradients::Home::kMainGrad};
+    const ReducerOptions widened{.buffers = {.gradType = at::kFloat}, .home = Gradients::Home::kMainGrad};
     EXPECT_EQ(takenBy(self, {parameter(kLarge)}, widened), Events{copied});
   });
 }
@@ -86,10 +66,10 @@ TEST(Gradients, WhatAccumulatedIsAddedToAndReducedInPlace) {
     const std::vector<at::Tensor> tensors = {parameter(kLarge)};
     auto reducer = GradReducer::create(self.group, modelOf(tensors), {.averageInCollective = true});
     reducer->prepareForward(false);
-    backward(tensors, 10);
+    backward(lossOf(tensors, allOf(tensors), 10));
     self.backend->events.clear();
     reducer->prepareForward(true);
-    backward(tensors, self.rank + 1);
+    backward(lossOf(tensors, allOf(tensors), self.rank + 1));
     EXPECT_TRUE(isEverywhere(tensors[0].grad(), 11.5));
     EXPECT_EQ(self.backend->events.front(), "allreduce " + std::to_string(kLarge));
   });
@@ -104,7 +84,7 @@ TEST(Gradients, ThoseThatReplaceWhatMainGradHeldNeedNoCopyEither) {
     for (int step = 0; step < 2; ++step) {
       reducer->forgetGrads();
       self.backend->events.clear();
-      backward(tensors, self.rank + 1);
+      backward(lossOf(tensors, allOf(tensors), self.rank + 1));
       EXPECT_TRUE(isEverywhere(reducer->buffers()->mainGrads()[0], 1.5));
       EXPECT_FALSE(tensors[0].grad().defined());
       EXPECT_EQ(self.backend->events.front(), "allreduce [" + std::to_string(kLarge) + "]");
@@ -121,13 +101,26 @@ TEST(Gradients, WhereShardedTheyAreReducedToTheirOwnersFromWhereTheyAre) {
     auto reducer = GradReducer::create(self.group, modelOf(tensors), options);
     reducer->forgetGrads();
     self.backend->events.clear();
-    backward(tensors, self.rank + 1);
+    backward(lossOf(tensors, allOf(tensors), self.rank + 1));
     // The small one, with what fills it up to 128 elements, and the padding at the end are in the buffer.
     const int64_t rest = reducer->buffers()->gradsOf(0).numel() - 128 - kLarge;
     const std::string end = rest > 0 ? " " + std::to_string(rest) : "";
     EXPECT_EQ(self.backend->events.front(), "reduce_scatter 128 [" + std::to_string(kLarge) + "]" + end);
     const at::Tensor part = reducer->buffers()->gradsOf(0).chunk(2)[self.rank];
     EXPECT_TRUE(isEverywhere(self.rank == 0 ? part.slice(0, 128) : part.slice(0, 0, kLarge / 2), 1.5));
+  });
+}
+
+TEST(Gradients, WhatAFunctionMayStillWriteIntoIsCopied) {
+  runThreads(2, [](ThreadRank& self) {
+    self.backend->gathersTensors = true;
+    const std::vector<at::Tensor> tensors = {parameter(kLarge), parameter(kLarge)};
+    auto reducer = GradReducer::create(self.group, modelOf(tensors), {.averageInCollective = true});
+    self.backend->events.clear();
+    // The gradients of both are views of one tensor.
+    backward((tensors[0].unsqueeze(0) + tensors[1].unsqueeze(0)).mul(self.rank + 1.0).sum());
+    EXPECT_EQ(self.backend->events.front(), "allreduce " + std::to_string(2 * kLarge));
+    for (const at::Tensor& tensor : tensors) EXPECT_TRUE(isEverywhere(tensor.grad(), 1.5));
   });
 }
 

@@ -32,8 +32,13 @@ def raising_together(
         if group is None or group.size() == 1:
             continue
         try:
-            _C.check_agreement(group, device, facts if group in replicas else [], "" if error is None else str(error))
+            _C.check_agreement(group, device, facts if group in replicas else [], _reason(error))
         except ValueError as theirs:
             error = error or theirs
     if error is not None:
         raise error
+
+
+def _reason(error: Exception | None) -> str:
+    """Empty when all is well."""
+    return "" if error is None else str(error) or repr(error)

@@ -20,7 +20,7 @@ def checked_comm_hook(hook: Any) -> Hook:
         raise TypeError(f"hook={hook!r}: expected a callable (state, bucket) -> torch.futures.Future[torch.Tensor]")
     try:
         signature = inspect.signature(hook, eval_str=True)
-    except (NameError, TypeError):  # annotations that name what is not there say nothing
+    except Exception:  # annotations that name what is not there say nothing
         signature = inspect.signature(hook)
     if "bucket" not in signature.parameters:
         raise ValueError(f"hook={hook!r} takes {signature}: expected arguments (state, bucket)")

@@ -128,6 +128,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         else:
             for index, group in enumerate(self.param_groups):
                 group["params"] = [shard.tensor for shard in self._graded if shard.group == index]
+        self._settings = _settings_of(self.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Begins a step: gradients of the last one do not count any more.
@@ -184,9 +185,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             exchange.gather_grads()
         for run in self._runs if self._exchanges else ():
             run.take_grad()
-        _copy_settings(self.param_groups, self._inner.param_groups)
+        _agree_on_settings(self.param_groups, self._inner.param_groups, self._settings)
         self._inner.step()
         _copy_settings(self._inner.param_groups, self.param_groups)
+        self._settings = _settings_of(self.param_groups)
         self._drop_grads()
         self._publish()
         return loss
@@ -344,3 +346,23 @@ def _copy_settings(source: list[dict[str, Any]], target: list[dict[str, Any]]) -
     for theirs, ours in zip(source, target, strict=True):
         if theirs is not ours:
             ours.update({key: value for key, value in theirs.items() if key != "params"})
+
+
+def _settings_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+
+
+def _agree_on_settings(ours: list[dict[str, Any]], inner: list[dict[str, Any]], last: list[dict[str, Any]]) -> None:
+    """What was changed in either since both were ``last``, by a scheduler of one of them, counts in both."""
+    for mine, theirs, before in zip(ours, inner, last, strict=True):
+        if mine is theirs:
+            continue
+        for key in (mine.keys() | theirs.keys()) - {"params"}:
+            is_mine = key in mine and not (key in before and _is_same(mine[key], before[key]))
+            mine[key] = theirs[key] = mine[key] if is_mine or key not in theirs else theirs[key]
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    # A learning rate that is a tensor changes in place.
+    holds_tensor = isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor)
+    return one is other or (not holds_tensor and bool(one == other))

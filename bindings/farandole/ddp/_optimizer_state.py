@@ -93,13 +93,18 @@ def initialize(optimizer: torch.optim.Optimizer, runs: list[Run]) -> bool:
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
     for run in runs:
         run.tensor.grad = torch.zeros_like(run.tensor)
-    optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        if "lr" in group:
-            group["lr"] = rate
-    for run, data, grad in zip(runs, before, grads, strict=True):
-        run.tensor.detach().copy_(data)
-        run.tensor.grad = grad
+    try:
+        optimizer.step()
+    except Exception:
+        optimizer.state.clear()
+        raise
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if "lr" in group:
+                group["lr"] = rate
+        for run, data, grad in zip(runs, before, grads, strict=True):
+            run.tensor.detach().copy_(data)
+            run.tensor.grad = grad
     for state in optimizer.state.values():
         if isinstance(state.get("step"), torch.Tensor):
             state["step"].zero_()

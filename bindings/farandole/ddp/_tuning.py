@@ -56,15 +56,8 @@ class BucketTuner:
         self._options = options
         self._trial: _Trial | None = None
         self._recorded = _C.GradTimeline()
-        self._own = [self._recorded]
         model._record(self._recorded)
         self._handle = model.register_forward_pre_hook(HookOfOne(self._before_forward))
-
-    def after(self, timeline: _C.GradTimeline | None) -> _C.GradTimeline | None:
-        """What is to be recorded into where it was that one: what the tuner had may be over."""
-        if timeline not in self._own:
-            return timeline
-        return self._recorded if self.is_pending else None
 
     def _before_forward(self, model: Any, args: Any) -> None:
         if not torch.is_grad_enabled() or not model.require_backward_grad_sync:
@@ -74,6 +67,12 @@ class BucketTuner:
         if reducer.rounds() < TUNED_ROUNDS or reducer.is_in_round() or torch._C._current_graph_task_id() != -1:
             return
         reducer.begin_step()  # raises where the group was abandoned
+        for name, parameter in model.module.named_parameters():
+            if parameter.requires_grad != (name in model._trainable):
+                raise RuntimeError(
+                    f"bucket_size='auto': parameter '{name}' was {'un' if parameter.requires_grad else ''}frozen after "
+                    "the module was wrapped: expected a bucket_size in elements"
+                )
         self._try(model) if self._trial is None else self._judge(model, self._trial)
 
     def _try(self, model: DistributedDataParallel) -> None:
@@ -91,10 +90,8 @@ class BucketTuner:
             return
         self._trial = _Trial(choice, before, _because(choice, points))
         _rebuild(model, self._options, _told(model, choice.best.bucket_size))
-        if model._timeline is self._recorded:
-            self._recorded = _C.GradTimeline()
-            self._own.append(self._recorded)
-            model._record(self._recorded)
+        self._recorded = _C.GradTimeline()
+        model._record(self._recorded)
 
     def _judge(self, model: DistributedDataParallel, trial: _Trial) -> None:
         (after,) = _slowest(model, [_round_seconds(self._recorded.events())])
@@ -111,8 +108,7 @@ class BucketTuner:
         self.reason = f"bucket_size={reason}"
         self.is_pending = False
         self._handle.remove()
-        if model._timeline in self._own:
-            model._record(None)
+        model._record(None)
         if all(group.rank() == 0 for group in _groups(model.replicas)):
             print(f"farandole.ddp: {self.reason}", file=sys.stderr, flush=True)
 
@@ -143,6 +139,7 @@ def _rebuild(model: DistributedDataParallel, options: _C.ReducerOptions, bucket_
                 main_grad.copy_(parameter.grad)
                 parameter.grad = main_grad
             parameter.main_grad = main_grad
+    reducer.follow(model._reducer)
     model._reducer = reducer
     model._record(model._timeline)
 

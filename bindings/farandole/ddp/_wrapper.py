@@ -266,7 +266,8 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs):
         """Has ``hook(state, bucket)`` reduce each bucket, a ``torch.distributed.GradBucket``: torch's, e.g. PowerSGD's.
 
         The bucket holds this rank's gradients, which are not divided by anything; the tensor of the future that the
-        hook returns replaces them. Buckets come in index order. Call it once, on all ranks, between steps. With experts
+        hook returns replaces them. Buckets come in index order. A hook must neither wait nor call the model: it runs inside
+        of backward, while the reducer is locked. Call it once, on all ranks, between steps. With experts
         in a group of their own, several optimizer instances or ``use_distributed_optimizer`` it is a ValueError.
         """
         if self._tuner is not None and self._tuner.is_pending:
@@ -363,13 +364,17 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs):
 
         It costs nothing outside, and inside a few clock readings.
         """
+        if self._tuner is not None and self._tuner.is_pending:
+            raise RuntimeError(
+                "record_timeline(): bucket_size='auto' has not chosen yet: expected a number of elements, or more steps before"
+            )
         before, recorded = self._timeline, _C.GradTimeline()
         device = next(iter(self._trainable.values())).device
         self._record(recorded)
         try:
             yield Timeline(recorded, list(self._trainable), self.process_group, device)
         finally:
-            self._record(before if self._tuner is None else self._tuner.after(before))
+            self._record(before)
 
     def _record(self, timeline: _C.GradTimeline | None) -> None:
         self._timeline = timeline

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import sys
 import time
@@ -92,6 +93,52 @@ def test_a_size_with_which_backwards_are_slower_is_not_kept():
     assert printed == f"farandole.ddp: {reason}\n"
 
 
+def _choose_small_buckets(seconds: list[float]) -> None:
+    """The choice shall change the buckets, whatever this machine measures."""
+    now = SimpleNamespace(bucket_size=40_000_000, buckets=1, exposed=1.0)
+    best = SimpleNamespace(bucket_size=16, buckets=2, exposed=0.5)
+    choice = SimpleNamespace(now=now, best=best, is_worthwhile=True, backward=1.0)
+    _C.choose_bucket_size = lambda reducer, ready, points: choice
+    _tuning._round_seconds = lambda events: seconds.pop(0)
+
+
+class _Halves(torch.nn.Module):
+    """Of which a forward uses one or the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, half: int) -> torch.Tensor:
+        return self.halves[half](x).square().sum()
+
+
+def _skipped(rank: int, world_size: int) -> None:
+    _choose_small_buckets([2.0, 1.0])
+    torch.manual_seed(0)
+    first = _Halves()
+    models = [
+        DistributedDataParallel(module, bucket_size=size, find_unused_parameters=True)
+        for module, size in ((first, "auto"), (copy.deepcopy(first), 16))
+    ]
+    with pytest.raises(RuntimeError, match=r"record_timeline.*has not chosen yet"), models[0].record_timeline():
+        pass
+    for step in range(_STEPS + 1):
+        x = torch.randn(3, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+        for model in models:
+            model.zero_grad()
+            with model.no_sync():
+                model(x, 1).backward()  # all that this half gets
+            model(x, 0).backward()
+        for (name, ours), theirs in zip(grads(models[0]).items(), grads(models[1]).values()):
+            assert torch.equal(ours, theirs), (step, name)
+    assert models[0].bucket_layout().count("\n") > 1
+
+
+def test_what_came_without_synchronizing_is_reduced_by_the_new_buckets_too():
+    run_ranks(_skipped, 2, BACKENDS[0])
+
+
 def _gradients(rank: int, world_size: int, seed: int) -> None:
     tuned, plain = RandomModel(seed), RandomModel(seed)
     perturb(tuned, rank)
@@ -101,13 +148,7 @@ def _gradients(rank: int, world_size: int, seed: int) -> None:
         DistributedDataParallel(tuned, bucket_size="auto", **options),
         DistributedDataParallel(plain, bucket_size=64, **options),
     ]
-    # The choice shall change the buckets, whatever this machine measures.
-    now = SimpleNamespace(bucket_size=40_000_000, buckets=1, exposed=1.0)
-    best = SimpleNamespace(bucket_size=16, buckets=2, exposed=0.5)
-    choice = SimpleNamespace(now=now, best=best, is_worthwhile=True, backward=1.0)
-    _C.choose_bucket_size = lambda reducer, ready, points: choice
-    seconds = [1.0, 2.0] if seed % 2 else [2.0, 1.0]  # the size does not stay, or stays
-    _tuning._round_seconds = lambda events: seconds.pop(0)
+    _choose_small_buckets([1.0, 2.0] if seed % 2 else [2.0, 1.0])  # the size does not stay, or stays
     optimizers = [torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9) for model in models]
     sizes = [40_000_000]
     for step in range(_STEPS + 2):

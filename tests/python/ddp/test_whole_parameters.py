@@ -379,3 +379,26 @@ def _stepped(rank: int, world_size: int) -> None:
 
 def test_an_optimizer_that_has_stepped_is_taken_over_with_its_state():
     run_ranks(_stepped, 2, BACKENDS[-1], timeout=60)
+
+
+def _rated(rank: int, world_size: int) -> None:
+    torch.manual_seed(1)
+    model = DistributedDataParallel(torch.nn.Linear(8, 8, bias=False), use_distributed_optimizer=True)
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.5)
+    optimizer = DistributedOptimizer(inner, model, is_elementwise=False)
+    lengths = []
+    for step in range(4):
+        before = model.module.weight.detach().clone()
+        optimizer.zero_grad()
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+        lengths.append((before - model.module.weight.detach()).max().item())
+        scheduler.step()
+        if step == 2:
+            optimizer.param_groups[0]["lr"] = 2.0
+    assert lengths == pytest.approx([1.0, 0.5, 0.25, 2.0], abs=1e-5)
+
+
+def test_a_rate_that_is_set_on_either_optimizer_counts():
+    run_ranks(_rated, 2, BACKENDS[0])
