@@ -104,7 +104,8 @@ def test_synced_norms_are_refused_on_the_cpu_by_torch():
 
 
 def _two_forwards(rank: int, world_size: int) -> None:
-    models = [TorchDdp(_Net()), DistributedDataParallel(_Net())]
+    # Torch 2.11's own raises when it broadcasts buffers; gradients do not depend on them.
+    models = [TorchDdp(_Net(), broadcast_buffers=False), DistributedDataParallel(_Net())]
     for step in range(3):
         for model in models:
             generator = torch.Generator().manual_seed(10 * step + rank)
