@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from support.hosts import PretendHost
-from support.processes import RankFailed, run_ranks
+from support.processes import RankFailed, await_all, run_ranks
 
 
 def _backend():
@@ -90,7 +90,7 @@ def _results(rank, world_size):
     backend = _backend()
     has_error = hasattr(backend, "get_error")  # torch 2.11 has not
     assert not has_error or backend.get_error().name == "SUCCESS"
-    dist.barrier()  # the first abort is every rank's error
+    await_all(rank, world_size)  # the first abort is every rank's error: also of a barrier under way
     if has_error:
         backend.abort()
         assert backend.get_error().name == "COMM_ERROR"
