@@ -21,6 +21,11 @@
 #   oversubscribed    4 and 8 processes, beside gloo; and computing beside an idle group
 #   actions           what an action of a schedule costs, beside torch's runtime
 #   schedules         a step of every schedule on 4 ranks whose stages sleep, beside the simulated one
+#   predicted         steps beside what was simulated from measured costs
+#   megatron          a forward-backward step, beside Megatron-core
+#   data_parallel     what data parallelism adds to a backward, beside torch's DDP
+#   sparse            a step of the sparse train pipeline, beside a plain loop and torchrec's pipeline
+#                     (these need FARANDOLE_TORCH_VERSION=2.11.0)
 #   hosts             between network namespaces, beside gloo; needs root
 #   cuda              CUDA tensors beside NCCL; needs a GPU
 #

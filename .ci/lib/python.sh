@@ -27,12 +27,30 @@ environment_hash() {
   { cat "$ROOT/pyproject.toml" && echo "$TORCH $UCX_WHEEL $PYTHON_VERSION"; } | sha256sum | cut -d' ' -f1
 }
 
+# Prints the minor version of torch that there is a torchrec for, as the extra "recsys" has it.
+torch_of_torchrec() {
+  local version
+  version=$(sed -n 's/^recsys = \["torch==\([0-9.]*\)\.\*".*/\1/p' "$ROOT/pyproject.toml")
+  [ -n "$version" ] || die "pyproject.toml: the extra recsys names no version of torch"
+  echo "$version"
+}
+
+has_torchrec() {
+  local version
+  version=$(torch_of_torchrec) || exit 1
+  case $TORCH in "$version".*) ;; *) return 1 ;; esac
+}
+
 create_environment() {
   if [ "$("$VPYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" != "$PYTHON_VERSION" ]; then
     "$HAVE_PYTHON" -m venv --clear "$VENV"
   fi
   "$VPYTHON" -m pip install --disable-pip-version-check --quiet "$(sed -n 's/.*"\(uv==[^"]*\)".*/\1/p' "$ROOT/pyproject.toml")"
   (cd "$ROOT" && "$VENV/bin/uv" pip install --compile-bytecode --python "$VPYTHON" --group dev "torch==$TORCH" "$UCX_WHEEL")
+  if has_torchrec; then
+    # Of its requirements, the group has what a machine without a GPU needs.
+    (cd "$ROOT" && "$VENV/bin/uv" pip install --compile-bytecode --python "$VPYTHON" --no-deps --group recsys)
+  fi
   environment_hash >"$VENV/.farandole-stamp"
 }
 

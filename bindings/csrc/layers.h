@@ -8,5 +8,6 @@ namespace farandole::python {
 void bindBackend(pybind11::module_& module);
 void bindPipeline(pybind11::module_& module);
 void bindDdp(pybind11::module_& module);
+void bindSparse(pybind11::module_& module);
 
 }  // namespace farandole::python

@@ -5,4 +5,5 @@ PYBIND11_MODULE(_C, module) {
   farandole::python::bindBackend(module);
   farandole::python::bindPipeline(module);
   farandole::python::bindDdp(module);
+  farandole::python::bindSparse(module);
 }

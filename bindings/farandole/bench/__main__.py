@@ -30,6 +30,7 @@ from farandole.bench import (
     point_to_point,
     predicted,
     schedules,
+    sparse,
 )
 from farandole.bench._ranks import RankPair, transport
 from farandole.bench._series import Report, Skipped
@@ -50,6 +51,7 @@ SUBJECTS: dict[str, Callable[[Settings, RankPair], Report]] = {
     "predicted": predicted.measure,
     "megatron": megatron.measure,
     "data_parallel": data_parallel.measure,
+    "sparse": sparse.measure,
     "cuda": cuda.measure,
 }
 # They take minutes, or a set-up of their own.
@@ -62,6 +64,7 @@ _ONLY_WHEN_ASKED_FOR = (
     "predicted",
     "megatron",
     "data_parallel",
+    "sparse",
     "cuda",
 )
 _WIDTH = 160  # of the tables when they do not go to a terminal

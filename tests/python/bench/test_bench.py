@@ -11,6 +11,7 @@ from farandole.bench._gpus import why_no_gpu
 from farandole.bench._programs import CppPair
 from farandole.bench._series import Report, Skipped
 from farandole.bench._settings import Settings, built_programs
+from farandole.sparse._requirements import torchrec_reason
 
 ROUNDS = 2
 
@@ -194,6 +195,24 @@ def test_data_parallelism_is_measured_beside_torchs(tmp_path, capsys):
         assert (case, "farandole", "exposed") in medians
     assert {("a parameter", peer, "exposed") for peer in ("farandole", "torch over gloo")} <= set(medians)
     assert [target["unit"] for target in report["targets"]] == ["ratio"] * 5 + ["s"]
+
+
+def test_sparse_steps_are_measured_beside_one_stage_and_torchrecs(tmp_path, capsys):
+    report = measure(tmp_path, capsys, "sparse")
+    medians = medians_of(report)
+    sleeps = ("stages sleep 10 ms", "stages sleep 50 ms")
+    for case in sleeps:
+        for way in ("threads", "as measured"):
+            # Less than two stages one after the other: they did overlap.
+            assert 0.99 < medians[case, f"farandole, {way}", "step"] / medians[case, "one stage", "time"] < 2
+    rest = {case for case, _, _ in medians} - set(sleeps)
+    if torchrec_reason() is not None:
+        assert not rest and torchrec_reason() in report["notes"][0]
+        return
+    assert len(rest) == 3
+    for case in rest:
+        for peer in ("plain loop", "farandole", "torchrec over gloo"):
+            assert medians[case, peer, "step"] > 0
 
 
 def test_steps_are_measured_beside_what_was_predicted(tmp_path, capsys):

@@ -1,0 +1,110 @@
+#include <optional>
+
+#include "bindings/csrc/layers.h"
+#include "pipeline/sparse/accumulation_window.h"
+#include "pipeline/sparse/batch_pipeline.h"
+
+namespace py = pybind11;
+
+namespace farandole::python {
+
+namespace {
+
+namespace sparse = pipeline::sparse;
+using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+
+// The stages as a Python object has them; called without the GIL, by any thread.
+class PythonStages : public sparse::BatchStages {
+ public:
+  explicit PythonStages(py::object stages) : stages_(std::move(stages)) {}
+  ~PythonStages() override {
+    const py::gil_scoped_acquire gil;
+    stages_ = py::object();
+  }
+  PythonStages(const PythonStages&) = delete;
+  PythonStages& operator=(const PythonStages&) = delete;
+
+  sparse::Loaded load(sparse::BatchNo batch) override {
+    return call<bool>("load", batch) ? sparse::Loaded::kBatch : sparse::Loaded::kEndOfData;
+  }
+  void startDist(sparse::BatchNo batch, sparse::Presence presence) override {
+    call<void>("start_dist", batch, presence);
+  }
+  sparse::Exchanged finishDist(sparse::BatchNo batch) override {
+    return call<bool>("finish_dist", batch) ? sparse::Exchanged::kBatch : sparse::Exchanged::kEndOfData;
+  }
+  void completeDist(sparse::BatchNo batch) override { call<void>("complete_dist", batch); }
+  bool agreeOnMore(bool hasMore) override { return call<bool>("agree_on_more", hasMore); }
+  void discard(sparse::BatchNo batch, bool hasFailed) override { call<void>("discard", batch, hasFailed); }
+  void checkInterrupts() override {
+    const py::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  }
+
+ private:
+  template <typename Result, typename... Arguments>
+  Result call(const char* name, Arguments... arguments) {
+    const py::gil_scoped_acquire gil;
+    const py::object result = stages_.attr(name)(arguments...);
+    if constexpr (!std::is_void_v<Result>) return result.cast<Result>();
+  }
+
+  py::object stages_;
+};
+
+sparse::ThreadUse toUse(std::optional<bool> onThread) {
+  if (!onThread) return sparse::ThreadUse::kAsMeasured;
+  return *onThread ? sparse::ThreadUse::kAlways : sparse::ThreadUse::kNever;
+}
+
+// Its end waits for threads that may want the GIL.
+void deleteWithoutGil(sparse::BatchPipeline* pipeline) {
+  const py::gil_scoped_release released;
+  delete pipeline;
+}
+
+std::shared_ptr<sparse::BatchPipeline> makePipeline(py::object stages, bool executeAllBatches, bool hasDist,
+                                                    std::optional<bool> loadOnThread,
+                                                    std::optional<bool> distOnThread) {
+  sparse::BatchPipelineOptions options;
+  options.executeAllBatches = executeAllBatches;
+  options.hasDist = hasDist;
+  options.loadThread = toUse(loadOnThread);
+  options.distThread = toUse(distOnThread);
+  return {new sparse::BatchPipeline(std::make_shared<PythonStages>(std::move(stages)), options), deleteWithoutGil};
+}
+
+}  // namespace
+
+void bindSparse(py::module_& module) {
+  py::enum_<sparse::Presence>(module, "Presence")
+      .value("BATCH", sparse::Presence::kBatch)
+      .value("END_OF_DATA", sparse::Presence::kEndOfData)
+      .value("FAILED", sparse::Presence::kFailed);
+
+  py::class_<sparse::AccumulationWindow>(module, "AccumulationWindow")
+      .def(py::init<std::int64_t>(), py::arg("size"))
+      .def_property_readonly("size", &sparse::AccumulationWindow::size)
+      .def_property_readonly("filled", &sparse::AccumulationWindow::filled)
+      .def_property_readonly("is_first", &sparse::AccumulationWindow::isFirst)
+      .def_property_readonly("is_last", &sparse::AccumulationWindow::isLast)
+      .def("add", &sparse::AccumulationWindow::add)
+      .def("close", &sparse::AccumulationWindow::close);
+
+  py::class_<sparse::BatchPipeline, std::shared_ptr<sparse::BatchPipeline>>(module, "BatchPipeline")
+      .def(py::init(&makePipeline), py::arg("stages"), py::kw_only(), py::arg("execute_all_batches") = true,
+           py::arg("has_dist") = true, py::arg("load_on_thread") = py::none(), py::arg("dist_on_thread") = py::none())
+      .def("begin", &sparse::BatchPipeline::begin, py::arg("is_new_source"), ReleaseGil())
+      .def("beside", &sparse::BatchPipeline::beside, py::arg("may_dist_beside"), ReleaseGil())
+      .def("waited", &sparse::BatchPipeline::waited, py::arg("seconds"))
+      .def("middle", &sparse::BatchPipeline::middle, ReleaseGil())
+      .def("end", &sparse::BatchPipeline::end, ReleaseGil())
+      .def("clear", &sparse::BatchPipeline::clear, ReleaseGil())
+      .def_property_readonly("in_flight", &sparse::BatchPipeline::inFlight)
+      .def_property_readonly("load_on_thread",
+                             [](const sparse::BatchPipeline& self) { return self.threads().loadOnThread(); })
+      .def_property_readonly("dist_on_thread",
+                             [](const sparse::BatchPipeline& self) { return self.threads().distOnThread(); });
+}
+
+}  // namespace farandole::python

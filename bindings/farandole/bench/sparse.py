@@ -1,0 +1,78 @@
+"""Steps of the sparse train pipeline on two ranks, beside a plain loop over the same backend and torchrec's pipeline over
+gloo; and of one whose loader, input_dist and forward sleep, beside a single sleep.
+"""
+
+from __future__ import annotations
+
+from farandole.bench import _sparse_rank as on_rank
+from farandole.bench import _sparse_sleeping_rank as sleeping
+from farandole.bench._ranks import RANKS, RankPair
+from farandole.bench._series import Measurement, Report, Sample, Series, Target, interleave, ratio
+from farandole.bench._settings import Settings
+from farandole.sparse._requirements import torchrec_reason
+
+_SAMPLES = (16, 256, 2048)
+_STEPS = 30  # per round
+_WARM_UP = 5
+_SECONDS = {"10 ms": 0.01, "50 ms": 0.05}  # of a stage that sleeps
+_SLEEPING_STEPS = 12  # per round
+_LONGEST_STAGE = 1.03  # most that a step may take of it
+_OF_PLAIN = 1.02  # most that a step may take of the plain loop's
+_OF_TORCHREC = 1 / 1.10  # and of torchrec's
+
+
+def measure(settings: Settings, pair: RankPair) -> Report:
+    report = Report("sparse", f"a step of a sparse train pipeline on {RANKS} ranks")
+    _measure_sleeping(settings, pair, report)
+    reason = torchrec_reason()
+    if reason is not None:
+        report.notes.append(f"without torchrec: {reason}")
+        return report
+    for samples in _SAMPLES:
+        case = f"{samples} samples"
+        series = {peer: Series(case, peer, quantity="step") for peer in on_rank.PEERS}
+        interleave(settings.rounds, [_measurement(settings, pair, samples, series)], settings.tick)
+        report.series += series.values()
+        for peer, limit in ((on_rank.PLAIN, _OF_PLAIN), (on_rank.TORCHREC, _OF_TORCHREC)):
+            compared = ratio(f"step / that of {peer}", series[on_rank.OURS], series[peer])
+            report.ratios.append(compared)
+            report.targets.append(Target(f"{case}: {compared.name}", compared.median(), limit, at_most=True))
+    return report
+
+
+def _measurement(settings: Settings, pair: RankPair, samples: int, series: dict[str, Series]) -> Measurement:
+    def one_round() -> list[list[Sample]]:
+        ranks = pair.call(on_rank.run_steps, samples=samples, count=settings.count(_STEPS), warm_up=_WARM_UP)
+        slower = [max(of_rank[peer][0] for of_rank in ranks) for peer in series]
+        return [[Sample(step, step)] for step in slower]
+
+    return [*series.values()], one_round
+
+
+def _measure_sleeping(settings: Settings, pair: RankPair, report: Report) -> None:
+    ways = {"threads": True, "as measured": None}
+    for name, seconds in _SECONDS.items():
+        case = f"stages sleep {name}"
+        one = Series(case, "one stage", quantity="time")
+        series = {way: Series(case, f"farandole, {way}", quantity="step") for way in ways}
+        interleave(settings.rounds, [_sleeping(settings, pair, seconds, ways, [one, *series.values()])], settings.tick)
+        report.series += [one, *series.values()]
+        for way, of_way in series.items():
+            compared = ratio("step / one stage", of_way, one)
+            report.ratios.append(compared)
+            report.targets.append(Target(f"{case}, {way}", compared.median(), _LONGEST_STAGE, at_most=True))
+
+
+def _sleeping(
+    settings: Settings, pair: RankPair, seconds: float, ways: dict[str, bool | None], series: list[Series]
+) -> Measurement:
+    def one_round() -> list[list[Sample]]:
+        count = settings.count(_SLEEPING_STEPS)
+        values = [pair.call(sleeping.sleep_often, seconds=seconds, count=count)]
+        values += [
+            pair.call(sleeping.run_steps, on_thread=on_thread, seconds=seconds, warm_up=2, count=count)
+            for on_thread in ways.values()
+        ]
+        return [[Sample(max(both), max(both)) for both in zip(*ranks, strict=True)] for ranks in values]
+
+    return series, one_round

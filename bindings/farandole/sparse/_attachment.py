@@ -1,0 +1,233 @@
+"""What the pipelines of one model share: its forwards with the inputs that came ahead."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from farandole.sparse._groups import group_of_its_own
+from farandole.sparse._in_flight import InFlight
+from farandole.sparse._input_dist import InputDist
+from farandole.sparse._input_equality import is_equal_input, is_same_part
+from farandole.sparse._input_graph import InputGraph, trace_inputs
+from farandole.sparse._input_hooks import RecordedInputs, record_inputs
+from farandole.sparse._post_processing import PostProcessing
+from farandole.sparse._sharded import is_sharded, sharded_modules, unwrap
+from farandole.sparse._tracer import CannotTrace
+from farandole.sparse._verdict import Verdict
+
+Take = Callable[[InFlight, str], tuple[Any, Any]]
+
+
+class Attachment:
+    """The model's sharded modules take what an input_dist has brought, while ``running(batch)``; else they are as ever.
+
+    Args:
+        tracing: "fx" finds what a batch gives the sharded modules in a graph of the model; "hooks" in the forward of
+            the first batch, which is not pipelined; None takes hooks where fx cannot trace the model, and warns.
+
+    Raises:
+        ValueError: the model has no sharded module; with ``strict``, one that cannot be pipelined.
+        CannotTrace: from fx, with what it stopped at.
+    """
+
+    def __init__(
+        self, model: nn.Module, group: dist.ProcessGroup | None, device: torch.device, strict: bool, tracing: str | None
+    ) -> None:
+        self.model, _ = unwrap(model)
+        if not sharded_modules(self.model, is_sharded):
+            raise ValueError(
+                f"{type(self.model).__name__} has no sharded module: expected torchrec's ShardedModule, or modules with "
+                "create_context, input_dist and compute_and_output_dist; TrainPipelineBase takes any model"
+            )
+        graph = None
+        try:
+            graph = None if tracing == "hooks" else trace_inputs(self.model, is_sharded)
+        except CannotTrace as error:
+            if tracing == "fx":
+                raise
+            warnings.warn(f"inputs of sharded modules are found by hooks in the first batch\n{error}", stacklevel=4)
+        self.input_dist = InputDist(group_of_its_own(group, device), device)
+        self.verdicts: tuple[Verdict, ...] | None = None  # until inputs are known
+        self.asked = (group, device, tracing)
+        self._strict = strict
+        self._graph: InputGraph | RecordedInputs | None = graph
+        self._current: InFlight | None = None
+        self._take: Take | None = None
+        self._post_processing: PostProcessing | None = None
+        self._verified: set[bool] = set()  # modes in which a forward has given what came ahead
+        self._users = 0
+        self._forwards: dict[str, Callable[..., Any]] = {}
+        self._instance_forwards: dict[str, dict[str, Any]] = {}  # of those that had one before
+        self._replaced: dict[str, nn.Module] = {}
+
+    def use(self) -> None:
+        """One more pipeline."""
+        self._users += 1
+
+    def be_strict(self, strict: bool) -> None:
+        """Where any of its pipelines asks for it."""
+        self._strict = self._strict or strict
+        if self._strict and self.verdicts is not None:
+            self._refuse([verdict for verdict in self.verdicts if not verdict.pipelined])
+
+    def prepare(self) -> None:
+        """Between two batches: puts the forwards in as soon as inputs are known.
+
+        Raises:
+            RuntimeError: the model has changed since.
+        """
+        if self.verdicts is None and self._graph is not None:
+            self._settle(self._graph)
+        for name, module in self._replaced.items():
+            try:
+                now = self.model.get_submodule(name)
+            except AttributeError:
+                now = None
+            if now is not module or module.__dict__.get("forward") is not self._forwards[name]:
+                raise RuntimeError(
+                    f"{name} has changed under its pipeline: expected the module and the forward that were attached; "
+                    "detach() the pipeline before a change and attach() it after"
+                )
+
+    def leave(self) -> None:
+        self._users -= 1
+        if self._users > 0:
+            return
+        for name, module in self._replaced.items():
+            if module.__dict__.get("forward") is self._forwards[name]:
+                del module.forward
+                module.__dict__.update(self._instance_forwards.get(name, {}))
+        _mark(self._replaced.values(), False)
+        self.input_dist.release()
+        if self._post_processing is not None:
+            self._post_processing.close()
+        self._forwards.clear()
+        self._replaced.clear()
+        _attachments.pop(self.model, None)
+
+    @contextlib.contextmanager
+    def running(self, flying: InFlight, take: Take) -> Iterator[None]:
+        """The model's forward is that of this batch; ``take`` gives the context and the data of a module."""
+        before = self._current, self._take
+        self._current, self._take = flying, take
+        try:
+            if self._graph is None:
+                with record_inputs(self.model, is_sharded, flying.batch) as recorded:
+                    yield
+                self._graph = recorded
+            elif self._is_ahead(flying) and self._post_processing is not None:
+                with self._post_processing.replaying(flying.results):
+                    yield
+                self._verified.add(self.model.training)
+            else:
+                yield
+        finally:
+            self._current, self._take = before
+
+    def _settle(self, graph: InputGraph | RecordedInputs) -> None:
+        self._refuse([verdict for verdict in graph.verdicts if not verdict.pipelined])
+        modules = {name: self.model.get_submodule(name) for name in graph.names}
+        # Buffers and generators are a forward's as well, at any time.
+        self.input_dist.take(modules, graph.run, may_run_beside=not graph.post_processing)
+        for name, module in modules.items():
+            self._replace(name, module, self._sharded_forward(name, module))
+        _mark(modules.values(), True)
+        self._post_processing = PostProcessing(self.model, graph.post_processing)
+        self.verdicts = graph.verdicts
+
+    # fx takes what a forward asks of a batch (is it None, say) for settled once; hooks have seen one batch.
+    def _verify(self, name: str, ahead: tuple[Any, Any], now: tuple[Any, Any]) -> None:
+        if isinstance(self._graph, RecordedInputs):
+            is_same = is_same_part(ahead, now)
+        else:
+            is_same = self.model.training in self._verified or is_equal_input(ahead, now)
+        if not is_same:
+            raise RuntimeError(
+                f"{name} is called with other inputs than those that were computed from the batch and went ahead: "
+                "expected a forward that treats all batches alike, and asks no part of one whether it is None or of "
+                "what type; that changes nothing in the batch; and that draws no random numbers for inputs. "
+                'tracing="hooks" takes parts of batches as they come'
+            )
+
+    # Not what another attachment, or another mode, has made of the batch.
+    def _is_ahead(self, flying: InFlight) -> bool:
+        if flying.owner is not self.input_dist:
+            return False
+        return not flying.results or flying.is_training == self.model.training
+
+    def _refuse(self, left: list[Verdict]) -> None:
+        text = "\n".join(map(str, left))
+        if left and self._strict:
+            raise ValueError(f"sharded modules cannot be pipelined\n{text}")
+        if left:
+            warnings.warn(f"sharded modules exchange their inputs in the forward\n{text}", stacklevel=6)
+
+    def _replace(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> None:
+        if "forward" in module.__dict__:
+            self._instance_forwards[name] = {"forward": module.forward}
+        self._forwards[name] = forward
+        self._replaced[name] = module
+        module.forward = forward
+
+    def _sharded_forward(self, name: str, module: Any) -> Callable[..., Any]:
+        original = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            flying = self._current
+            if flying is None or not self._is_ahead(flying):
+                _mark([module], False)
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    _mark([module], True)
+            assert self._take is not None
+            if name not in flying.contexts:
+                raise RuntimeError(
+                    f"{name} is called twice in a forward, or with a batch that did not come through the pipeline: its "
+                    "input came ahead once"
+                )
+            ahead = self._take(flying, name)
+            self._verify(name, flying.calls[name], (args, kwargs))
+            return module.compute_and_output_dist(*ahead)
+
+        return forward
+
+
+# torchrec's feature processors look at it.
+def _mark(modules: Iterable[nn.Module], is_pipelined: bool) -> None:
+    for module in modules:
+        if hasattr(module, "is_pipelined"):
+            module.is_pipelined = is_pipelined
+
+
+_attachments: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
+
+
+def attach(
+    model: nn.Module, group: dist.ProcessGroup | None, device: torch.device, strict: bool, tracing: str | None
+) -> Attachment:
+    """The attachment of a model, which all its pipelines share; ``leave()`` ends it. A collective of ``group``."""
+    inner, _ = unwrap(model)
+    attachment = _attachments.get(inner)
+    if attachment is None:
+        attachment = Attachment(model, group, device, strict, tracing)
+        _attachments[inner] = attachment
+    if attachment.asked != (group, device, tracing):
+        raise ValueError(
+            f"{type(inner).__name__} has another pipeline, with another process_group, device or tracing: expected the "
+            "same, since pipelines of one model share its forwards; detach() the other one first"
+        )
+    attachment.be_strict(strict)
+    attachment.use()
+    return attachment
+
+
+__all__ = ["Attachment", "CannotTrace", "attach"]

@@ -1,0 +1,224 @@
+"""The pipeline that loads and copies a batch ahead; others build on it."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import record_function
+
+from farandole._C import AccumulationWindow, BatchPipeline
+from farandole.sparse._dense_grads import DenseGrads
+from farandole.sparse._precision import Precision
+from farandole.sparse._stages import Stages
+from farandole.sparse._streams import Streams
+
+ModelForward = Callable[[Any], tuple[torch.Tensor, Any]]
+
+
+class TrainPipelineBase:
+    """Copies the next batch to the device beside the forward and backward of this one (torchrec's TrainPipelineBase).
+
+    Args:
+        model: returns ``(losses, output)`` for a batch; losses are summed over dim 0 for the backward.
+        optimizer: of the parameters that no optimizer fused into the backward has.
+        device: where batches go and the model is.
+        enable_amp: autocast around the forward alone, to bfloat16 or to the given dtype.
+        enable_grad_scaling: with autocast on CUDA losses are scaled, by a torch.amp.GradScaler whose step and update
+            come at the ends of windows. Elsewhere a warning, and no scaling.
+        grad_accum: batches in a window of gradient accumulation, None or 1 for none. A window begins at its first
+            batch, whose backward zero_grad precedes; losses are divided by ``grad_accum``; the optimizer steps after
+            the last one, and without synchronizing (``no_sync``) before. A window that the end of the data cuts short
+            steps with what it has, divided as ever. Optimizers that are fused into the backward update at every batch,
+            with the divided loss.
+        custom_model_fwd: called in place of the model.
+        load_on_thread: whether batches are loaded and copied by a thread of its own; None decides by measured times.
+
+    ``progress`` never leaves anything running. Iterators should not draw from torch's global generator beside a model
+    that does: they are read ahead.
+    """
+
+    _has_dist = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device | str,
+        execute_all_batches: bool = True,
+        *,
+        enable_amp: bool | torch.dtype = False,
+        enable_grad_scaling: bool = True,
+        grad_accum: int | None = None,
+        custom_model_fwd: ModelForward | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        load_on_thread: bool | None = None,
+    ) -> None:
+        if grad_accum is not None and (isinstance(grad_accum, bool) or not isinstance(grad_accum, int)):
+            raise TypeError(f"grad_accum={grad_accum!r}: expected an int above 0, or None")
+        if grad_accum is not None and grad_accum < 1:
+            raise ValueError(f"grad_accum={grad_accum}: expected an int above 0, or None")
+        if not isinstance(execute_all_batches, bool):
+            raise TypeError(f"execute_all_batches={execute_all_batches!r}: expected a bool")
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
+        self._model = model
+        self._optimizer = optimizer
+        self._device = torch.device(device)
+        self._precision = Precision(self._device, enable_amp, enable_grad_scaling)
+        self._window = AccumulationWindow(grad_accum or 1)
+        self._dense_grads = DenseGrads()
+        self._model_fwd = custom_model_fwd
+        if process_group is None and dist.is_available() and dist.is_initialized():
+            process_group = dist.group.WORLD
+        self._group = process_group
+        self._streams = Streams(self._device)
+        self._stages = Stages(self._device, self._streams, process_group)
+        self._execute_all_batches = execute_all_batches
+        self._engine = BatchPipeline(
+            self._stages,
+            execute_all_batches=execute_all_batches,
+            has_dist=self._has_dist,
+            load_on_thread=load_on_thread,
+            dist_on_thread=self._dist_on_thread(),
+        )
+        # What an interrupt has left under way ends before the interpreter does.
+        weakref.finalize(self, self._engine.clear)
+        self._refuse_scaled_fused_optimizers()
+
+    def progress(self, dataloader_iter: Iterator[Any]) -> Any:
+        """One batch forward, and where the model is training backward and, at the end of a window, the step.
+
+        Returns:
+            The output of the model for that batch, undivided.
+
+        Raises:
+            StopIteration: the data has ended, here or on another rank; what other ranks had left is in
+                ``unused_batches``.
+            Exception: what the iterator, the copy, input_dist, the model or the optimizer raised, for the batch that
+                it is about: those before it have been computed, those after it will be. Other ranks raise a
+                RuntimeError that says so, where the batch had not reached its forward.
+        """
+        if not hasattr(dataloader_iter, "__next__"):
+            raise TypeError(
+                f"progress() takes an iterator, got a {type(dataloader_iter).__name__}: keep iter(...) of it and pass "
+                "that each time"
+            )
+        self._prepare()
+        is_new = self._stages.take_from(dataloader_iter)
+        if is_new:
+            self._stages.unused.clear()
+        self._stages.autocast = self._precision.as_now()
+        number = self._engine.begin(is_new)
+        if number is None:
+            if self._execute_all_batches:
+                self._close_window()
+            raise StopIteration
+        try:
+            return self._compute(number)
+        finally:
+            self._engine.end()
+
+    @property
+    def unused_batches(self) -> list[Any]:
+        """Batches that were taken from the iterator and not computed, since the data of another rank ended before or
+        the pipeline was reset; until the next iterator."""
+        return list(self._stages.unused)
+
+    @property
+    def in_flight(self) -> int:
+        """Batches that are loaded and not computed."""
+        return len(self._stages.flying)
+
+    def reset(self) -> None:
+        """Forgets the batches in flight, and the window. On all ranks."""
+        self._engine.clear()
+        self._window.close()
+        self._dense_grads.drop()
+        self._stages.take_from(iter(()))
+
+    def _dist_on_thread(self) -> bool | None:
+        return False
+
+    def _may_dist_beside(self) -> bool:
+        return False
+
+    def _prepare(self) -> None:
+        pass
+
+    def _running(self, flying: Any) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def _compute(self, number: int) -> Any:
+        flying = self._stages.take(number)
+        is_training = self._model.training
+        if is_training and self._window.is_first:
+            with record_function("## zero_grad ##"):
+                self._optimizer.zero_grad()
+        self._begin_forward(flying)
+        with self._syncing() if is_training else contextlib.nullcontext():
+            losses, output = self._forward(flying)
+            self._engine.middle()
+            if is_training:
+                self._train(losses, number)
+        return output
+
+    def _syncing(self) -> contextlib.AbstractContextManager[Any]:
+        return self._dense_grads.syncing(self._model, self._window.is_last)
+
+    def _train(self, losses: torch.Tensor, number: int) -> None:
+        """Where it fails the window is over: the next batch begins another one, with zeroed gradients."""
+        try:
+            with record_function(f"## backward {number} ##"):
+                self._backward(losses)
+            self._dense_grads.has_run()
+            if self._window.is_last:
+                with record_function(f"## optimizer {number} ##"):
+                    self._precision.step(self._optimizer)
+        except BaseException:
+            self._window.close()
+            self._dense_grads.drop()
+            raise
+        self._window.add()
+
+    def _begin_forward(self, flying: Any) -> None:
+        with record_function(f"## wait_for_batch {flying.number} ##"):
+            self._streams.hand_over(self._streams.copy, flying.batch)
+        self._engine.beside(may_dist_beside=self._may_dist_beside())
+
+    def _forward(self, flying: Any) -> tuple[torch.Tensor, Any]:
+        forward = self._model_fwd or self._model
+        with record_function(f"## forward {flying.number} ##"), self._running(flying), self._precision.autocast():
+            result = forward(flying.batch)
+        if not isinstance(result, (tuple, list)) or len(result) != 2 or not isinstance(result[0], torch.Tensor):
+            raise TypeError(f"the model returned {_described(result)}: expected (losses, output), losses a tensor")
+        return result[0], result[1]
+
+    def _backward(self, losses: torch.Tensor) -> None:
+        if self._window.size > 1:
+            losses = losses / self._window.size
+        self._precision.scaled(torch.sum(losses, dim=0)).backward()
+
+    def _close_window(self) -> None:
+        if self._window.close() > 0:
+            self._dense_grads.sync()
+            self._precision.step(self._optimizer)
+
+    def _refuse_scaled_fused_optimizers(self) -> None:
+        fused = getattr(self._model, "fused_optimizer", None)
+        if self._precision.scaler is not None and fused is not None and fused.params:
+            raise ValueError(
+                "enable_grad_scaling=True: an optimizer that is fused into the backward would take scaled gradients; "
+                "pass enable_grad_scaling=False, or do not fuse it"
+            )
+
+
+def _described(result: Any) -> str:
+    if isinstance(result, (tuple, list)):
+        return f"a {type(result).__name__} of {len(result)}"
+    return f"a {type(result).__name__}"

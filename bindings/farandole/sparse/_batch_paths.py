@@ -1,0 +1,129 @@
+"""Where things lie in a batch: by attributes and items from the batch itself."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+Step = tuple[Callable[[Any, Any], Any], Any]  # getattr or getitem, and the name or key
+Path = tuple[Step, ...]
+
+# Their classes with plain attributes (KeyedJaggedTensor, for one) keep some that come and go as they are used.
+_OPAQUE_SOURCES = ("torch", "torchrec", "fbgemm_gpu")
+
+
+def follow(batch: Any, path: Path) -> Any:
+    for function, key in path:
+        batch = function(batch, key)
+    return batch
+
+
+def path_name(path: Path) -> str:
+    return "batch" + "".join(f".{key}" if function is getattr else f"[{key!r}]" for function, key in path)
+
+
+def parts(value: Any) -> Iterator[tuple[Step, Any]]:
+    """Fields of dataclasses and namedtuples, items of dicts, lists and tuples, attributes of plain objects."""
+    if is_constant(value):
+        return
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield (operator.getitem, key), item
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        for name in value._fields:
+            yield (getattr, name), getattr(value, name)
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield (operator.getitem, index), item
+    elif isinstance(value, (type, torch.Tensor, torch.nn.Module)):
+        return
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            if hasattr(value, field.name):
+                yield (getattr, field.name), getattr(value, field.name)
+    elif not _is_opaque(value):
+        for name, item in getattr(value, "__dict__", {}).items():
+            yield (getattr, name), item
+
+
+def everything_in(batch: Any, depth: int) -> Iterator[tuple[Path, Any]]:
+    """The batch and all in it, what is nearer first; what contains itself is not entered again."""
+    level: list[tuple[Path, Any, tuple[int, ...]]] = [((), batch, ())]
+    for _ in range(depth + 1):
+        below = []
+        for path, value, above in level:
+            yield path, value
+            if id(value) not in above:
+                below += [((*path, step), item, (*above, id(value))) for step, item in parts(value)]
+        level = below
+
+
+def replaced(value: Any, replace: Callable[[Path, Any], Any], path: Path = ()) -> Any:
+    """A copy in which ``replace`` was asked for everything that has no parts; what does not change is not copied."""
+    found = list(parts(value))
+    if not found:
+        return replace(path, value)
+    items = {step: replaced(item, replace, (*path, step)) for step, item in found}
+    if all(items[step] is item for step, item in found):
+        return value
+    if isinstance(value, tuple):
+        return type(value)(*items.values()) if hasattr(value, "_fields") else type(value)(items.values())
+    result = copy.copy(value)
+    for (function, key), item in items.items():
+        if function is getattr:
+            object.__setattr__(result, key, item)  # dataclasses may be frozen
+        else:
+            result[key] = item
+    return result
+
+
+def is_constant(value: Any) -> bool:
+    """Whether it is known by its value, and not as an object."""
+    return value is None or isinstance(value, (int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device))
+
+
+class Contents:
+    """Which objects something holds, and how often tensors in it were written to, at the time it is made.
+
+    Of opaque objects it knows the tensors they have by then; others may come.
+    """
+
+    def __init__(self, value: Any, depth: int) -> None:
+        self._depth = depth
+        self._parts: list[tuple[Path, Any]] = []
+        self._tensors: dict[tuple[Path, str], tuple[torch.Tensor, int]] = {}
+        for path, part in everything_in(value, depth):
+            self._parts.append((path, part))
+            tensors = {"": part} if isinstance(part, torch.Tensor) else _hidden(part)
+            for name, tensor in tensors.items():
+                version = 0 if tensor.is_inference() else tensor._version
+                self._tensors[path, name] = (tensor, version)
+
+    def has_changed(self, value: Any) -> bool:
+        now = Contents(value, self._depth)
+        if len(self._parts) != len(now._parts):
+            return True
+        if any(
+            path != path_now or part is not part_now
+            for (path, part), (path_now, part_now) in zip(self._parts, now._parts, strict=True)
+        ):
+            return True
+        return any(
+            place not in now._tensors or now._tensors[place][0] is not tensor or now._tensors[place][1] != version
+            for place, (tensor, version) in self._tensors.items()
+        )
+
+
+def _hidden(value: Any) -> dict[str, torch.Tensor]:
+    attributes = getattr(value, "__dict__", {}) if _is_opaque(value) else {}
+    return {name: item for name, item in attributes.items() if isinstance(item, torch.Tensor)}
+
+
+def _is_opaque(value: Any) -> bool:
+    return type(value).__module__.partition(".")[0] in _OPAQUE_SOURCES

@@ -1,0 +1,97 @@
+"""When the gradients of the dense parameters are summed over ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+_have_begun: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+class DenseGrads:
+    """What windows of gradient accumulation do with the data-parallel wrappers in a model."""
+
+    def __init__(self) -> None:
+        self._unsynced: list[Any] = []
+        self._begun: list[nn.Module] = []
+        self._left: list[Any] = []
+
+    def syncing(self, model: nn.Module, is_last: bool) -> contextlib.ExitStack:
+        """For a forward and backward: but for the last of a window, wrappers do not synchronize.
+
+        torch's DDP with a static graph (torchrec's default) has to in its first backward, and does: gradients are then
+        averaged in two parts.
+        """
+        stack = contextlib.ExitStack()
+        self._begun, self._left = [], []
+        for wrapper in _wrappers(model):
+            if getattr(wrapper, "static_graph", False) and wrapper not in _have_begun:
+                self._begun.append(wrapper)
+            elif not is_last:
+                stack.enter_context(wrapper.no_sync())
+                self._left.append(wrapper)
+        return stack
+
+    def has_run(self) -> None:
+        """The backward is through."""
+        _have_begun.update(self._begun)
+        self._unsynced = self._left
+
+    def drop(self) -> None:
+        """The window is over; its gradients are not."""
+        self._unsynced = []
+
+    def sync(self) -> None:
+        """Averages what the backwards of a window have left, as a last one would have done.
+
+        Raises:
+            NotImplementedError: a wrapper of another kind.
+        """
+        unsynced, self._unsynced = self._unsynced, []
+        for wrapper in unsynced:
+            if hasattr(wrapper, "start_grad_sync"):
+                wrapper.start_grad_sync()
+                wrapper.finish_grad_sync()
+            elif isinstance(wrapper, DistributedDataParallel):
+                _average(wrapper)
+            else:
+                raise NotImplementedError(
+                    f"the data ended within a window of gradient accumulation, and what a {type(wrapper).__name__} has "
+                    "left cannot be synchronized outside a backward: expected torch's DDP or farandole's, or batches "
+                    "that fill their windows"
+                )
+
+
+def _average(wrapper: DistributedDataParallel) -> None:
+    group: dist.ProcessGroup = wrapper.process_group
+    ignored = wrapper.parameters_to_ignore  # sharded tables, say
+    named = wrapper.module.named_parameters()
+    parameters = [part for name, part in named if part.requires_grad and name not in ignored]
+    if not parameters:
+        return
+    # Ranks may have used different ones.
+    used = torch.tensor([part.grad is not None for part in parameters], dtype=torch.int32, device=parameters[0].device)
+    dist.all_reduce(used, dist.ReduceOp.MAX, group=group)
+    works = []
+    for part, is_used in zip(parameters, used.tolist(), strict=True):
+        if not is_used:
+            continue
+        if part.grad is None:
+            part.grad = torch.zeros_like(part)
+        part.grad.mul_(1.0 / group.size())  # to the bit what torch does
+        works.append(dist.all_reduce(part.grad, group=group, async_op=True))
+    for work in works:
+        work.wait()
+
+
+def _wrappers(model: nn.Module) -> list[Any]:
+    """torch's DDP, ours, and others that have no_sync: the outermost."""
+    if callable(getattr(model, "no_sync", None)):
+        return [model]
+    return [wrapper for child in model.children() for wrapper in _wrappers(child)]

@@ -1,0 +1,35 @@
+"""Process groups for threads that must not share one."""
+
+from __future__ import annotations
+
+import datetime
+import weakref
+
+import torch
+import torch.distributed as dist
+
+_twins: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+
+
+def group_of_its_own(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup | None:
+    """On CPU, where a thread may use it beside the forward, another group of the same ranks, made once for each group:
+    a collective of it. Elsewhere, or alone, the group itself."""
+    if group is None or group.size() == 1 or device.type != "cpu":
+        return group
+    if group not in _twins:
+        is_world = group is dist.group.WORLD
+        _twins[group] = dist.new_group(
+            dist.get_process_group_ranks(group),
+            backend=None if is_world else dist.get_backend(group),
+            timeout=_timeout_of(group),
+            use_local_synchronization=not is_world,
+            group_desc="farandole_sparse",
+        )
+    return _twins[group]
+
+
+def _timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
+    try:
+        return group._get_backend(torch.device("cpu")).options._timeout
+    except (AttributeError, RuntimeError):
+        return None  # torch's default

@@ -1,0 +1,20 @@
+"""A batch between its loading and its forward; what is there by sharded module is by its name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class InFlight:
+    number: int
+    batch: Any
+    # Whose input_dist has the batch, and in which mode of the model; None where it stays in the forward.
+    owner: Any = None
+    is_training: bool = True
+    results: dict[str, list[Any]] = field(default_factory=dict)  # of post-processing modules, by name and call
+    calls: dict[str, tuple[Any, dict[str, Any]]] = field(default_factory=dict)  # what the modules are to be given
+    contexts: dict[str, Any] = field(default_factory=dict)
+    requests: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)

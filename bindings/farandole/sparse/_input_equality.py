@@ -1,0 +1,46 @@
+"""Whether what a forward gives a sharded module is what has gone ahead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def is_same_part(ahead: Any, now: Any) -> bool:
+    """The same object, or a container of the same objects, or an equal constant."""
+    return ahead is now or _compared(ahead, now, lambda one, other: False)
+
+
+def is_equal_input(ahead: Any, now: Any) -> bool:
+    """Equal tensors and features too; objects of other kinds are taken for equal where their types are."""
+    return ahead is now or _compared(ahead, now, _are_equal)
+
+
+def _compared(ahead: Any, now: Any, of_objects: Any) -> bool:
+    def same(one: Any, other: Any) -> bool:
+        return one is other or _compared(one, other, of_objects)
+
+    if isinstance(ahead, (list, tuple)) and isinstance(now, (list, tuple)):
+        return len(ahead) == len(now) and all(map(same, ahead, now))
+    if isinstance(ahead, dict) and isinstance(now, dict):
+        return ahead.keys() == now.keys() and all(same(ahead[key], now[key]) for key in ahead)
+    if isinstance(ahead, (bool, int, float, str)):
+        return type(ahead) is type(now) and ahead == now
+    return of_objects(ahead, now)
+
+
+def _are_equal(ahead: Any, now: Any) -> bool:
+    if type(ahead) is not type(now):
+        return False
+    if isinstance(ahead, torch.Tensor):
+        return ahead.shape == now.shape and torch.equal(ahead, now)
+    if hasattr(ahead, "weights_or_none"):  # torchrec's features
+        return (
+            list(ahead.keys()) == list(now.keys())
+            and _are_equal(ahead.values(), now.values())
+            and _are_equal(ahead.lengths(), now.lengths())
+            and is_equal_input(ahead.weights_or_none(), now.weights_or_none())
+            and list(ahead.stride_per_key()) == list(now.stride_per_key())
+        )
+    return True

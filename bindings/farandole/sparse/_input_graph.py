@@ -1,0 +1,108 @@
+"""The inputs of a model's sharded modules, computed from a batch without the rest of the model."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx, nn
+from torch.fx.node import Node, map_arg
+
+from farandole.sparse._input_closure import InputClosures
+from farandole.sparse._tracer import CannotTrace, InputTracer
+from farandole.sparse._verdict import WHOLE_MODEL, Inputs, Refusal, Verdict, refused
+
+__all__ = ["CannotTrace", "InputGraph", "Inputs", "Verdict", "trace_inputs"]
+
+
+class InputGraph:
+    """Computes (args, kwargs) of sharded modules from a batch: one run at a time, in any thread.
+
+    Modules on the way (post-processing) are the model's own and keep their state: what they returned is in
+    ``Inputs.results``, for the model's forward of that batch to take instead of calling them again. Attributes of the
+    model are read when it runs. Nobody differentiates through it: run it in ``no_grad``.
+
+    Attributes:
+        names: the sharded modules whose inputs it computes, in call order.
+        verdicts: one for every sharded module of the model.
+        post_processing: names of the modules that run in it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        verdicts: tuple[Verdict, ...] = (),
+        calls: tuple[Node, ...] = (),
+        needed: tuple[Node, ...] = (),
+        constants: dict[str, Any] | None = None,
+    ) -> None:
+        self.names = tuple(str(call.target) for call in calls)
+        self.verdicts = verdicts
+        self._model = model
+        constants = constants or {}
+        results: dict[str, list[Node]] = {}
+        for node in needed:
+            if node.op == "call_module":
+                results.setdefault(str(node.target), []).append(node)
+        self.post_processing = tuple(results)
+        attributes = [node for node in needed if node.op == "get_attr" and node.target not in constants]
+        self._attributes = [operator.attrgetter(str(node.target)) for node in attributes]
+        graph = _subgraph(needed, attributes, ([(call.args, call.kwargs) for call in calls], list(results.values())))
+        own = {str(node.target): constants[str(node.target)] for node in needed if node.target in constants}
+        self._compute = fx.GraphModule(own | {name: model.get_submodule(name) for name in results}, graph)
+
+    def __call__(self, batch: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        return self.run(batch).calls
+
+    def run(self, batch: Any) -> Inputs:
+        calls, results = self._compute(batch, *(attribute(self._model) for attribute in self._attributes))
+        return Inputs(calls, dict(zip(self.post_processing, results, strict=True)))
+
+
+def trace_inputs(model: nn.Module, is_sharded: Callable[[nn.Module], bool], batch: object = None) -> InputGraph:
+    """Finds by torch.fx how the inputs of sharded modules come from the batch; ``model(batch)`` is not run.
+
+    What forward does in the model's mode (training or not), with the defaults of further arguments, goes for all
+    batches. Parts of a batch are never None and of no type, should forward ask, and Python's own random numbers are
+    drawn once. No other thread may call modules meanwhile. A batch matters if it has ``to_proxy()``: a copy of it, where
+    ``torch.fx.PH`` stands for all that varies; what that leaves as it is, forward may decide on.
+
+    Raises:
+        CannotTrace: forward does what torch.fx cannot follow, outside of modules without sharded ones.
+    """
+    if is_sharded(model):
+        return InputGraph(model, (refused("", WHOLE_MODEL),))
+    tracer = InputTracer(model, is_sharded, batch)
+    if not tracer.sharded:
+        return InputGraph(model)
+    graph = tracer.run()
+    closures = InputClosures(model, tracer, graph)
+    verdicts: list[Verdict] = []
+    calls: set[Node] = set()
+    needed: set[Node] = set()
+    for name in tracer.sharded:
+        found = closures.of(name)
+        if isinstance(found, Refusal):
+            verdicts.append(refused(name, found))
+        else:
+            call, inputs = found
+            verdicts.append(Verdict(name, True, call.name))
+            calls.add(call)
+            needed |= inputs
+    called, computed = (tuple(node for node in graph.nodes if node in nodes) for nodes in (calls, needed))
+    return InputGraph(model, tuple(verdicts), called, computed, tracer.constants)
+
+
+def _subgraph(needed: tuple[Node, ...], attributes: list[Node], outputs: Any) -> fx.Graph:
+    """Of the batch and values of attributes."""
+    graph = fx.Graph()
+    batch = graph.placeholder("batch")
+    copies = {node: graph.placeholder(node.name) for node in attributes}
+    for node in needed:
+        if node.op == "placeholder":
+            copies[node] = batch
+        elif node not in copies:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(map_arg(outputs, copies.__getitem__))
+    return graph

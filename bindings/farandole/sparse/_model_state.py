@@ -1,0 +1,63 @@
+"""What a model's forward leaves behind in its modules."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+
+_BY_NAME = ("_parameters", "_buffers", "_modules")  # whose items are attributes of the module
+_ABSENT = object()
+
+
+class ModelState:
+    """The attributes of all modules of a model, and the items of dicts, lists and sets among them, when it is made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [
+            (name, vars(module), dict(vars(module)), _containers(vars(module)))
+            for name, module in model.named_modules()
+        ]
+
+    def restore(self) -> dict[str, Any]:
+        """Makes all be as it was. Returns what it had become, by name; None for what was gone."""
+        changed: dict[str, Any] = {}
+        for name, now, before, containers in self._modules:
+            prefix = f"{name}." if name else ""
+            for key in _differences(before, now):
+                changed[prefix + key] = now.get(key)
+            now.clear()
+            now.update(before)
+            for key, items in containers.items():
+                container = before[key]
+                if key in _BY_NAME:
+                    changed |= {prefix + item: container.get(item) for item in _differences(items, container)}
+                elif _identities(items) != _identities(container):
+                    changed[prefix + key] = copy.copy(container)
+                _refill(container, items)
+        return changed
+
+
+def _containers(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {key: copy.copy(value) for key, value in attributes.items() if isinstance(value, (dict, list, set))}
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    return [key for key in {**before, **now} if before.get(key, _ABSENT) is not now.get(key, _ABSENT)]
+
+
+def _identities(container: Any) -> list[Any]:
+    if isinstance(container, dict):
+        return [(id(key), id(value)) for key, value in container.items()]
+    return [id(item) for item in container]
+
+
+def _refill(container: Any, items: Any) -> None:
+    if _identities(container) == _identities(items):
+        return
+    if isinstance(container, list):
+        container[:] = items
+    else:
+        container.clear()
+        container.update(items)

@@ -1,0 +1,146 @@
+"""Pipelines whose batches go through the input_dist of sharded modules ahead of the forward."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from farandole.sparse._attachment import Attachment, attach
+from farandole.sparse._base import ModelForward, TrainPipelineBase
+from farandole.sparse._sharded import is_two_dimensional
+
+
+class TrainPipelineSparseDist(TrainPipelineBase):
+    """Three batches in flight: i+2 is loaded and copied, i+1 goes through the input_dist of the model's sharded
+    modules, i through forward and backward (torchrec's TrainPipelineSparseDist).
+
+    Args:
+        execute_all_batches: False stops where batch i+2 is missing; the two in flight go on with the next iterator.
+        strict: raise where a sharded module cannot be pipelined, instead of a warning.
+        tracing: "fx" finds what a batch gives the sharded modules in a graph of the model; "hooks" in the forward of
+            the first batch, which is not pipelined; None takes hooks where fx cannot trace the model, and warns.
+        process_group: all ranks that train together; by default all.
+        dist_on_thread: whether input_dist runs on a thread of its own; None decides by measured times for torchrec's
+            modules, and is False for others, whose collectives may be those of the forward. CPU only.
+
+    For the rest see TrainPipelineBase. Ranks that have different numbers of batches end together, after the fewest.
+    """
+
+    _has_dist = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device | str,
+        execute_all_batches: bool = True,
+        *,
+        enable_amp: bool | torch.dtype = False,
+        enable_grad_scaling: bool = True,
+        grad_accum: int | None = None,
+        custom_model_fwd: ModelForward | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        strict: bool = False,
+        tracing: str | None = None,
+        load_on_thread: bool | None = None,
+        dist_on_thread: bool | None = None,
+    ) -> None:
+        if tracing not in (None, "fx", "hooks"):
+            raise ValueError(f'tracing={tracing!r}: expected "fx", "hooks" or None')
+        if is_two_dimensional(model):
+            raise ValueError(
+                "model is a DMPCollection: its tables have to be synchronized, which no pipeline here does"
+            )
+        self._asked_dist_on_thread = dist_on_thread
+        super().__init__(
+            model,
+            optimizer,
+            device,
+            execute_all_batches,
+            enable_amp=enable_amp,
+            enable_grad_scaling=enable_grad_scaling,
+            grad_accum=grad_accum,
+            custom_model_fwd=custom_model_fwd,
+            process_group=process_group,
+            load_on_thread=load_on_thread,
+        )
+        self._strict = strict
+        self._tracing = tracing
+        self._attachment: Attachment | None = None
+
+    def explain(self) -> str:
+        """A line for each sharded module: whether it is pipelined, and if not, what prevents it and what to change.
+        Attaches the model, so that all ranks have to call it."""
+        self._prepare()
+        assert self._attachment is not None
+        if self._attachment.verdicts is None:
+            return "the forward of the first batch will tell"
+        return "\n".join(map(str, self._attachment.verdicts))
+
+    def attach(self, model: nn.Module | None = None) -> None:
+        """Takes the model, or another one, after ``detach``. On all ranks."""
+        if self._attachment is not None:
+            self.detach()
+        if model is not None:
+            self._model = model
+        self._prepare()
+
+    def detach(self) -> nn.Module:
+        """The model as it was, for other uses, once no pipeline is attached to it; batches in flight stay, ``attach`` or
+        ``progress`` goes on."""
+        if self._attachment is not None:
+            self._leave()
+            self._attachment = None
+        return self._model
+
+    def _dist_on_thread(self) -> bool | None:
+        return self._asked_dist_on_thread if self._device.type == "cpu" else False
+
+    def _may_dist_beside(self) -> bool:
+        assert self._attachment is not None
+        return self._attachment.input_dist.may_run_beside(is_promised=self._asked_dist_on_thread is True)
+
+    def _prepare(self) -> None:
+        if self._attachment is None:
+            self._attachment = attach(self._model, self._group, self._device, self._strict, self._tracing)
+            self._leave = weakref.finalize(self, self._attachment.leave)
+            self._leave.atexit = False
+            self._stages.input_dist = self._attachment.input_dist
+        self._stages.is_training = self._model.training
+        try:
+            self._attachment.prepare()
+        except ValueError:
+            self.detach()
+            raise
+
+    def _running(self, flying: Any) -> contextlib.AbstractContextManager[Any]:
+        assert self._attachment is not None
+        self._streams.hand_over(self._streams.dist, flying.results)
+        return self._attachment.running(flying, self._complete)
+
+    def _complete(self, flying: Any, name: str) -> tuple[Any, Any]:
+        """What came ahead for a module: its context and its data."""
+        if name in flying.requests:
+            start, computed = time.perf_counter(), time.thread_time()
+            self._stages.complete_one(flying, name)
+            self._engine.waited(time.perf_counter() - start - (time.thread_time() - computed))
+        context, data = flying.contexts.pop(name), flying.data.pop(name)
+        self._streams.hand_over(self._streams.dist, context, data)
+        return context, data
+
+
+class EvalPipelineSparseDist(TrainPipelineSparseDist):
+    """Forward only, whatever the mode of the model (torchrec's EvalPipelineSparseDist)."""
+
+    def _compute(self, number: int) -> Any:
+        flying = self._stages.take(number)
+        self._begin_forward(flying)
+        _, output = self._forward(flying)
+        self._engine.middle()
+        return output

@@ -1,0 +1,101 @@
+"""The stages of a pipeline that the engine calls: load and input_dist."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from farandole._C import Presence
+from farandole.sparse._batches import to_device
+from farandole.sparse._in_flight import InFlight
+from farandole.sparse._input_dist import InputDist
+from farandole.sparse._streams import Streams
+
+
+class Stages:
+    """What BatchPipeline calls, from the thread of ``progress`` or from its own."""
+
+    def __init__(self, device: torch.device, streams: Streams, group: dist.ProcessGroup | None) -> None:
+        self._device = device
+        self._streams = streams
+        self._group = group
+        self._source: Iterator[Any] = iter(())
+        self._yielded = 0
+        self.input_dist: InputDist | None = None
+        self.autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+        self.is_training = True
+        self.flying: dict[int, InFlight] = {}
+        self.unused: list[Any] = []
+        self._failed: dict[int, str] = {}
+
+    def take_from(self, source: Iterator[Any]) -> bool:
+        """Whether the source is new: another one, or that of a DataLoader with persistent workers which has begun
+        anew, as the same object."""
+        is_new = source is not self._source or _yielded_by(source) < self._yielded
+        self._source = source
+        self._yielded = _yielded_by(source)
+        return is_new
+
+    def load(self, number: int) -> bool:
+        try:
+            with record_function(f"## copy_batch_to_gpu {number} ##"), self._streams.on(self._streams.copy):
+                with record_function("## next_batch ##"):
+                    batch = next(self._source, None)
+                self._yielded = _yielded_by(self._source)
+                if batch is None:
+                    return False
+                self.flying[number] = InFlight(number, to_device(batch, self._device))
+        except BaseException as error:
+            self._failed[number] = f"{type(error).__name__}: {error}"
+            raise
+        return True
+
+    def start_dist(self, number: int, presence: Presence) -> None:
+        assert self.input_dist is not None
+        with record_function(f"## start_sparse_data_dist {number} ##"), self._streams.on(self._streams.dist):
+            flying = self.flying.get(number)
+            if flying is not None:
+                self._streams.hand_over(self._streams.copy, flying.batch)
+                flying.is_training = self.is_training
+            with self.autocast():
+                self.input_dist.start(flying, presence, self._failed.pop(number, ""))
+
+    def finish_dist(self, number: int) -> bool:
+        assert self.input_dist is not None
+        with record_function(f"## wait_sparse_data_dist {number} ##"), self._streams.on(self._streams.dist):
+            return self.input_dist.finish(self.flying.get(number))
+
+    def complete_dist(self, number: int) -> None:
+        flying = self.flying[number]
+        for name in list(flying.requests):
+            self.complete_one(flying, name)
+
+    def complete_one(self, flying: InFlight, name: str) -> None:
+        """Waits for the data of a module."""
+        with record_function("## wait_sparse_data_dist ##"), self._streams.on(self._streams.dist), torch.no_grad():
+            flying.data[name] = flying.requests.pop(name).wait()
+
+    def agree_on_more(self, has_more: bool) -> bool:
+        if self._group is None:
+            return has_more
+        fewest = torch.tensor([int(has_more)], device=self._device)
+        dist.all_reduce(fewest, dist.ReduceOp.MIN, group=self._group)
+        return bool(fewest.item())
+
+    def discard(self, number: int, has_failed: bool) -> None:
+        self._failed.pop(number, None)
+        flying = self.flying.pop(number, None)
+        if flying is not None and not has_failed:
+            self.unused.append(flying.batch)
+
+    def take(self, number: int) -> InFlight:
+        return self.flying.pop(number)
+
+
+def _yielded_by(source: Iterator[Any]) -> int:
+    return getattr(source, "_num_yielded", 0)  # of torch's DataLoader

@@ -1,0 +1,39 @@
+"""The streams of a pipeline on an accelerator: copies and input_dists beside the current one. On CPU there are none."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from farandole.sparse._batches import record_stream
+
+
+class Streams:
+    def __init__(self, device: torch.device) -> None:
+        self._module = None if device.type == "cpu" else torch.get_device_module(device)
+        self._device = device
+        self.copy = None if self._module is None else self._module.Stream(device=device, priority=-1)
+        self.dist = None if self._module is None else self._module.Stream(device=device, priority=-1)
+
+    def on(self, stream: torch.Stream | None) -> contextlib.AbstractContextManager[Any]:
+        """Work of any thread goes to this stream of the device."""
+        if self._module is None or stream is None:
+            return contextlib.nullcontext()
+        return self._on(stream)
+
+    @contextlib.contextmanager
+    def _on(self, stream: torch.Stream) -> Any:
+        assert self._module is not None
+        with self._module.device(self._device), self._module.stream(stream):
+            yield
+
+    def hand_over(self, source: torch.Stream | None, *values: Any) -> None:
+        """The current stream waits for ``source`` and may use the values, which were made on it."""
+        if self._module is None or source is None:
+            return
+        current = self._module.current_stream(self._device)
+        current.wait_stream(source)
+        for value in values:
+            record_stream(value, current)

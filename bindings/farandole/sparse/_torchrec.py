@@ -1,0 +1,175 @@
+"""torchrec's all-to-all of sparse features, with the splits of all modules in one exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.dist_data import KJTAllToAll, KJTAllToAllTensorsAwaitable, _get_recat
+from torchrec.distributed.embedding_sharding import (
+    KJTListAwaitable,
+    KJTListSplitsAwaitable,
+    _set_sharding_context_intra_a2a,
+)
+from torchrec.distributed.types import Awaitable
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from farandole.sparse._packing import PackedExchange, can_pack
+
+Groups = Callable[[dist.ProcessGroup], dist.ProcessGroup]
+
+
+class UnsentSplits(Awaitable[Any]):
+    """What a pipelined module's ``KJTAllToAll`` gives: the splits, to be sent with those of other modules."""
+
+    def __init__(self, all_to_all: KJTAllToAll, group: dist.ProcessGroup, features: KeyedJaggedTensor) -> None:
+        super().__init__()
+        self._all_to_all = all_to_all
+        self._features = features
+        self._has_one_stride = not features.variable_stride_per_key()
+        self.group = group
+        self.splits: list[list[int]] = features.dist_splits(all_to_all._splits)  # by tensor and rank
+        self.output_splits: list[list[int]] = []
+        self._stride_per_rank: list[int] | None = None
+
+    @property
+    def columns(self) -> int:
+        return len(self.splits) + self._has_one_stride
+
+    def columns_for(self, rank: int) -> Iterator[int]:
+        """What is sent to a rank: how much of each tensor it gets, and how many samples."""
+        yield from (split[rank] for split in self.splits)
+        if self._has_one_stride:
+            yield self._features.stride()
+
+    def settle(self, rows: list[list[int]]) -> None:
+        """Takes what each rank has said in these columns."""
+        columns = [list(column) for column in zip(*rows, strict=True)]
+        self.output_splits = columns[: len(self.splits)]
+        self._stride_per_rank = columns[-1] if self._has_one_stride else None
+
+    def arguments(self) -> dict[str, Any]:
+        """Those of KJTAllToAllTensorsAwaitable."""
+        splits, rank = self._all_to_all._splits, self.group.rank()
+        begin = sum(splits[:rank])
+        return {
+            "pg": self.group,
+            "input": self._features,
+            "splits": splits,
+            "input_splits": self.splits,
+            "output_splits": self.output_splits,
+            "input_tensors": [tensor.contiguous() for tensor in self._features.dist_tensors()],
+            "labels": self._features.dist_labels(),
+            "keys": self._features.keys()[begin : begin + splits[rank]],
+            "device": self._features.device(),
+            "stagger": self._all_to_all._stagger,
+            "stride_per_rank": self._stride_per_rank,
+        }
+
+    def _wait_impl(self) -> Any:
+        return KJTAllToAll.forward(self._all_to_all, self._features).wait()
+
+
+class PackedTensors(KJTAllToAllTensorsAwaitable):
+    """The data of one module's features in an exchange with that of others."""
+
+    def __init__(
+        self,
+        exchange: PackedExchange,
+        tensors: slice,
+        pg: dist.ProcessGroup,
+        input: KeyedJaggedTensor,
+        splits: list[int],
+        input_splits: list[list[int]],
+        output_splits: list[list[int]],
+        input_tensors: list[torch.Tensor],
+        labels: list[str],
+        keys: list[str],
+        device: torch.device,
+        stagger: int,
+        stride_per_rank: list[int] | None,
+    ) -> None:
+        Awaitable.__init__(self)  # not the base's, which starts exchanges
+        self._exchange, self._tensors = exchange, tensors
+        self._pg, self._device, self._workers = pg, device, pg.size()
+        self._input, self._keys, self._splits, self._stagger = input, keys, splits, stagger
+        self._input_splits = dict(zip(labels, input_splits, strict=True))
+        self._output_splits = dict(zip(labels, output_splits, strict=True))
+        self._stride_per_rank = stride_per_rank
+        self._recat = _get_recat(splits[pg.rank()], len(splits), stagger, device, stride_per_rank)
+        self._awaitables: list[Any] = []
+
+    def _wait_impl(self) -> KeyedJaggedTensor:
+        self._output_tensors = self._exchange.wait()[self._tensors]
+        return super()._wait_impl()
+
+
+def send(parts: Sequence[UnsentSplits]) -> dict[int, KJTAllToAllTensorsAwaitable]:
+    """Starts the exchange of the data of settled parts, which have one group; by their identity."""
+    arguments = [part.arguments() for part in parts]
+    tensors = [tensor for each in arguments for tensor in each["input_tensors"]]
+    if not tensors or parts[0].group.size() == 1 or not can_pack(tensors, parts[0].group.size()):
+        made = [KJTAllToAllTensorsAwaitable(**each) for each in arguments]
+        return {id(part): each for part, each in zip(parts, made, strict=True)}
+    sent = [split for part in parts for split in part.splits]
+    received = [split for part in parts for split in part.output_splits]
+    exchange = PackedExchange(parts[0].group, tensors, sent, received)
+    packed: dict[int, KJTAllToAllTensorsAwaitable] = {}
+    begin = 0
+    for part, each in zip(parts, arguments, strict=True):
+        end = begin + len(each["input_tensors"])
+        packed[id(part)] = PackedTensors(exchange, slice(begin, end), **each)
+        begin = end
+    return packed
+
+
+class HeldSplits:
+    """Makes the ``KJTAllToAll`` of a module hold its splits back, once the module has been through an input_dist.
+
+    Args:
+        module: torchrec's ShardedModule.
+        groups: the group to exchange over in place of the module's own.
+    """
+
+    def __init__(self, module: nn.Module, groups: Groups) -> None:
+        self._held = [*_all_to_alls(module)]
+        self.groups = [groups(part._pg) for part in self._held]
+        for part, group in zip(self._held, self.groups, strict=True):
+            part.forward = _holding(part, group)
+
+    def release(self) -> None:
+        for part in self._held:
+            del part.forward
+
+
+def _holding(part: KJTAllToAll, group: dist.ProcessGroup) -> Callable[[KeyedJaggedTensor], UnsentSplits]:
+    def hold(features: KeyedJaggedTensor) -> UnsentSplits:
+        with torch.no_grad():
+            return UnsentSplits(part, group, features)
+
+    return hold
+
+
+def _all_to_alls(module: nn.Module) -> Iterator[KJTAllToAll]:
+    for child in module.modules():
+        for input_dist in getattr(child, "_input_dists", ()):
+            part = getattr(input_dist, "_dist", None)
+            if isinstance(part, KJTAllToAll):
+                yield part
+
+
+def unsent_of(request: Any) -> list[UnsentSplits]:
+    """The splits that an input_dist holds back; none where it is not of that kind."""
+    if not isinstance(request, KJTListSplitsAwaitable):
+        return []
+    return [part for part in request.awaitables if isinstance(part, UnsentSplits)]
+
+
+def sent(request: KJTListSplitsAwaitable, data: dict[int, KJTAllToAllTensorsAwaitable]) -> KJTListAwaitable:
+    """The request whose held splits have become exchanges of data, by identity."""
+    awaitables = [data[id(part)] if id(part) in data else part.wait() for part in request.awaitables]
+    _set_sharding_context_intra_a2a(awaitables, request.ctx)
+    return KJTListAwaitable(awaitables, request.ctx)

@@ -1,0 +1,212 @@
+"""Recommenders with sharded tables, of torch alone and of torchrec; batches; and the plain loop to compare with."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+ROWS, WIDTH, DENSE = 50, 8, 4
+
+
+@dataclass
+class Batch:
+    ids: torch.Tensor  # tables x samples
+    dense: torch.Tensor
+    labels: torch.Tensor
+
+
+class Request:
+    """An awaitable."""
+
+    def __init__(self, wait: Callable[[], Any]) -> None:
+        self.wait = wait
+
+
+class AllToAll(torch.autograd.Function):
+    """Rows by rank, to and from each."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        ctx.splits = received, sent
+        out = rows.new_empty(sum(received), rows.shape[1])
+        dist.all_to_all_single(out, rows.contiguous(), received, sent)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return AllToAll.apply(grad, *ctx.splits), None, None
+
+
+class ShardedTables(nn.Module):
+    """As many tables as ranks, each on one of them; what a train pipeline needs, without torchrec."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+        self.table = nn.Parameter(torch.randn(ROWS, WIDTH, generator=generator))
+        self.input_group = dist.new_group()
+        self.before_dist: Callable[[], None] = lambda: None
+
+    def create_context(self) -> dict[str, Any]:
+        return {}
+
+    def input_dist(self, context: dict[str, Any], ids: torch.Tensor, offset: int = 0) -> Request:
+        self.before_dist()
+        ids = ids + offset
+        world = dist.get_world_size()
+        sizes = torch.empty(world, dtype=torch.int64)
+        mine = torch.full((world,), ids.shape[1])
+        work = dist.all_to_all_single(sizes, mine, group=self.input_group, async_op=True)
+
+        def exchange() -> Request:
+            work.wait()
+            context["local"], context["from"] = ids.shape[1], sizes.tolist()
+            received = torch.empty(int(sizes.sum()), dtype=torch.int64)
+            splits = context["from"], [ids.shape[1]] * world
+            sent = dist.all_to_all_single(received, ids.contiguous().flatten(), *splits, self.input_group, True)
+
+            def arrive() -> torch.Tensor:
+                sent.wait()
+                return received
+
+            return Request(arrive)
+
+        return Request(exchange)
+
+    def compute_and_output_dist(self, context: dict[str, Any], ids: torch.Tensor) -> torch.Tensor:
+        rows = self.table[ids % ROWS]
+        world, local = dist.get_world_size(), context["local"]
+        out = AllToAll.apply(rows, context["from"], [local] * world)
+        return out.view(world, local, WIDTH).transpose(0, 1).reshape(local, world * WIDTH)
+
+    def forward(self, ids: torch.Tensor, offset: int = 0) -> torch.Tensor:
+        context = self.create_context()
+        return self.compute_and_output_dist(context, self.input_dist(context, ids, offset).wait().wait())
+
+
+class Recommender(nn.Module):
+    """Returns losses by sample, and the scores."""
+
+    def __init__(self, seed: int, tables: int = 1, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(ShardedTables(seed + i) for i in range(tables))
+        torch.manual_seed(seed)
+        width = tables * dist.get_world_size() * WIDTH + DENSE
+        self.dense = nn.Sequential(nn.Linear(width, 16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 1))
+        self.before_forward: Callable[[], None] = lambda: None
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = [table(batch.ids, offset=i) for i, table in enumerate(self.tables)]
+        return self.score(torch.cat([*rows, batch.dense], 1), batch.labels)
+
+    def score(self, features: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self.dense(features).squeeze(1)
+        return nn.functional.binary_cross_entropy_with_logits(scores, labels, reduction="none"), scores.detach()
+
+
+class Mean(torch.nn.Module):
+    """Of batches that are plain tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (self.weight * batch).reshape(-1), batch
+
+
+def make_batches(seed: int, number: int, sizes: tuple[int, int] = (1, 9)) -> list[Batch]:
+    """Different ones on each rank."""
+    generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
+    batches = []
+    for _ in range(number):
+        size = int(torch.randint(*sizes, (), generator=generator))
+        ids = torch.randint(0, ROWS, (dist.get_world_size(), size), generator=generator)
+        dense = torch.randn(size, DENSE, generator=generator)
+        batches.append(Batch(ids, dense, torch.randint(0, 2, (size,), generator=generator).float()))
+    return batches
+
+
+def wrapped(model: nn.Module) -> nn.Module:
+    """Its dense part in torch's DDP."""
+    tables = [name for name, _ in model.named_parameters() if name.startswith("tables")]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, tables)
+    return DistributedDataParallel(model)
+
+
+def plain_loop(
+    model: Any, optimizer: torch.optim.Optimizer, batches: Sequence[Any], grad_accum: int = 1
+) -> list[torch.Tensor]:
+    """What a pipeline must do, batch after batch; a window that is cut short steps with what it has."""
+    outputs = []
+    for index, batch in enumerate(batches):
+        is_last = index % grad_accum == grad_accum - 1 or index == len(batches) - 1
+        if index % grad_accum == 0:
+            optimizer.zero_grad()
+        wrapper = getattr(model, "_dmp_wrapped_module", model)
+        has_sync = is_last or not hasattr(wrapper, "no_sync")
+        if getattr(wrapper, "static_graph", False) and not hasattr(wrapper, "has_begun"):
+            wrapper.has_begun = has_sync = True  # torch's DDP cannot do without
+        with contextlib.nullcontext() if has_sync else wrapper.no_sync():
+            losses, output = model(batch)
+            if grad_accum > 1:
+                losses = losses / grad_accum
+            torch.sum(losses, dim=0).backward()
+        if is_last:
+            optimizer.step()
+        outputs.append(output)
+    return outputs
+
+
+def assert_same(model: nn.Module, other: nn.Module) -> None:
+    for (name, value), (_, expected) in zip(model.named_parameters(), other.named_parameters(), strict=True):
+        assert torch.equal(value, expected), name
+
+
+def drain(pipeline: Any, batches: Iterator[Any]) -> list[Any]:
+    """The outputs until the data ends."""
+    outputs = []
+    while True:
+        try:
+            outputs.append(pipeline.progress(batches))
+        except StopIteration:
+            return outputs
+
+
+class Trouble(Exception):
+    pass
+
+
+class Loader:
+    """Goes on after an error, as a DataLoader does."""
+
+    def __init__(self, batches: list[Any], fails: set[int]) -> None:
+        self._batches = enumerate(batches)
+        self._fails = fails
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        index, batch = next(self._batches)
+        if index in self._fails:
+            raise Trouble(f"cannot read batch {index}")
+        return batch
+
+
+def drain_with_errors(pipeline: Any, batches: Iterator[Any]) -> list[Any]:
+    seen: list[Any] = []
+    while True:
+        try:
+            seen.append(pipeline.progress(batches))
+        except StopIteration:
+            return seen
+        except (Trouble, RuntimeError, AttributeError) as error:
+            seen.append(error)

@@ -1,0 +1,141 @@
+"""Where the data ends: few batches, ranks with different numbers of them, iterators that follow each other."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from sharded_models import Mean, Recommender, assert_same, drain, make_batches, plain_loop, wrapped
+from torch.utils.data import DataLoader
+
+from farandole.sparse import TrainPipelineBase, TrainPipelineSparseDist
+from support.processes import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def made(seed: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = wrapped(Recommender(seed))
+    return model, torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+def end_together(rank: int, world_size: int, seed: int, threads: bool | None) -> None:
+    pick = random.Random(seed)
+    (model, optimizer), (plain, plain_optimizer) = made(seed), made(seed)
+    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, load_on_thread=threads, dist_on_thread=threads)
+    for epoch in range(5):
+        numbers = [pick.randint(0, 6) for _ in range(world_size)]
+        print(f"seed {seed}, epoch {epoch}: {numbers} batches")
+        batches = make_batches(seed + epoch, numbers[rank])
+        iterator = iter(batches)
+        outputs = drain(pipeline, iterator)
+        fewest = min(numbers)
+        expected = plain_loop(plain, plain_optimizer, batches[:fewest])
+        assert len(outputs) == fewest and all(map(torch.equal, outputs, expected))
+        # Nothing is lost: what was taken and not trained is there, the rest is still in the iterator.
+        left = [*pipeline.unused_batches, *iterator]
+        assert [id(batch.dense) for batch in left] == [id(batch.dense) for batch in batches[fewest:]]
+        with pytest.raises(StopIteration):
+            pipeline.progress(iterator)
+    assert_same(model, plain)
+
+
+@pytest.mark.parametrize("threads", [False, True, None])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_with_different_numbers_of_batches_end_together(world_size, threads):
+    seed = random.randrange(1 << 20)
+    print(f"seed {seed}")
+    run_ranks(end_together, world_size, "farandole", timeout=90, seed=seed, threads=threads)
+
+
+def carry_over(rank: int, world_size: int, seed: int) -> None:
+    """Without executing all batches the last two of an iterator go on with the next one."""
+    pick = random.Random(seed)
+    (model, optimizer), (plain, plain_optimizer) = made(seed), made(seed)
+    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, execute_all_batches=False, grad_accum=2)
+    batches, outputs = [], []
+    for epoch in range(6):
+        number = pick.randint(0, 4)
+        print(f"seed {seed}, epoch {epoch}: {number} batches")
+        more = make_batches(seed + epoch, number)
+        batches += more
+        outputs += drain(pipeline, iter(more))
+        assert len(outputs) == max(0, len(batches) - 2) and pipeline.in_flight == min(2, len(batches))
+    trained = len(outputs) - len(outputs) % 2  # a window that is open goes on, too
+    expected = plain_loop(plain, plain_optimizer, batches[:trained], 2)
+    assert all(map(torch.equal, outputs, expected))
+    assert_same(model, plain)
+
+
+def test_the_last_two_batches_wait_for_the_next_iterator_where_not_all_are_executed():
+    seed = random.randrange(1 << 20)
+    print(f"seed {seed}")
+    run_ranks(carry_over, 2, "farandole", seed=seed)
+
+
+def stop_together(rank: int, world_size: int) -> None:
+    model, optimizer = made()
+    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, execute_all_batches=False)
+    assert len(drain(pipeline, iter(make_batches(0, 5 + rank)))) == 3
+    assert pipeline.in_flight == (2 if rank == 0 else 3)
+
+
+def test_ranks_stop_together_where_not_all_batches_are_executed():
+    run_ranks(stop_together, 3, "farandole")
+
+
+def follow_iterators(rank: int, world_size: int) -> None:
+    """An iterator for each call, as wrappers of pipelines do it."""
+    (model, optimizer), (plain, plain_optimizer) = made(), made()
+    pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
+    batches = make_batches(1, 7)
+    outputs = [pipeline.progress(iter([batch])) for batch in batches[:4]]
+    outputs.append(pipeline.progress(iter(batches[4:6])))
+    outputs.append(pipeline.progress(iter(batches[6:])))
+    outputs.append(pipeline.progress(iter([])))
+    with pytest.raises(StopIteration):
+        pipeline.progress(iter([]))
+    assert all(map(torch.equal, outputs, plain_loop(plain, plain_optimizer, batches)))
+    assert_same(model, plain)
+
+
+def test_an_iterator_may_follow_before_the_one_before_has_ended():
+    run_ranks(follow_iterators, 2, "farandole")
+
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.full((3,), float(index)), torch.tensor(float(index))
+
+
+class Linear(torch.nn.Module):
+    """Of batches that are lists of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 1)
+
+    def forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, targets = batch
+        return (self.linear(inputs).squeeze(1) - targets).square(), targets
+
+
+def test_a_second_epoch_over_persistent_workers_has_all_batches():
+    loader = DataLoader(Numbers(), batch_size=2, num_workers=2, persistent_workers=True)
+    model = Linear()
+    pipeline = TrainPipelineBase(model, torch.optim.SGD(model.parameters(), lr=0.0), CPU)
+    for _ in range(3):
+        outputs = drain(pipeline, iter(loader))
+        assert torch.cat(outputs).tolist() == [float(index) for index in range(12)]
+
+
+def test_batches_may_be_plain_tensors_and_false():
+    model = Mean()
+    pipeline = TrainPipelineBase(model, torch.optim.SGD(model.parameters(), lr=0.1), CPU)
+    batches = [torch.zeros(()), torch.zeros(2), torch.zeros(1), torch.tensor([1.0, 2.0])]
+    assert all(map(torch.equal, drain(pipeline, iter(batches)), batches))

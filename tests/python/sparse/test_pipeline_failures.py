@@ -1,0 +1,256 @@
+"""What goes wrong with a batch reaches the caller for that batch, on all ranks; the others are trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from sharded_models import (
+    Batch,
+    Loader,
+    Mean,
+    Recommender,
+    ShardedTables,
+    Trouble,
+    assert_same,
+    drain,
+    drain_with_errors,
+    make_batches,
+    plain_loop,
+    wrapped,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+from farandole.sparse import TrainPipelineBase, TrainPipelineSparseDist
+from support.processes import run_ranks
+
+CPU = torch.device("cpu")
+
+
+class CannotMove(Batch):
+    def to(self, device: torch.device, non_blocking: bool = False) -> CannotMove:
+        raise Trouble("cannot copy")
+
+
+def made(seed: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = wrapped(Recommender(seed))
+    return model, torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+def fail_on_one(rank: int, world_size: int, where: str, threads: bool | None) -> None:
+    """Batches 2 and 3 fail on rank 1 before their forward."""
+    (model, optimizer), (plain, plain_optimizer) = made(), made()
+    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, load_on_thread=threads, dist_on_thread=threads)
+    batches = make_batches(1, 7)
+    fed: list[Any] = list(batches)
+    fails = {2, 3} if rank == 1 else set()
+    for index in fails:
+        if where == "copy":
+            fed[index] = CannotMove(**vars(batches[index]))
+    seen = drain_with_errors(pipeline, Loader(fed, fails if where == "load" else set()))
+    assert len(seen) == 7
+    for index in (2, 3):
+        if rank == 1:
+            assert isinstance(seen[index], Trouble)
+        else:
+            assert isinstance(seen[index], RuntimeError)
+            assert "rank 1" in str(seen[index]) and "failed on others" in str(seen[index])
+            if where == "load":
+                assert f"Trouble: cannot read batch {index}" in str(seen[index])
+    trained = [*batches[:2], *batches[4:]]
+    expected_outputs = plain_loop(plain, plain_optimizer, trained)
+    assert all(map(torch.equal, [*seen[:2], *seen[4:]], expected_outputs))
+    assert_same(model, plain)
+
+
+@pytest.mark.parametrize("threads", [False, True, None])
+@pytest.mark.parametrize("where", ["load", "copy"])
+def test_a_batch_that_fails_on_one_rank_is_skipped_on_all(where, threads):
+    run_ranks(fail_on_one, 2, "farandole", where=where, threads=threads)
+
+
+def fail_in_inputs(rank: int, world_size: int, threads: bool | None) -> None:
+    (model, optimizer), (plain, plain_optimizer) = made(), made()
+    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, load_on_thread=threads, dist_on_thread=threads)
+    batches = make_batches(1, 5)
+    fed: list[Any] = list(batches)
+    if rank == 0:
+        fed[0] = fed[3] = (torch.zeros(2),)  # has no ids
+    seen = drain_with_errors(pipeline, iter(fed))
+    for index in (0, 3):
+        assert isinstance(seen[index], AttributeError if rank == 0 else RuntimeError)
+        assert "ids" in str(seen[index]) and (rank == 0 or "rank 0" in str(seen[index]))
+    expected = plain_loop(plain, plain_optimizer, [batches[1], batches[2], batches[4]])
+    assert all(map(torch.equal, [seen[1], seen[2], seen[4]], expected))
+    assert_same(model, plain)
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_so_is_one_whose_inputs_cannot_be_made(threads):
+    run_ranks(fail_in_inputs, 2, "farandole", threads=threads)
+
+
+def fail_in_compute(rank: int, world_size: int, where: str, threads: bool | None) -> None:
+    """On all ranks; the batches after it are trained."""
+    (model, optimizer), (plain, plain_optimizer) = made(), made()
+    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, load_on_thread=threads, dist_on_thread=threads)
+    batches = make_batches(1, 6)
+    calls = iter(range(100))
+
+    def fail_at_second(*_: Any) -> None:
+        if next(calls) == 1:
+            raise Trouble(where)
+
+    inner = model.module
+    if where == "forward":
+        inner.dense.register_forward_pre_hook(fail_at_second)
+    elif where == "backward":
+        inner.dense[0].register_full_backward_pre_hook(fail_at_second)
+    elif where == "step":
+        optimizer.register_step_pre_hook(fail_at_second)
+    else:
+        inner.tables[0].before_dist = fail_at_second
+    seen = drain_with_errors(pipeline, iter(batches))
+    assert isinstance(seen[1], Trouble) and str(seen[1]) == where
+    assert len(seen) == 6 and not any(isinstance(output, Exception) for output in [seen[0], *seen[2:]])
+    expected = plain_loop(plain, plain_optimizer, [batches[0], *batches[2:]])
+    assert all(map(torch.equal, [seen[0], *seen[2:]], expected))
+    assert_same(model, plain)
+
+
+@pytest.mark.parametrize("threads", [False, True])
+@pytest.mark.parametrize("where", ["input_dist", "forward", "step"])
+def test_a_failure_on_all_ranks_leaves_a_pipeline_that_goes_on(where, threads):
+    run_ranks(fail_in_compute, 2, "farandole", where=where, threads=threads)
+
+
+def fail_in_window(rank: int, world_size: int, where: str) -> None:
+    """The window is over; the next batch begins one, with zeroed gradients."""
+    model, plain = Recommender(2), Recommender(2)
+    optimizer, plain_optimizer = (torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, plain))
+    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, grad_accum=2)
+    batches = make_batches(1, 8)
+    calls = iter(range(100))
+
+    def fail_at_fourth(*_: Any) -> None:
+        if next(calls) == 3:
+            raise Trouble(where)
+
+    if where == "backward":
+        model.dense[0].register_full_backward_pre_hook(fail_at_fourth)
+        fails = 3
+    else:
+        optimizer.register_step_pre_hook(fail_at_fourth)
+        fails = 7
+    seen = drain_with_errors(pipeline, iter(batches))
+    assert [index for index, output in enumerate(seen) if isinstance(output, Trouble)] == [fails]
+    if where == "backward":  # batches 2 and 3 are lost
+        plain_loop(plain, plain_optimizer, [*batches[:2], *batches[4:]], 2)
+    else:
+        plain_loop(plain, plain_optimizer, batches[:6], 2)
+    assert_same(model, plain)
+
+
+@pytest.mark.parametrize("where", ["backward", "step"])
+def test_a_failure_ends_its_window(where):
+    run_ranks(fail_in_window, 2, "farandole", where=where)
+
+
+def fail_before_the_end(rank: int, world_size: int) -> None:
+    """A forward that fails leaves a window that the end of the data still averages."""
+    (model, optimizer), (plain, plain_optimizer) = made(), made()
+    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, grad_accum=2)
+    batches = make_batches(1, 2)
+    calls = iter(range(100))
+
+    def fail_at_second(*_: Any) -> None:
+        if next(calls) == 1:
+            raise Trouble("forward")
+
+    model.module.dense.register_forward_pre_hook(fail_at_second)
+    seen = drain_with_errors(pipeline, iter(batches))
+    assert isinstance(seen[1], Trouble)
+    plain_loop(plain, plain_optimizer, [batches[0]], 2)
+    assert_same(model, plain)
+
+
+def test_a_window_is_averaged_after_a_failure():
+    run_ranks(fail_before_the_end, 2, "farandole")
+
+
+class Either(torch.nn.Module):
+    """Each rank uses another one of its layers, in turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(2, 1) for _ in range(3))
+
+    def forward(self, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self.layers[int(batch[0, 0])](batch)
+        return scores.flatten(), scores.detach()
+
+
+def use_others(rank: int, world_size: int) -> None:
+    models = [DistributedDataParallel(Either(), find_unused_parameters=True) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    batches = [torch.full((2, 2), float(rank)), torch.full((2, 2), float(rank)), torch.full((2, 2), float(rank))]
+    drain(TrainPipelineBase(models[0], optimizers[0], CPU, grad_accum=2), iter(batches))
+    plain_loop(models[1], optimizers[1], batches, 2)
+    assert_same(models[0], models[1])
+
+
+def test_ranks_that_used_different_parameters_average_the_same_ones():
+    run_ranks(use_others, 2, "farandole")
+
+
+class Files(Dataset):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 4:
+            raise Trouble("file 4 is broken")
+        return torch.ones(2)
+
+
+def test_an_error_of_a_loaders_worker_reaches_the_caller():
+    model = Mean()
+    pipeline = TrainPipelineBase(model, torch.optim.SGD(model.parameters(), lr=0.1), CPU)
+    seen = drain_with_errors(pipeline, iter(DataLoader(Files(), num_workers=1)))
+    assert isinstance(seen[4], Trouble) and "file 4 is broken" in str(seen[4])
+    assert len(seen) == 6
+
+
+def refuse(rank: int, world_size: int) -> None:
+    model, optimizer = made()
+    pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
+    batches = make_batches(1, 3)
+    with pytest.raises(TypeError, match=r"expected? an iterator.*list|iterator, got a list"):
+        pipeline.progress(batches)
+    with pytest.raises(TypeError, match=r"a batch holds a object.*has no to\(\)"):
+        pipeline.progress(iter([object()]))
+    drain(pipeline, iter(batches))
+    table = model.module.tables[0]
+    table.forward = ShardedTables.forward.__get__(table)
+    with pytest.raises(RuntimeError, match=r"tables\.0 has changed under its pipeline.*detach\(\)"):
+        pipeline.progress(iter(batches))
+    with pytest.raises(ValueError, match=r"Linear has no sharded module.*TrainPipelineBase"):
+        TrainPipelineSparseDist(torch.nn.Linear(2, 2), optimizer, CPU).progress(iter(batches))
+    for wrong, error in [(0, ValueError), (-2, ValueError), (1.5, TypeError), (True, TypeError), ("2", TypeError)]:
+        with pytest.raises(error, match=r"grad_accum=.*expected an int above 0"):
+            TrainPipelineSparseDist(model, optimizer, CPU, grad_accum=wrong)
+    with pytest.raises(TypeError, match="model is a int"):
+        TrainPipelineSparseDist(3, optimizer, CPU)
+    with pytest.raises(ValueError, match=r"enable_amp=torch\.float64"):
+        TrainPipelineSparseDist(model, optimizer, CPU, enable_amp=torch.float64)
+    wrong_model = torch.nn.Linear(2, 2)
+    base = TrainPipelineBase(wrong_model, optimizer, CPU)
+    with pytest.raises(TypeError, match=r"the model returned a Tensor: expected \(losses, output\)"):
+        base.progress(iter([torch.ones(2, 2)]))
+
+
+def test_refuses_by_name():
+    run_ranks(refuse, 2, "farandole")

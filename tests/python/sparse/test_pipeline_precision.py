@@ -1,0 +1,110 @@
+"""Autocast around the forward, as a plain loop has it; and what cannot be scaled."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from sharded_models import Batch, Recommender, assert_same, drain, make_batches, wrapped
+
+from farandole.sparse import TrainPipelineBase, TrainPipelineSparseDist
+from support.processes import run_ranks
+
+CPU = torch.device("cpu")
+
+
+class Noting(Recommender):
+    """Notes of what type its dense part is, and whether autocast is on in backward."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.seen: list[object] = []
+        self.dense[0].register_forward_hook(lambda module, args, output: self.note(output))
+
+    def note(self, output: torch.Tensor) -> None:
+        self.seen.append(output.dtype)
+        output.register_hook(lambda grad: self.seen.append(torch.is_autocast_enabled("cpu")))
+
+
+def autocast(rank: int, world_size: int, enable_amp: bool | torch.dtype, dtype: torch.dtype, grad_accum: int) -> None:
+    inner, plain_inner = Noting(2), Noting(2)
+    model, plain = wrapped(inner), wrapped(plain_inner)
+    optimizer, plain_optimizer = (torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, plain))
+    pipeline = TrainPipelineSparseDist(
+        model, optimizer, CPU, enable_amp=enable_amp, enable_grad_scaling=False, grad_accum=grad_accum
+    )
+    batches = make_batches(1, 4)
+    outputs = drain(pipeline, iter(batches))
+    for index, batch in enumerate(batches):
+        is_last = index % grad_accum == grad_accum - 1
+        if index % grad_accum == 0:
+            plain_optimizer.zero_grad()
+        plain.require_backward_grad_sync = is_last
+        with torch.autocast("cpu", dtype=dtype, enabled=enable_amp is not False):
+            losses, output = plain(batch)
+        torch.sum(losses / grad_accum, dim=0).backward()
+        if is_last:
+            plain_optimizer.step()
+        assert torch.equal(outputs[index], output)
+    assert_same(model, plain)
+    assert inner.seen == [dtype, False] * 4
+
+
+@pytest.mark.parametrize("grad_accum", [1, 2])
+@pytest.mark.parametrize(
+    ("enable_amp", "dtype"),
+    [(True, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16), (False, torch.float32)],
+)
+def test_autocast_is_on_in_the_forward_alone(enable_amp, dtype, grad_accum):
+    run_ranks(autocast, 2, "farandole", enable_amp=enable_amp, dtype=dtype, grad_accum=grad_accum)
+
+
+class Mixing(Recommender):
+    """Its ids are a matter of precision."""
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        product = batch.dense @ batch.dense.transpose(0, 1)
+        ids = batch.ids + (1000 * product.diagonal()).long()
+        return self.score(torch.cat([self.tables[0](ids), batch.dense], 1), batch.labels)
+
+
+def mix(rank: int, world_size: int, threads: bool, is_callers: bool) -> None:
+    model, plain = wrapped(Mixing(2)), wrapped(Mixing(2))
+    optimizer, plain_optimizer = (torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, plain))
+    options = {"load_on_thread": threads, "dist_on_thread": threads, "enable_grad_scaling": False}
+    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, enable_amp=not is_callers, strict=True, **options)
+    batches = make_batches(1, 5)
+    iterator, outputs = iter(batches), []
+    for _ in batches:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_callers):
+            outputs.append(pipeline.progress(iterator))
+    for output, batch in zip(outputs, batches, strict=True):
+        plain_optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            losses, expected = plain(batch)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_callers):
+            torch.sum(losses, dim=0).backward()
+        plain_optimizer.step()
+        assert torch.equal(output, expected), (output, expected)
+    assert_same(model, plain)
+
+
+@pytest.mark.parametrize("threads", [False, True])
+@pytest.mark.parametrize("is_callers", [False, True])
+def test_inputs_are_computed_under_autocast_too(threads, is_callers):
+    run_ranks(mix, 2, "farandole", threads=threads, is_callers=is_callers)
+
+
+def test_without_cuda_there_is_a_warning_and_no_scaling():
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="gradients are not scaled on cpu"):
+        TrainPipelineBase(model, optimizer, CPU, enable_amp=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        TrainPipelineBase(model, optimizer, CPU)
+        TrainPipelineBase(model, optimizer, CPU, enable_amp=True, enable_grad_scaling=False)
+    for wrong in ("bfloat16", 1, None):
+        with pytest.raises(TypeError, match="enable_amp="):
+            TrainPipelineBase(model, optimizer, CPU, enable_amp=wrong)

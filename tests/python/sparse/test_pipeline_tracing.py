@@ -1,0 +1,196 @@
+"""Pipelines over models that fx cannot trace, and over models of which not everything can go ahead."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from sharded_models import (
+    Batch,
+    Recommender,
+    ShardedTables,
+    assert_same,
+    drain,
+    make_batches,
+    plain_loop,
+    wrapped,
+)
+
+from farandole.sparse import CannotTrace, TrainPipelineSparseDist
+from support.processes import run_ranks
+
+CPU = torch.device("cpu")
+
+
+class Untraceable(Recommender):
+    """Asks for values, and calls its second table where the batch is large."""
+
+    def __init__(self, seed: int, is_fickle: bool = False) -> None:
+        super().__init__(seed, tables=2)
+        self.is_fickle = is_fickle
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        scale = 2.0 if float(batch.dense.sum()) > 0 else 1.0
+        ids = batch.ids.clone() if self.is_fickle and batch.ids.shape[1] == 5 else batch.ids
+        rows = [self.tables[0](batch.ids), self.tables[1](ids, offset=3)]
+        return self.score(torch.cat([*rows, scale * batch.dense], 1), batch.labels)
+
+
+def find_by_hooks(rank: int, world_size: int, threads: bool, tracing: str | None) -> None:
+    model, plain = wrapped(Untraceable(1)), wrapped(Untraceable(1))
+    optimizer, plain_optimizer = (torch.optim.Adam(each.parameters(), lr=0.05) for each in (model, plain))
+    options = {"load_on_thread": threads, "dist_on_thread": threads}
+    with pytest.raises(CannotTrace, match=r"float\(batch\.dense\.sum\(\)\)"):
+        TrainPipelineSparseDist(model, optimizer, CPU, tracing="fx").explain()
+    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, strict=True, tracing=tracing, **options)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert pipeline.explain() == "the forward of the first batch will tell"
+    assert any("found by hooks" in str(warning.message) for warning in seen) == (tracing is None)
+    batches = make_batches(3, 7)
+    outputs = drain(pipeline, iter(batches))
+    assert pipeline.explain() == "tables.0: pipelined\ntables.1: pipelined"
+    assert all(map(torch.equal, outputs, plain_loop(plain, plain_optimizer, batches)))
+    assert_same(model, plain)
+
+
+@pytest.mark.parametrize("tracing", [None, "hooks"])
+@pytest.mark.parametrize("threads", [False, True])
+def test_finds_inputs_in_the_first_forward_where_fx_cannot_trace(threads, tracing):
+    run_ranks(find_by_hooks, 2, "farandole", threads=threads, tracing=tracing)
+
+
+def change_inputs(rank: int, world_size: int) -> None:
+    model = wrapped(Untraceable(1, is_fickle=True))
+    pipeline = TrainPipelineSparseDist(model, torch.optim.SGD(model.parameters(), lr=0.1), CPU, tracing="hooks")
+    alike = make_batches(3, 4, sizes=(4, 5))
+    other = make_batches(4, 1, sizes=(5, 6))
+    iterator = iter([*alike, *other, *alike])
+    for _ in alike:
+        pipeline.progress(iterator)
+    with pytest.raises(RuntimeError, match=r"tables\.1 is called with other inputs"):
+        pipeline.progress(iterator)
+    assert len(drain(pipeline, iterator)) == 4
+
+
+def test_refuses_a_forward_that_departs_from_what_hooks_have_seen():
+    run_ranks(change_inputs, 2, "farandole")
+
+
+class Dependent(Recommender):
+    """Its second table's input comes out of the dense part."""
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        first = self.tables[0](batch.ids)
+        weight = self.dense[0].weight.detach().abs().sum().long() * 0
+        second = self.tables[1](batch.ids + weight)
+        return self.score(torch.cat([first, second, batch.dense], 1), batch.labels)
+
+
+def leave_one(rank: int, world_size: int) -> None:
+    model, plain = wrapped(Dependent(1, tables=2)), wrapped(Dependent(1, tables=2))
+    optimizer, plain_optimizer = (torch.optim.Adam(each.parameters(), lr=0.05) for each in (model, plain))
+    with pytest.raises(ValueError, match=r"cannot be pipelined\ntables\.1: not pipelined: .*weight"):
+        TrainPipelineSparseDist(model, optimizer, CPU, strict=True).explain()
+    pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
+    with pytest.warns(UserWarning, match=r"exchange their inputs in the forward\ntables\.1: not pipelined"):
+        text = pipeline.explain()
+    assert text.splitlines()[0] == "tables.0: pipelined"
+    batches = make_batches(3, 5)
+    assert all(map(torch.equal, drain(pipeline, iter(batches)), plain_loop(plain, plain_optimizer, batches)))
+    assert_same(model, plain)
+    with pytest.raises(ValueError, match="Dependent has another pipeline, with another process_group"):
+        TrainPipelineSparseDist(model, optimizer, CPU, tracing="hooks").explain()
+    with pytest.raises(ValueError, match="tracing='jit'"):
+        TrainPipelineSparseDist(model, optimizer, CPU, tracing="jit")
+
+
+def test_says_what_prevents_a_module_and_goes_on_without_it():
+    run_ranks(leave_one, 2, "farandole")
+
+
+class AllAtOnce(torch.nn.Module):
+    """A sharded module that is called twice in a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = ShardedTables(1)
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = self.table(batch.ids) + self.table(batch.ids, offset=1)
+        return rows.sum(1), rows.detach()
+
+
+def call_twice(rank: int, world_size: int) -> None:
+    model = AllAtOnce()
+    pipeline = TrainPipelineSparseDist(model, torch.optim.SGD(model.parameters(), lr=0.1), CPU)
+    with pytest.warns(UserWarning, match="one forward calls it 2 times"):
+        outputs = drain(pipeline, iter(make_batches(1, 3)))
+    assert len(outputs) == 3
+
+
+def test_a_module_that_is_called_twice_stays_in_the_forward():
+    run_ranks(call_twice, 2, "farandole")
+
+
+class Deceived(Recommender):
+    """fx takes a part of the batch for something; it is None."""
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = batch.ids if batch.labels is None else batch.ids + 1
+        with_offset = ids if getattr(batch, "offsets", None) is None else ids + 2
+        rows = self.tables[0](with_offset)
+        return self.score(torch.cat([rows, batch.dense], 1), batch.labels)
+
+
+def deceive(rank: int, world_size: int) -> None:
+    model = wrapped(Deceived(1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in (batches := make_batches(3, 3)):
+        batch.offsets = None
+    with pytest.raises(RuntimeError, match=r"tables\.0 is called with other inputs .* whether it is None"):
+        TrainPipelineSparseDist(model, optimizer, CPU).progress(iter(batches))
+
+
+def test_says_so_where_fx_was_deceived():
+    run_ranks(deceive, 2, "farandole")
+
+
+class Mixed(Recommender):
+    """Ids go through a module that counts its calls before they are looked up."""
+
+    class Shift(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return ids + self.calls
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.shift = self.Shift()
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = self.shift(batch.ids)
+        features = torch.cat([self.tables[0](ids), batch.dense + ids.sum(0).unsqueeze(1)], 1)
+        return self.score(features, batch.labels)
+
+
+def process_once(rank: int, world_size: int, threads: bool) -> None:
+    model, plain = wrapped(Mixed(1)), wrapped(Mixed(1))
+    optimizer, plain_optimizer = (torch.optim.Adam(each.parameters(), lr=0.05) for each in (model, plain))
+    pipeline = TrainPipelineSparseDist(
+        model, optimizer, CPU, strict=True, load_on_thread=threads, dist_on_thread=threads
+    )
+    batches = make_batches(3, 6)
+    assert all(map(torch.equal, drain(pipeline, iter(batches)), plain_loop(plain, plain_optimizer, batches)))
+    assert_same(model, plain)
+    assert int(model.module.shift.calls) == 6
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_runs_what_comes_before_a_table_once_for_each_batch(threads):
+    run_ranks(process_once, 2, "farandole", threads=threads)

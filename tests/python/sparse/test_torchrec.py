@@ -1,0 +1,134 @@
+"""Models of torchrec through the pipeline are those of the plain loop, bit for bit."""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+import pytest
+import torch
+from sharded_models import Loader, Trouble, drain, drain_with_errors, plain_loop
+
+from farandole.sparse import TrainPipelineSparseDist
+from farandole.sparse._requirements import torchrec_reason
+from support.processes import run_ranks
+
+pytestmark = pytest.mark.skipif(torchrec_reason() is not None, reason=torchrec_reason() or "")
+
+
+def compare_randomly(rank: int, world_size: int, seed: int, cases: int, is_even: bool) -> None:
+    import torchrec_models as models
+
+    pick = random.Random(seed)
+    for case in range(cases):
+        threads = (False, True, None)[case % 3]
+        kind, number, grad_accum = models.random_kind(pick), pick.randint(1, 8), pick.choice([None, None, 2, 3])
+        print(f"seed {seed}: threads {threads}, {kind}, {number} batches, grad_accum {grad_accum}")
+        (model, optimizer), (plain, plain_optimizer) = models.made(kind), models.made(kind)
+        plain.load_state_dict(model.state_dict())
+        options: Any = {"load_on_thread": threads, "dist_on_thread": threads, "strict": True}
+        pipeline = TrainPipelineSparseDist(model, optimizer, models.CPU, grad_accum=grad_accum, **options)
+        assert pipeline.explain() == "first: pipelined\nsecond: pipelined"
+        for epoch in range(2):
+            batches = models.make_batches(kind, kind.seed + epoch, number, is_even)
+            again = models.make_batches(kind, kind.seed + epoch, number, is_even)  # processors write to their inputs
+            expected = plain_loop(plain, plain_optimizer, again, grad_accum or 1)
+            outputs = drain(pipeline, iter(batches))
+            assert len(outputs) == number and all(map(torch.equal, outputs, expected))
+            theirs = models.weights(plain)
+            for name, value in models.weights(model).items():
+                assert torch.equal(value, theirs[name]), name
+        pipeline.detach()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_trains_as_the_plain_loop(world_size):
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    run_ranks(compare_randomly, world_size, "farandole", timeout=200, seed=seed, cases=9, is_even=False)
+
+
+def test_trains_as_the_plain_loop_over_gloo():
+    # Batches of other sizes on other ranks are more than torchrec can do over gloo.
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    run_ranks(compare_randomly, 2, "gloo", timeout=200, seed=seed, cases=3, is_even=True)
+
+
+def end_and_fail(rank: int, world_size: int, seed: int) -> None:
+    """Ranks with different numbers of batches, one of which fails on one rank; also where that is the second one."""
+    import torchrec_models as models
+
+    pick = random.Random(seed)
+    for case in range(8):
+        threads = (False, True)[case % 2]
+        kind = models.random_kind(pick)
+        numbers = [5, pick.randint(0, 5)] if case < 4 else [5, 5]
+        fails = None if case < 4 else (pick.randrange(2), 1 if case < 6 else pick.randrange(5))  # rank, batch
+        print(f"seed {seed}: threads {threads}, {kind}, {numbers} batches, fails {fails}")
+        (model, optimizer), (plain, plain_optimizer) = models.made(kind), models.made(kind)
+        plain.load_state_dict(model.state_dict())
+        pipeline = TrainPipelineSparseDist(
+            model, optimizer, models.CPU, load_on_thread=threads, dist_on_thread=threads, strict=True
+        )
+        for epoch in range(2):
+            batches = models.make_batches(kind, kind.seed + epoch, numbers[rank])
+            again = models.make_batches(kind, kind.seed + epoch, numbers[rank])
+            failing = {fails[1]} if fails is not None and fails[0] == rank else set()
+            seen = drain_with_errors(pipeline, Loader(batches, failing))
+            trained = again[: min(numbers)]
+            if fails is not None:
+                assert isinstance(seen.pop(fails[1]), Trouble if rank == fails[0] else RuntimeError)
+                del trained[fails[1]]
+            expected = plain_loop(plain, plain_optimizer, trained)
+            assert len(seen) == len(expected) and all(map(torch.equal, seen, expected))
+        pipeline.detach()
+
+
+def test_ranks_end_and_fail_together():
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    run_ranks(end_and_fail, 2, "farandole", timeout=200, seed=seed)
+
+
+def name_events(rank: int, world_size: int) -> None:
+    import torchrec_models as models
+    from torchrec.distributed.train_pipeline import TrainPipelineSparseDist as TorchrecPipeline
+
+    kind = models.random_kind(random.Random(7))
+    names = []
+    for make, options in (
+        (TorchrecPipeline, {}),
+        (TrainPipelineSparseDist, {"load_on_thread": False, "dist_on_thread": False}),
+    ):
+        model, optimizer = models.made(kind)
+        pipeline: Any = make(model, optimizer, models.CPU, **options)
+        batches = iter([models.Movable(**vars(batch)) for batch in models.make_batches(kind, 1, 6)])
+        for _ in range(2):
+            pipeline.progress(batches)
+        with torch.profiler.profile() as profile:
+            for _ in range(3):
+                pipeline.progress(batches)
+        events = sorted(profile.events(), key=lambda event: event.time_range.start)
+        found = [re.sub(r"[ 0-9]+##$", " ##", event.name) for event in events if event.name.startswith("## ")]
+        names.append([name for name in found if name in STAGES])
+    assert names[0] == names[1]
+    assert len(names[0]) == 3 * 11  # forward waits for two modules
+
+
+STAGES = {
+    "## zero_grad ##",
+    "## wait_for_batch ##",
+    "## start_sparse_data_dist ##",
+    "## copy_batch_to_gpu ##",
+    "## next_batch ##",
+    "## forward ##",
+    "## wait_sparse_data_dist ##",
+    "## backward ##",
+    "## optimizer ##",
+}
+
+
+def test_events_have_torchrecs_names_and_order():
+    run_ranks(name_events, 2, "farandole", timeout=120)

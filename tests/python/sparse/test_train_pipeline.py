@@ -1,0 +1,184 @@
+"""TrainPipelineSparseDist is the plain loop: outputs, losses and weights, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from sharded_models import (
+    Recommender,
+    ShardedTables,
+    assert_same,
+    drain,
+    make_batches,
+    plain_loop,
+    wrapped,
+)
+
+from farandole.sparse import EvalPipelineSparseDist, TrainPipelineBase, TrainPipelineSparseDist
+from support.processes import run_ranks
+
+THREADS = {"inline": False, "threads": True, "as measured": None}
+CPU = torch.device("cpu")
+
+
+def made(seed: int, **options: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = wrapped(Recommender(seed, **options))
+    return model, torch.optim.Adam(model.parameters(), lr=0.05)
+
+
+def train_randomly(rank: int, world_size: int, seed: int, cases: int, threads: bool | None) -> None:
+    pick = random.Random(seed)
+    for _ in range(cases):
+        number, grad_accum, tables = pick.randint(0, 9), pick.choice([None, 1, 2, 3, 4]), pick.randint(1, 3)
+        case = pick.randint(0, 1 << 30)
+        print(f"seed {seed}: {number} batches, grad_accum {grad_accum}, {tables} tables, case {case}")
+        (model, optimizer), (plain, plain_optimizer) = made(case, tables=tables), made(case, tables=tables)
+        pipeline = TrainPipelineSparseDist(
+            model, optimizer, CPU, grad_accum=grad_accum, load_on_thread=threads, dist_on_thread=threads, strict=True
+        )
+        for epoch in range(2):
+            batches = make_batches(case + epoch, number)
+            expected = plain_loop(plain, plain_optimizer, batches, grad_accum or 1)
+            outputs = drain(pipeline, iter(batches))
+            assert len(outputs) == len(expected)
+            assert all(map(torch.equal, outputs, expected))
+            assert_same(model, plain)
+        pipeline.detach()
+
+
+@pytest.mark.parametrize("threads", THREADS.values(), ids=THREADS)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_trains_as_the_plain_loop(world_size, threads):
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    run_ranks(train_randomly, world_size, "farandole", timeout=120, seed=seed, cases=4, threads=threads)
+
+
+def test_trains_as_the_plain_loop_over_gloo():
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    run_ranks(train_randomly, 2, "gloo", timeout=120, seed=seed, cases=4, threads=True)
+
+
+def evaluate_between(rank: int, world_size: int) -> None:
+    """Batches of one pipeline stay in flight while the other one runs over the same model."""
+    (model, optimizer), (plain, plain_optimizer) = made(3, dropout=0.5), made(3, dropout=0.5)
+    train = TrainPipelineSparseDist(model, optimizer, CPU)
+    evaluation = EvalPipelineSparseDist(model, optimizer, CPU)
+    batches, others = make_batches(1, 8), make_batches(2, 5)
+    iterator, other_iterator = iter(batches), iter(others)
+    generator = torch.get_rng_state()
+    got = []
+    for batch in range(8):
+        got.append(train.progress(iterator))
+        if batch in (2, 5):
+            model.eval()
+            with torch.no_grad():
+                got.append(evaluation.progress(other_iterator))
+            model.train()
+    torch.set_rng_state(generator)
+    expected = []
+    for index, batch in enumerate(batches):
+        expected += plain_loop(plain, plain_optimizer, [batch])
+        if index in (2, 5):
+            plain.eval()
+            with torch.no_grad():
+                expected.append(plain(others[index // 3])[1])
+            plain.train()
+    assert all(map(torch.equal, got, expected))
+    assert_same(model, plain)
+
+
+def test_train_and_eval_pipelines_share_a_model():
+    run_ranks(evaluate_between, 2, "farandole")
+
+
+def stay_in_window(rank: int, world_size: int) -> None:
+    """With the model in eval mode a pipeline runs forward only, and its window goes on after."""
+    (model, optimizer), (plain, plain_optimizer) = made(5), made(5)
+    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, grad_accum=2)
+    batches = make_batches(1, 6)
+    iterator = iter(batches)
+    pipeline.progress(iterator)
+    before = [parameter.clone() for parameter in model.parameters()]
+    model.eval()
+    pipeline.progress(iterator)
+    assert all(map(torch.equal, model.parameters(), before))
+    model.train()
+    drain(pipeline, iterator)
+    plain_loop(plain, plain_optimizer, [batches[0], *batches[2:]], grad_accum=2)
+    assert_same(model, plain)
+
+
+def test_evaluates_within_a_window():
+    run_ranks(stay_in_window, 2, "farandole")
+
+
+def detach_and_attach(rank: int, world_size: int) -> None:
+    (model, optimizer), (plain, plain_optimizer) = made(7), made(7)
+    pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
+    batches = make_batches(1, 6)
+    iterator = iter(batches)
+    outputs = [pipeline.progress(iterator) for _ in range(2)]
+    tables = [module for module in model.modules() if isinstance(module, ShardedTables)]
+    assert all("forward" in vars(module) for module in tables)
+    assert pipeline.detach() is model
+    assert not any("forward" in vars(module) for module in tables)
+    with torch.no_grad():
+        model(batches[5])
+    outputs += drain(pipeline, iterator)
+    expected = plain_loop(plain, plain_optimizer, batches)
+    assert all(map(torch.equal, outputs, expected))
+    assert_same(model, plain)
+    # Outside of progress an attached model is what it was, too.
+    with torch.no_grad():
+        assert torch.equal(model(batches[0])[1], plain(batches[0])[1])
+    other, other_optimizer = made(8)
+    pipeline.attach(other)
+    pipeline._optimizer = other_optimizer
+    plain, plain_optimizer = made(8)
+    outputs = drain(pipeline, iter(batches))
+    assert all(map(torch.equal, outputs, plain_loop(plain, plain_optimizer, batches)))
+
+
+def test_detaches_and_attaches():
+    run_ranks(detach_and_attach, 2, "farandole")
+
+
+def attach_another(rank: int, world_size: int) -> None:
+    """Batches in flight go through the model that computes them."""
+    (model, optimizer), (plain, plain_optimizer) = made(7), made(7)
+    (other, other_optimizer), (plain_other, plain_other_optimizer) = made(8, tables=2), made(8, tables=2)
+    pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
+    batches = make_batches(1, 6)
+    iterator = iter(batches)
+    outputs = [pipeline.progress(iterator) for _ in range(2)]
+    pipeline.detach()
+    pipeline.attach(other)
+    pipeline._optimizer = other_optimizer
+    outputs += drain(pipeline, iterator)
+    expected = plain_loop(plain, plain_optimizer, batches[:2])
+    expected += plain_loop(plain_other, plain_other_optimizer, batches[2:])
+    assert all(map(torch.equal, outputs, expected))
+    assert_same(other, plain_other)
+
+
+def test_attaches_another_model_with_batches_in_flight():
+    run_ranks(attach_another, 2, "farandole")
+
+
+def train_base(rank: int, world_size: int, seed: int) -> None:
+    for threads in THREADS.values():
+        (model, optimizer), (plain, plain_optimizer) = made(seed), made(seed)
+        pipeline = TrainPipelineBase(model, optimizer, "cpu", grad_accum=3, load_on_thread=threads)
+        batches = make_batches(seed, 7)
+        outputs = drain(pipeline, iter(batches))
+        assert all(map(torch.equal, outputs, plain_loop(plain, plain_optimizer, batches, 3)))
+        assert_same(model, plain)
+
+
+def test_the_base_pipeline_takes_any_model():
+    run_ranks(train_base, 2, "farandole", seed=4)
