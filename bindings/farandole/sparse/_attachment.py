@@ -63,10 +63,21 @@ class Attachment:
         self._take: Take | None = None
         self._post_processing: PostProcessing | None = None
         self._verified: set[bool] = set()  # modes in which a forward has given what came ahead
+        self._prefetched: InFlight | None = None
         self._users = 0
         self._forwards: dict[str, Callable[..., Any]] = {}
         self._instance_forwards: dict[str, dict[str, Any]] = {}  # of those that had one before
         self._replaced: dict[str, nn.Module] = {}
+
+    @property
+    def sharded(self) -> dict[str, nn.Module]:
+        """By name: all that there are."""
+        return sharded_modules(self.model, is_sharded)
+
+    @property
+    def pipelined(self) -> dict[str, nn.Module]:
+        """Those whose input goes ahead."""
+        return dict(self._replaced)
 
     def use(self) -> None:
         """One more pipeline."""
@@ -97,6 +108,26 @@ class Attachment:
                     "detach() the pipeline before a change and attach() it after"
                 )
 
+    def prefetched(self, flying: InFlight, name: str) -> None:
+        """A module's cache is about to take in rows for a batch: the next forward has to be that of this batch."""
+        self.refuse_prefetched(f"a prefetch for batch {flying.number}", flying)
+        flying.prefetched.add(name)
+        self._prefetched = flying
+
+    def refuse_prefetched(self, what: str, now: InFlight | None = None) -> None:
+        """
+        Raises:
+            RuntimeError: caches hold rows of a batch that is not the one ``now``.
+        """
+        held = self._prefetched
+        if held is None or held is now or not held.prefetched:
+            return
+        raise RuntimeError(
+            f"{what} while {', '.join(sorted(held.prefetched))} holds rows that were prefetched for batch {held.number}: "
+            "expected the forward of that batch first. Set prefetch_ahead = False one step before; where that forward "
+            "has failed, the caches have to be made anew"
+        )
+
     def leave(self) -> None:
         self._users -= 1
         if self._users > 0:
@@ -115,7 +146,12 @@ class Attachment:
 
     @contextlib.contextmanager
     def running(self, flying: InFlight, take: Take) -> Iterator[None]:
-        """The model's forward is that of this batch; ``take`` gives the context and the data of a module."""
+        """The model's forward is that of this batch; ``take`` gives the context and the data of a module.
+
+        Raises:
+            RuntimeError: see refuse_prefetched().
+        """
+        self.refuse_prefetched(f"a forward of batch {flying.number}", flying)
         before = self._current, self._take
         self._current, self._take = flying, take
         try:
@@ -182,6 +218,7 @@ class Attachment:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             flying = self._current
+            self.refuse_prefetched(f"a forward of {name}", flying)
             if flying is None or not self._is_ahead(flying):
                 _mark([module], False)
                 try:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from farandole._C import AccumulationWindow, BatchPipeline
+from farandole.sparse._caller import Caller
 from farandole.sparse._dense_grads import DenseGrads
 from farandole.sparse._precision import Precision
 from farandole.sparse._stages import Stages
@@ -64,7 +65,9 @@ class TrainPipelineBase:
         if grad_accum is not None and grad_accum < 1:
             raise ValueError(f"grad_accum={grad_accum}: expected an int above 0, or None")
         if not isinstance(execute_all_batches, bool):
-            raise TypeError(f"execute_all_batches={execute_all_batches!r}: expected a bool")
+            raise TypeError(
+                f"execute_all_batches={execute_all_batches!r}: expected a bool; custom_model_fwd goes by name"
+            )
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
         self._model = model
@@ -103,6 +106,8 @@ class TrainPipelineBase:
             Exception: what the iterator, the copy, input_dist, the model or the optimizer raised, for the batch that
                 it is about: those before it have been computed, those after it will be. Other ranks raise a
                 RuntimeError that says so, where the batch had not reached its forward.
+            BaseException: what has interrupted a load, KeyboardInterrupt say, after the step that was under way; the
+                batch that is lost by it raises a RuntimeError in its turn.
         """
         if not hasattr(dataloader_iter, "__next__"):
             raise TypeError(
@@ -114,15 +119,22 @@ class TrainPipelineBase:
         if is_new:
             self._stages.unused.clear()
         self._stages.autocast = self._precision.as_now()
-        number = self._engine.begin(is_new)
+        self._stages.caller = Caller()
+        try:
+            number = self._engine.begin(is_new)
+        except RuntimeError:
+            self._stages.raise_interrupt()
+            raise
         if number is None:
             if self._execute_all_batches:
                 self._close_window()
             raise StopIteration
         try:
-            return self._compute(number)
+            output = self._compute(number)
         finally:
             self._engine.end()
+        self._stages.raise_interrupt()
+        return output
 
     @property
     def unused_batches(self) -> list[Any]:
@@ -163,10 +175,14 @@ class TrainPipelineBase:
         self._begin_forward(flying)
         with self._syncing() if is_training else contextlib.nullcontext():
             losses, output = self._forward(flying)
-            self._engine.middle()
+            self._middle()
             if is_training:
                 self._train(losses, number)
         return output
+
+    def _middle(self) -> None:
+        """Between forward and backward."""
+        self._engine.middle()
 
     def _syncing(self) -> contextlib.AbstractContextManager[Any]:
         return self._dense_grads.syncing(self._model, self._window.is_last)

@@ -29,6 +29,7 @@ class SplitsExchange:
         self._number = 0
         self._name = "" if group is None else f"farandole/sparse/{group.group_name}/{_count(group)}"
         self._pending: tuple[torch.Tensor, dist.Work | None] | None = None
+        self._told: list[str] = []  # keys of reasons, the last one first
 
     @property
     def size(self) -> int:
@@ -58,7 +59,8 @@ class SplitsExchange:
             self._pending = sent, None
             return
         if presence == Presence.FAILED:
-            _store().set(self._key(self._group.rank()), reason)
+            self._told.insert(0, self._key(self._group.rank()))
+            _store().set(self._told[0], reason)
         sent = sent.to(self._device)
         received = torch.empty_like(sent)
         self._pending = received, dist.all_to_all_single(received, sent, group=self._group, async_op=True)
@@ -74,6 +76,7 @@ class SplitsExchange:
         self._pending = None
         if work is not None:
             work.wait()
+            self._forget()
         rows = received.tolist()
         said = [row[0] for row in rows]
         if Presence.END_OF_DATA.value in said:
@@ -86,6 +89,12 @@ class SplitsExchange:
         ranks = dist.get_process_group_ranks(self._group)
         reasons = [f"rank {ranks[rank]}: {_store().get(self._key(rank)).decode()}" for rank in failed]
         raise RuntimeError("a batch is skipped on all ranks, since it has failed on others\n" + "\n".join(reasons))
+
+    def _forget(self) -> None:
+        """All ranks have read the reasons of exchanges before the one that has ended."""
+        now = self._key(dist.get_rank(self._group))
+        while self._told and self._told[-1] != now:
+            _store().delete_key(self._told.pop())
 
     def _key(self, rank: int) -> str:
         return f"{self._name}/{self._number}/{rank}"

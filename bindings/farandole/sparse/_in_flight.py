@@ -18,3 +18,7 @@ class InFlight:
     contexts: dict[str, Any] = field(default_factory=dict)
     requests: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
+    is_sent: bool = False  # the data is under way, or here
+    is_prefetched: bool = False
+    prefetched: set[str] = field(default_factory=set)  # modules whose caches hold rows for its forward, to come
+    error: Exception | None = None  # what a stage raised beside the batch before

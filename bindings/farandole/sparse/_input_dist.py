@@ -86,6 +86,7 @@ class InputDist:
         said, rows = self._exchange.wait()
         if said == Presence.BATCH and flying is not None:
             self._send(flying, rows)
+            flying.is_sent = True
         return said != Presence.END_OF_DATA
 
     def release(self) -> None:
@@ -115,6 +116,7 @@ class InputDist:
             return
         for name, (args, kwargs) in calls.items():
             self._dist_alone(flying, name, args, kwargs)
+        flying.is_sent = True
         for name, module in self._modules.items():
             if is_torchrec(module):
                 held = self._torchrec.HeldSplits(module, self._over)

@@ -14,6 +14,7 @@ from torch import nn
 from farandole.sparse._attachment import Attachment, attach
 from farandole.sparse._base import ModelForward, TrainPipelineBase
 from farandole.sparse._sharded import is_two_dimensional
+from farandole.sparse._torchrec_arguments import take_torchrecs
 
 
 class TrainPipelineSparseDist(TrainPipelineBase):
@@ -28,6 +29,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         process_group: all ranks that train together; by default all.
         dist_on_thread: whether input_dist runs on a thread of its own; None decides by measured times for torchrec's
             modules, and is False for others, whose collectives may be those of the forward. CPU only.
+        torchrecs: other arguments of torchrec's class, where they ask for what is done anyway.
 
     For the rest see TrainPipelineBase. Ranks that have different numbers of batches end together, after the fewest.
     """
@@ -50,7 +52,9 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         tracing: str | None = None,
         load_on_thread: bool | None = None,
         dist_on_thread: bool | None = None,
+        **torchrecs: Any,
     ) -> None:
+        take_torchrecs(type(self).__name__, torchrecs)
         if tracing not in (None, "fx", "hooks"):
             raise ValueError(f'tracing={tracing!r}: expected "fx", "hooks" or None')
         if is_two_dimensional(model):
@@ -142,5 +146,5 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist):
         flying = self._stages.take(number)
         self._begin_forward(flying)
         _, output = self._forward(flying)
-        self._engine.middle()
+        self._middle()
         return output

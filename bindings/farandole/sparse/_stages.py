@@ -12,6 +12,7 @@ from torch.profiler import record_function
 
 from farandole._C import Presence
 from farandole.sparse._batches import to_device
+from farandole.sparse._caller import Caller
 from farandole.sparse._in_flight import InFlight
 from farandole.sparse._input_dist import InputDist
 from farandole.sparse._streams import Streams
@@ -27,11 +28,13 @@ class Stages:
         self._source: Iterator[Any] = iter(())
         self._yielded = 0
         self.input_dist: InputDist | None = None
+        self.caller = Caller()
         self.autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self.is_training = True
         self.flying: dict[int, InFlight] = {}
         self.unused: list[Any] = []
         self._failed: dict[int, str] = {}
+        self._interrupt: BaseException | None = None
 
     def take_from(self, source: Iterator[Any]) -> bool:
         """Whether the source is new: another one, or that of a DataLoader with persistent workers which has begun
@@ -43,17 +46,31 @@ class Stages:
 
     def load(self, number: int) -> bool:
         try:
-            with record_function(f"## copy_batch_to_gpu {number} ##"), self._streams.on(self._streams.copy):
+            with (
+                record_function(f"## copy_batch_to_gpu {number} ##"),
+                self.caller.entered(),
+                self._streams.on(self._streams.copy),
+            ):
                 with record_function("## next_batch ##"):
                     batch = next(self._source, None)
                 self._yielded = _yielded_by(self._source)
                 if batch is None:
                     return False
                 self.flying[number] = InFlight(number, to_device(batch, self._device))
-        except BaseException as error:
+        except Exception as error:
             self._failed[number] = f"{type(error).__name__}: {error}"
             raise
+        except BaseException as interrupt:  # Ctrl-C, say, which is not to wait for the batch's turn
+            self._interrupt = interrupt
+            self._failed[number] = f"interrupted by {type(interrupt).__name__}"
+            raise RuntimeError(f"the batch is skipped: its load was {self._failed[number]}") from interrupt
         return True
+
+    def raise_interrupt(self) -> None:
+        """Passes on what has interrupted a load."""
+        interrupt, self._interrupt = self._interrupt, None
+        if interrupt is not None:
+            raise interrupt
 
     def start_dist(self, number: int, presence: Presence) -> None:
         assert self.input_dist is not None
@@ -79,6 +96,11 @@ class Stages:
         """Waits for the data of a module."""
         with record_function("## wait_sparse_data_dist ##"), self._streams.on(self._streams.dist), torch.no_grad():
             flying.data[name] = flying.requests.pop(name).wait()
+
+    def next_sent(self) -> InFlight | None:
+        """The batch after the one that computes, once its data is under way."""
+        ahead = min(self.flying, default=None)
+        return self.flying[ahead] if ahead is not None and self.flying[ahead].is_sent else None
 
     def agree_on_more(self, has_more: bool) -> bool:
         if self._group is None:

@@ -1,4 +1,6 @@
-"""The streams of a pipeline on an accelerator: copies and input_dists beside the current one. On CPU there are none."""
+"""The streams of a pipeline on an accelerator: copies, input_dists and prefetches beside the current one. On CPU there
+are none.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,13 @@ class Streams:
     def __init__(self, device: torch.device) -> None:
         self._module = None if device.type == "cpu" else torch.get_device_module(device)
         self._device = device
-        self.copy = None if self._module is None else self._module.Stream(device=device, priority=-1)
-        self.dist = None if self._module is None else self._module.Stream(device=device, priority=-1)
+        self.copy, self.dist, self.prefetch = (
+            None if self._module is None else self._module.Stream(device=device, priority=priority)
+            for priority in (-1, -1, 0)
+        )
+
+    def current(self) -> torch.Stream | None:
+        return None if self._module is None else self._module.current_stream(self._device)
 
     def on(self, stream: torch.Stream | None) -> contextlib.AbstractContextManager[Any]:
         """Work of any thread goes to this stream of the device."""

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from sharded_models import Mean, Recommender, assert_same, drain, make_batches, plain_loop, wrapped
 from torch.utils.data import DataLoader
 
 from farandole.sparse import TrainPipelineBase, TrainPipelineSparseDist
 from support.processes import run_ranks
+from support.recommenders import Mean, Recommender, assert_same, drain, make_batches, plain_loop, wrapped
 
 CPU = torch.device("cpu")
 

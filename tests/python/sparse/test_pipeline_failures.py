@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from sharded_models import (
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+from farandole.sparse import TrainPipelineBase, TrainPipelineSparseDist
+from support.processes import run_ranks
+from support.recommenders import (
     Batch,
     Loader,
     Mean,
@@ -20,11 +27,6 @@ from sharded_models import (
     plain_loop,
     wrapped,
 )
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
-
-from farandole.sparse import TrainPipelineBase, TrainPipelineSparseDist
-from support.processes import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -63,12 +65,73 @@ def fail_on_one(rank: int, world_size: int, where: str, threads: bool | None) ->
     expected_outputs = plain_loop(plain, plain_optimizer, trained)
     assert all(map(torch.equal, [*seen[:2], *seen[4:]], expected_outputs))
     assert_same(model, plain)
+    name = pipeline._attachment.input_dist._exchange._name
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    assert not any(store.check([f"{name}/{number}/1"]) for number in range(20)), "reasons are left in the store"
 
 
 @pytest.mark.parametrize("threads", [False, True, None])
 @pytest.mark.parametrize("where", ["load", "copy"])
 def test_a_batch_that_fails_on_one_rank_is_skipped_on_all(where, threads):
     run_ranks(fail_on_one, 2, "farandole", where=where, threads=threads)
+
+
+class Interrupted(Loader):
+    def __next__(self) -> Any:
+        try:
+            return super().__next__()
+        except Trouble:
+            raise KeyboardInterrupt from None
+
+
+def interrupt(rank: int, world_size: int, threads: bool) -> None:
+    """Ctrl-C while rank 1 loads batch 3: beside batch 1, after which it comes out."""
+    (model, optimizer), (plain, plain_optimizer) = made(), made()
+    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, load_on_thread=threads)
+    batches = make_batches(1, 7)
+    loader = Interrupted(batches, {3} if rank == 1 else set())
+    seen: list[Any] = []
+    for _ in range(7):
+        try:
+            seen.append(pipeline.progress(loader))
+        except (KeyboardInterrupt, RuntimeError) as error:
+            seen.append(error)
+    expected = plain_loop(plain, plain_optimizer, [*batches[:3], *batches[4:]])
+    assert_same(model, plain)
+    if rank == 1:
+        assert isinstance(seen[1], KeyboardInterrupt)
+        assert "load was interrupted by KeyboardInterrupt" in str(seen[3])
+        del expected[1], seen[1]
+        del seen[2]
+    else:
+        assert "rank 1: interrupted by KeyboardInterrupt" in str(seen.pop(3))
+    assert all(map(torch.equal, seen, expected))
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_an_interrupt_in_a_load_does_not_wait_for_the_turn_of_its_batch(threads):
+    run_ranks(interrupt, 2, "farandole", threads=threads)
+
+
+@pytest.mark.parametrize("on_thread", [False, True])
+def test_a_loader_runs_as_on_the_thread_of_its_caller(on_thread):
+    states = []
+
+    def batches() -> Iterator[torch.Tensor]:
+        while True:
+            states.append((torch.get_default_device().type, torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+            yield torch.ones(2, device="cpu")
+
+    model = Mean().eval()
+    pipeline = TrainPipelineBase(model, torch.optim.SGD(model.parameters(), lr=0.1), CPU, load_on_thread=on_thread)
+    iterator = batches()
+    for device, grad, inference in [("meta", True, False), ("cpu", False, False), ("cpu", False, True)]:
+        with torch.device(device), torch.inference_mode(inference), torch.set_grad_enabled(grad):
+            pipeline.progress(iterator)
+            states.clear()
+            pipeline.progress(iterator)
+            assert states == [(device, grad, inference)]
 
 
 def fail_in_inputs(rank: int, world_size: int, threads: bool | None) -> None:
@@ -246,6 +309,13 @@ def refuse(rank: int, world_size: int) -> None:
         TrainPipelineSparseDist(3, optimizer, CPU)
     with pytest.raises(ValueError, match=r"enable_amp=torch\.float64"):
         TrainPipelineSparseDist(model, optimizer, CPU, enable_amp=torch.float64)
+    with pytest.raises(TypeError, match=r"expected a bool; custom_model_fwd goes by name"):
+        TrainPipelineBase(model, optimizer, CPU, model)
+    TrainPipelineSparseDist(model, optimizer, CPU, apply_jit=False, pipeline_postproc=True)
+    with pytest.raises(ValueError, match=r"apply_jit=True: expected False: modules are not scripted"):
+        TrainPipelineSparseDist(model, optimizer, CPU, apply_jit=True)
+    with pytest.raises(TypeError, match=r"TrainPipelineSparseDist\(\) got an unexpected keyword argument 'aply_jit'"):
+        TrainPipelineSparseDist(model, optimizer, CPU, aply_jit=False)
     wrong_model = torch.nn.Linear(2, 2)
     base = TrainPipelineBase(wrong_model, optimizer, CPU)
     with pytest.raises(TypeError, match=r"the model returned a Tensor: expected \(losses, output\)"):

@@ -6,10 +6,10 @@ import warnings
 
 import pytest
 import torch
-from sharded_models import Batch, Recommender, assert_same, drain, make_batches, wrapped
 
 from farandole.sparse import TrainPipelineBase, TrainPipelineSparseDist
 from support.processes import run_ranks
+from support.recommenders import Batch, Recommender, assert_same, drain, make_batches, wrapped
 
 CPU = torch.device("cpu")
 

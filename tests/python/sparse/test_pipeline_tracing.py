@@ -6,7 +6,10 @@ import warnings
 
 import pytest
 import torch
-from sharded_models import (
+
+from farandole.sparse import CannotTrace, TrainPipelineSparseDist
+from support.processes import run_ranks
+from support.recommenders import (
     Batch,
     Recommender,
     ShardedTables,
@@ -16,9 +19,6 @@ from sharded_models import (
     plain_loop,
     wrapped,
 )
-
-from farandole.sparse import CannotTrace, TrainPipelineSparseDist
-from support.processes import run_ranks
 
 CPU = torch.device("cpu")
 

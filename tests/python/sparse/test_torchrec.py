@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from sharded_models import Loader, Trouble, drain, drain_with_errors, plain_loop
 
 from farandole.sparse import TrainPipelineSparseDist
 from farandole.sparse._requirements import torchrec_reason
 from support.processes import run_ranks
+from support.recommenders import Loader, Trouble, drain, drain_with_errors, plain_loop
 
 pytestmark = pytest.mark.skipif(torchrec_reason() is not None, reason=torchrec_reason() or "")
 

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from sharded_models import (
+
+from farandole.sparse import EvalPipelineSparseDist, TrainPipelineBase, TrainPipelineSparseDist
+from support.processes import run_ranks
+from support.recommenders import (
     Recommender,
     ShardedTables,
     assert_same,
@@ -16,9 +19,6 @@ from sharded_models import (
     plain_loop,
     wrapped,
 )
-
-from farandole.sparse import EvalPipelineSparseDist, TrainPipelineBase, TrainPipelineSparseDist
-from support.processes import run_ranks
 
 THREADS = {"inline": False, "threads": True, "as measured": None}
 CPU = torch.device("cpu")

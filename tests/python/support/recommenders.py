@@ -61,14 +61,14 @@ class ShardedTables(nn.Module):
         self.before_dist()
         ids = ids + offset
         world = dist.get_world_size()
-        sizes = torch.empty(world, dtype=torch.int64)
-        mine = torch.full((world,), ids.shape[1])
+        sizes = torch.empty(world, dtype=torch.int64, device=ids.device)
+        mine = torch.full((world,), ids.shape[1], device=ids.device)
         work = dist.all_to_all_single(sizes, mine, group=self.input_group, async_op=True)
 
         def exchange() -> Request:
             work.wait()
             context["local"], context["from"] = ids.shape[1], sizes.tolist()
-            received = torch.empty(int(sizes.sum()), dtype=torch.int64)
+            received = torch.empty(int(sizes.sum()), dtype=torch.int64, device=ids.device)
             splits = context["from"], [ids.shape[1]] * world
             sent = dist.all_to_all_single(received, ids.contiguous().flatten(), *splits, self.input_group, True)
 
