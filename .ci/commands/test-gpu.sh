@@ -67,7 +67,7 @@ say "  $FOUND"
 reports=$ROOT/build/gpu/reports
 rm -rf "$reports" && mkdir -p "$reports"
 failed=0
-"$CTEST" --test-dir "$BUILD" -L '^gpu$' --output-on-failure --no-tests=error --output-junit "$reports/ctest.xml" || failed=1
+"$CTEST" --test-dir "$BUILD" -L gpu --output-on-failure --no-tests=error --output-junit "$reports/ctest.xml" || failed=1
 if [ $# -gt 0 ]; then tests=("$@"); fi
 # A path among the arguments takes the folder's place; options are added to it.
 if [[ ${tests[0]} == -* ]]; then tests=(tests/python/gpu "${tests[@]}"); fi

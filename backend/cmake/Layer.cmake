@@ -22,20 +22,17 @@ function(farandole_layer name)
 endfunction()
 
 # farandole_pch(TARGET KIND): gives `target` the precompiled header that all targets of
-# this kind share: torch, torch_api or gtest.
+# this kind share: torch or torch_api. What is free of torch has none, so that ccache has
+# it for the next version of torch.
 function(farandole_pch target kind)
   set(owner farandole_${kind}_pch)
   if(NOT TARGET ${owner})
     set(torch <ATen/ATen.h> <torch/csrc/distributed/c10d/Backend.hpp> <torch/csrc/distributed/c10d/ProcessGroup.hpp>
         <torch/csrc/autograd/engine.h>)
     set(torch_api ${torch} <torch/torch.h>)
-    set(gtest <gtest/gtest.h> <algorithm> <chrono> <functional> <map> <random> <thread>)
-    set(libraries_torch Torch::Torch)
-    set(libraries_torch_api Torch::Torch)
-    set(libraries_gtest GTest::gtest)
     file(WRITE ${CMAKE_BINARY_DIR}/${kind}_pch.cc "// The translation unit that owns a shared precompiled header.\n")
     add_library(${owner} STATIC ${CMAKE_BINARY_DIR}/${kind}_pch.cc)
-    target_link_libraries(${owner} PUBLIC ${libraries_${kind}} Threads::Threads)
+    target_link_libraries(${owner} PUBLIC Torch::Torch Threads::Threads)
     target_precompile_headers(${owner} PRIVATE ${${kind}})
   endif()
   target_compile_options(${target} PRIVATE -fPIC)  # as the header was compiled, in programs too

@@ -9,6 +9,13 @@ os.environ.setdefault("TORCH_INCLUDE_STACK_TRACE", "0")
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from support.sampling import pytest_addoption, pytest_collection_modifyitems, pytest_configure, pytest_report_header
 from support.sanitizers import no_sanitizer_reports
 
-__all__ = ["no_sanitizer_reports"]
+__all__ = [
+    "no_sanitizer_reports",
+    "pytest_addoption",
+    "pytest_collection_modifyitems",
+    "pytest_configure",
+    "pytest_report_header",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -55,9 +56,9 @@ class _SleepingModel(nn.Module):
 
     def forward(self, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows = self.table(batch)
-        return self._compute(rows), batch
+        return self.score(rows), batch
 
-    def _compute(self, rows: torch.Tensor) -> torch.Tensor:
+    def score(self, rows: torch.Tensor) -> torch.Tensor:
         if not isinstance(rows, torch.fx.Proxy):
             time.sleep(self._seconds)
         return rows * self.weight
@@ -97,11 +98,25 @@ def run_steps(rank: Rank, on_thread: bool | None, seconds: float, warm_up: int, 
     return taken[warm_up:]
 
 
-def sleep_often(rank: Rank, seconds: float, count: int) -> list[float]:
-    """Runs on all ranks: what a stage's sleep really takes."""
-    taken = []
-    for _ in range(count):
-        start = time.monotonic()
-        time.sleep(seconds)
-        taken.append(time.monotonic() - start)
-    return taken
+def time_stages(rank: Rank, seconds: float, warm_up: int, count: int) -> list[float]:
+    """Runs on all ranks: the seconds of the longest stage in each step of a plain loop, which has one after the other:
+    the next batch; its input_dist; forward, backward and optimizer."""
+    key = ("sparse stages", seconds)
+    if key not in rank.state:
+        model = _SleepingModel(seconds)
+        rank.state[key] = model, torch.optim.SGD(model.parameters(), lr=0.0), _load(seconds)
+    model, optimizer, batches = rank.state[key]
+    dist.barrier(rank.groups["farandole"])
+    longest = []
+    for _ in range(warm_up + count):
+        times = [time.monotonic()]
+        batch = next(batches)
+        times.append(time.monotonic())
+        rows = model.table.input_dist(None, batch).wait().wait()
+        times.append(time.monotonic())
+        optimizer.zero_grad()
+        model.score(rows).sum(dim=0).backward()
+        optimizer.step()
+        times.append(time.monotonic())
+        longest.append(max(end - start for start, end in itertools.pairwise(times)))
+    return longest[warm_up:]

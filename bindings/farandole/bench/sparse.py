@@ -1,5 +1,5 @@
 """Steps of the sparse train pipeline on two ranks, beside a plain loop over the same backend and torchrec's pipeline over
-gloo; and of one whose loader, input_dist and forward sleep, beside a single sleep.
+gloo; and of one whose loader, input_dist and forward sleep, beside the longest stage of a plain loop over them.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def _measure_sleeping(settings: Settings, pair: RankPair, report: Report) -> Non
     ways = {"threads": True, "as measured": None}
     for name, seconds in _SECONDS.items():
         case = f"stages sleep {name}"
-        one = Series(case, "one stage", quantity="time")
+        one = Series(case, "longest stage", quantity="time")
         series = {way: Series(case, f"farandole, {way}", quantity="step") for way in ways}
         interleave(settings.rounds, [_sleeping(settings, pair, seconds, ways, [one, *series.values()])], settings.tick)
         report.series += [one, *series.values()]
         for way, of_way in series.items():
-            compared = ratio("step / one stage", of_way, one)
+            compared = ratio("step / longest stage", of_way, one)
             report.ratios.append(compared)
             report.targets.append(Target(f"{case}, {way}", compared.median(), _LONGEST_STAGE, at_most=True))
 
@@ -68,7 +68,7 @@ def _sleeping(
 ) -> Measurement:
     def one_round() -> list[list[Sample]]:
         count = settings.count(_SLEEPING_STEPS)
-        values = [pair.call(sleeping.sleep_often, seconds=seconds, count=count)]
+        values = [pair.call(sleeping.time_stages, seconds=seconds, warm_up=2, count=count)]
         values += [
             pair.call(sleeping.run_steps, on_thread=on_thread, seconds=seconds, warm_up=2, count=count)
             for on_thread in ways.values()

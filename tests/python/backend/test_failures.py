@@ -27,6 +27,7 @@ def _survive(rank, world_size, action, delay):
     return failed_at - start - delay, messages
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("action", ACTIONS)
 def test_a_killed_rank_is_named_by_its_survivors_within_seconds(action):
     outcomes = run_ranks(_survive, 3, "farandole", timeout=60, may_die={VICTIM}, action=action, delay=0.5)

@@ -61,6 +61,7 @@ def _check_survivors(outcomes, victim, host):
 
 
 # Rank 0 is the root of the control plane's tree.
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(("action", "victim"), [*((action, 3) for action in ACTIONS), ("recv", 0), ("all_reduce", 0)])
 def test_a_killed_rank_is_named_by_the_survivors_of_all_hosts(action, victim, capsys):
     outcomes = _run(_survive, may_die={victim}, action=action, victim=victim, delay=0.5)
@@ -262,6 +263,7 @@ EXIT_SCRIPT = """
 """
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("end", ["pass", "dist.destroy_process_group(); os._exit(0)", "raise KeyError('own reasons')"])
 def test_a_rank_that_exits_in_whatever_order_disturbs_no_other_host(end, tmp_path):
     script = textwrap.dedent(EXIT_SCRIPT).format(end=end)

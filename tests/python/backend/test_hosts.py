@@ -43,6 +43,7 @@ def _reduce_in_fresh_groups(rank, world_size, groups):
 
 
 # Messages of several sizes, sent while those before them wait for room: over a network each takes its own way.
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("host_of_rank", [(0, 1), HOST_OF_RANK])
 @pytest.mark.parametrize("algorithm", ["direct", "ring", "rabenseifner"])
 def test_messages_between_hosts_keep_their_order_in_the_first_calls_of_a_group(algorithm, host_of_rank):

@@ -25,6 +25,7 @@ TABLES = [
 ]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("hosts", [ONE_EACH, TWO_AND_TWO, ONE_TWO_THREE], ids=str)

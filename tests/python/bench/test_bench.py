@@ -13,27 +13,25 @@ from farandole.bench._series import Report, Skipped
 from farandole.bench._settings import Settings, built_programs
 from farandole.sparse._requirements import torchrec_reason
 
-ROUNDS = 2
 
-
-def run(folder, capsys, subject: str, *options: str) -> tuple[dict, str]:
+def run(folder, capsys, subject: str, *options: str, rounds: int = 1) -> tuple[dict, str]:
     file = folder / "bench.json"
-    main(["--quick", "--rounds", str(ROUNDS), "--only", subject, "--json", str(file), *options])
+    main(["--quick", "--rounds", str(rounds), "--only", subject, "--json", str(file), *options])
     return json.loads(file.read_text()), capsys.readouterr().out
 
 
-def measure(folder, capsys, subject: str, *options: str) -> dict:
-    document, printed = run(folder, capsys, subject, *options)
+def measure(folder, capsys, subject: str, *options: str, rounds: int = 1) -> dict:
+    document, printed = run(folder, capsys, subject, *options, rounds=rounds)
     if subject in document["skipped"]:
         assert document["skipped"][subject] in printed
         pytest.skip(document["skipped"][subject])
-    assert document["rounds"] == ROUNDS
+    assert document["rounds"] == rounds
     assert document["machine"]["cores"] >= 1
     assert all(document["machine"][key] for key in ("torch", "ucx", "farandole", "python"))
     (report,) = document["subjects"]
     assert report["subject"] == subject
     for series in report["series"]:
-        assert len(series["rounds"]) == ROUNDS
+        assert len(series["rounds"]) == rounds
         medians = [statistics.median(sample["median"] for sample in samples) for samples in series["rounds"]]
         assert series["median"] == statistics.median(medians)
         if series["quantity"] not in ("per action", "exposed"):  # differences of two times, which may be below 0
@@ -79,7 +77,7 @@ def test_point_to_point_measures_every_peer_at_both_sizes(tmp_path, capsys):
     ],
 )
 def test_farandole_is_measured_beside_gloo_at_every_size(subject, sizes, targets, tmp_path, capsys):
-    report = measure(tmp_path, capsys, subject)
+    report = measure(tmp_path, capsys, subject, rounds=2)
     assert [ratio["case"] for ratio in report["ratios"]] == sizes
     assert len(report["targets"]) == targets
     medians = medians_of(report)
@@ -204,7 +202,7 @@ def test_sparse_steps_are_measured_beside_one_stage_and_torchrecs(tmp_path, caps
     for case in sleeps:
         for way in ("threads", "as measured"):
             # Less than two stages one after the other: they did overlap.
-            assert 0.99 < medians[case, f"farandole, {way}", "step"] / medians[case, "one stage", "time"] < 2
+            assert 0.9 < medians[case, f"farandole, {way}", "step"] / medians[case, "longest stage", "time"] < 2
     rest = {case for case, _, _ in medians} - set(sleeps)
     if torchrec_reason() is not None:
         assert not rest and torchrec_reason() in report["notes"][0]

@@ -36,8 +36,7 @@ def test_ranks_have_their_environment_and_enter_first():
     ],
 )
 def test_a_failure_is_raised_to_the_caller_soon(fn, arguments, message):
-    with RankPair() as pair:
+    with pytest.raises(RuntimeError, match=message), RankPair() as pair:
         start = time.monotonic()
-        with pytest.raises(RuntimeError, match=message):
-            pair.call(fn, **arguments)
-        assert time.monotonic() - start < 30
+        pair.call(fn, **arguments)
+    assert time.monotonic() - start < 30

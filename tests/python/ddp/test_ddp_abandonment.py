@@ -76,6 +76,7 @@ def _fail_in_a_step(rank: int, world_size: int, fail_in: str, learned: bool) -> 
     return [first, second]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("fail_in", ["input", "forward", "backward", "no_sync"])
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -65,6 +65,7 @@ def _buffers(rank: int, world_size: int, seeds: list[int]) -> None:
                 assert torch.equal(buffer, got[name]), (where, name)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_buffers_are_those_of_rank_zero_when_they_are_in_torch(backend, world_size):

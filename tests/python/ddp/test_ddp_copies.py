@@ -63,6 +63,7 @@ def _copies(rank: int, world_size: int, way: str) -> None:
     assert _equal(expected, _step(ours, 2, rank))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("way", list(_WAYS))
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_copy_has_a_reduction_of_its_own(backend, way):
@@ -100,6 +101,7 @@ def _sharded(rank: int, world_size: int, way: str, overlaps: bool) -> None:
     plain.load_state_dict(plain.state_dict())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("way", list(_WAYS))
 def test_a_sharded_model_and_its_module_can_be_copied(way, overlaps):

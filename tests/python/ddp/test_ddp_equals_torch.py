@@ -92,6 +92,7 @@ def _train_both(rank: int, world_size: int, seeds: list[int]) -> int:
     return compared
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_random_models_train_as_under_torch_ddp(backend, world_size):

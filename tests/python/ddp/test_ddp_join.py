@@ -113,6 +113,7 @@ def _train(rank: int, world_size: int, seeds: list[int]) -> None:
                 assert _same(value, models[1].state_dict()[name], world_size), f"{at} {name}"
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_uneven_inputs_train_as_under_torch_ddp(backend, world_size):

@@ -72,6 +72,7 @@ def _compiled(rank: int, world_size: int, compiler: str, static: bool) -> None:
         _compare([theirs, ours], rank)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 def test_compiled_modules_train_as_under_torch_ddp(compiler, static):

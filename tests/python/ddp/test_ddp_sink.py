@@ -110,6 +110,7 @@ def _train(rank: int, world_size: int, seeds: list[int]) -> None:
                     assert torch.allclose(grad, mine, rtol=1e-4, atol=1e-6), where
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_checkpoints_that_hold_every_parameter_train_as_under_torch_ddp(backend, world_size):

@@ -71,6 +71,7 @@ def _record(rank: int, world_size: int, sharded: bool) -> tuple[list[TimelineEve
     return gathered.events(), timeline.chrome_trace(), gathered.chrome_trace()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
 def test_rounds_show_what_came_before_what(backend, sharded):

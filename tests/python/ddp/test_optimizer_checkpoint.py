@@ -72,6 +72,7 @@ def _load(rank: int, world_size: int, seed: int, folder: str, bucket_size: int |
     oracle.check(model.module, f"seed {seed} rank {rank}")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("backend", "before", "after"),
     [("gloo", 2, 1), *((BACKENDS[-1], before, after) for before, after in [(2, 2), (1, 4), (4, 2)])],
@@ -221,6 +222,7 @@ def _load_experts(rank: int, world_size: int, sets: list[list[int]], sharded: bo
         )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("kind", ["AdamW", "Adafactor"])
 def test_experts_of_different_ranks_keep_their_state_apart(sharded, kind, tmp_path: Path):

@@ -136,12 +136,13 @@ def _compare(rank: int, world_size: int, cases: int, seed: int, virtuals: list[i
     await_all(rank, world_size)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("backend", ["gloo", "farandole"])
 @pytest.mark.parametrize(("size", "virtuals"), [(1, [None]), (2, [None, 2, 3]), (4, [None, 2])])
 def test_results_gradients_and_order_are_megatrons(backend, size, virtuals):
     seed = random.SystemRandom().randrange(2**31)
     print(f"seed {seed}")
-    run_ranks(_compare, size, backend, timeout=120, cases=60, seed=seed, virtuals=virtuals)
+    run_ranks(_compare, size, backend, timeout=120, cases=30, seed=seed, virtuals=virtuals)
 
 
 def test_the_interleaved_order_is_that_of_megatrons_tables():

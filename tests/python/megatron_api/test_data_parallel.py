@@ -79,6 +79,7 @@ def _layouts(rank: int, world_size: int, cases: int, seed: int) -> None:
     await_all(rank, world_size)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_offsets_and_buckets_are_megatrons(size):
     seed = random.SystemRandom().randrange(2**31)

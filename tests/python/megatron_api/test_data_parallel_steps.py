@@ -109,6 +109,7 @@ def _finalize_groups() -> Any:
     return SimpleNamespace(tp=None, pp=None, embd=None, pos_embd=None, dp_cp=world())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("overlap", "sharded"), [(False, False), (True, False), (False, True), (True, True)])
 def test_the_distributed_optimizer_steps_a_model_that_is_wrapped_megatrons_way(overlap, sharded):
     run_ranks(_optimizer_steps, 2, "gloo", overlap=overlap, sharded=sharded)

@@ -59,6 +59,7 @@ def _exchanges(rank: int, world_size: int, variable: bool) -> None:
     await_all(rank, world_size)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("backend", ["gloo", "farandole"])
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("variable", [False, True])

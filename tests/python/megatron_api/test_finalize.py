@@ -128,6 +128,7 @@ def _compare(rank: int, world_size: int, cases: int, seed: int) -> None:
     await_all(rank, world_size)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("backend", ["gloo", "farandole"])
 def test_a_pipeline_of_two_with_two_replicas_has_the_gradients_of_one_process(backend):
     seed = random.SystemRandom().randrange(2**31)
@@ -212,6 +213,7 @@ def _fails(rank: int, world_size: int, overlap: bool) -> tuple[float, str]:
     return result
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("backend", ["gloo", "farandole"])
 def test_a_stage_that_raises_ends_the_step_of_all_replicas(backend, overlap):

@@ -82,6 +82,7 @@ def _wrapped(rank: int, world_size: int, virtual: int | None) -> None:
     parallel_state.destroy_model_parallel()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("size", "virtual"), [(2, None), (2, 2), (4, None), (4, 2)])
 def test_wrapped_models_train_and_replicas_average(size, virtual):
     run_ranks(_wrapped, size, "farandole", timeout=120, virtual=virtual)
@@ -159,6 +160,7 @@ def _encode_decode(rank: int, world_size: int, split: int, variable: bool) -> No
     parallel_state.destroy_model_parallel()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("size", "split"), [(2, 1), (4, 1), (4, 2), (4, 3)])
 @pytest.mark.parametrize("variable", [False, True])
 def test_decoder_stages_relay_what_the_encoder_made_and_its_gradients_add_up(size, split, variable):

@@ -45,6 +45,7 @@ def _refused(rank: int, world_size: int, case: str) -> str:
     return f"{type(raised.value).__name__}: {raised.value}"
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("case", "expected"),
     [

@@ -109,6 +109,7 @@ def _fails(rank: int, world_size: int, where: str, failing: int) -> str:
     return str(raised.value)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("where", "failing", "expected"),
     [

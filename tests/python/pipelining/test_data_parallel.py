@@ -51,6 +51,7 @@ def _train_two_by_two(rank: int, world_size: int, kind: str) -> None:
                 assert torch.allclose(parameter.grad, mean, rtol=1e-5, atol=1e-7), f"seed {seed}, step {step}"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["torch", "farandole"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_replicas_reduce_once_per_step_at_the_last_backward(backend: str, kind: str) -> None:

@@ -89,6 +89,7 @@ def _fail_everywhere(rank: int, world_size: int) -> int:
     return count
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_failure_on_one_rank_reaches_all_and_the_next_step_runs(backend: str, world_size: int) -> None:

@@ -59,6 +59,7 @@ def _without_grads(stage: nn.Module) -> nn.Module:
     return clone
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_random_models_train_as_in_one_process(backend: str, world_size: int) -> None:

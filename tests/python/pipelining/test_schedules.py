@@ -91,6 +91,7 @@ def _train_by_every_schedule(rank: int, world_size: int, seed: int) -> None:
         _compare(schedule, stages, owners, rank, n_microbatches, context)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_schedule_trains_as_one_process_does(backend: str, world_size: int) -> None:
@@ -335,6 +336,7 @@ def _ddp_over_pipelines(rank: int, world_size: int, wrapper: str) -> None:
                     assert torch.allclose(parameter.grad, expected, rtol=1e-4, atol=1e-6), where
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("wrapper", ["torch", "farandole"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_replicas_reduce_once_after_the_last_half(backend: str, wrapper: str) -> None:

@@ -128,6 +128,7 @@ def _train(rank: int, world_size: int, how: str) -> None:
             assert torch.allclose(output, nn.Sequential(*alone[0])(batches[replica]), atol=1e-5), name
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("how", ["resharded", "unsharded", "parts", "older"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_are_reduced_once_after_the_last_microbatch(backend: str, how: str) -> None:
@@ -161,6 +162,7 @@ def _profile(rank: int, world_size: int, how: str) -> tuple[int, list[int], list
     return place, within("I"), within("W"), texts
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["resharded", "unsharded"])
 def test_weights_wait_for_w_where_forwards_leave_parameters_unsharded(how: str) -> None:
     for place, inputs, weights, warned in run_ranks(_profile, REPLICAS * RANKS, "gloo", how=how):
@@ -231,6 +233,7 @@ def _fail(rank: int, world_size: int, failing: int) -> tuple[str, float]:
 
 
 # Over gloo, which has no abort, torch's collectives wait until the group's timeout.
+@pytest.mark.sample(2)
 @pytest.mark.skipif("farandole" not in BACKENDS, reason="needs the backend farandole")
 @pytest.mark.parametrize("failing", range(REPLICAS * RANKS))
 def test_replicas_do_not_wait_for_a_rank_that_failed(failing: int) -> None:

@@ -126,6 +126,7 @@ def _train(rank: int, world_size: int, around: str, counted: bool) -> None:
             assert told[0].startswith(f"stage 1: the backward of {named}"), told
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("counted", [False, True])
 @pytest.mark.parametrize("around", list(AROUND))
 def test_what_cannot_be_split_is_computed_once_and_said_once(around: str, counted: bool) -> None:
@@ -160,6 +161,7 @@ def _reduce_between_replicas(rank: int, world_size: int, wrapper: str) -> None:
     assert not [w for w in caught if "cannot be split" in str(w.message)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("wrapper", ["torch", "farandole"])
 def test_a_stage_that_is_reduced_and_cannot_be_split_reduces_after_its_last_first_half(wrapper: str) -> None:
     run_ranks(_reduce_between_replicas, 4, "gloo", wrapper=wrapper)

@@ -93,6 +93,7 @@ def _train_with_a_skip(rank: int, world_size: int) -> None:
                 assert torch.equal(result, output), name
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_connection_that_skips_stages_trains_as_in_one_process(backend: str, world_size: int) -> None:

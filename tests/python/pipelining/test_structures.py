@@ -112,6 +112,7 @@ def _train(rank: int, world_size: int) -> None:
             assert output is None if owners[3] != rank else torch.equal(output, evaluated)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_structures_flow_between_stages_and_their_values_may_change(backend: str, world_size: int) -> None:

@@ -113,6 +113,7 @@ def _train_traced(rank: int, world_size: int) -> None:
             _assert_gradients(stage.submod, model, f"a plan, stage {stage.stage_index}")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_traced_model_with_skips_and_later_inputs_trains_as_in_one_process(backend: str, world_size: int) -> None:

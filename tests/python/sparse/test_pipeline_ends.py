@@ -42,6 +42,7 @@ def end_together(rank: int, world_size: int, seed: int, threads: bool | None) ->
     assert_same(model, plain)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("threads", [False, True, None])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_with_different_numbers_of_batches_end_together(world_size, threads):

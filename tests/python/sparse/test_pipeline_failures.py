@@ -71,6 +71,7 @@ def fail_on_one(rank: int, world_size: int, where: str, threads: bool | None) ->
     assert not any(store.check([f"{name}/{number}/1"]) for number in range(20)), "reasons are left in the store"
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("threads", [False, True, None])
 @pytest.mark.parametrize("where", ["load", "copy"])
 def test_a_batch_that_fails_on_one_rank_is_skipped_on_all(where, threads):
@@ -183,6 +184,7 @@ def fail_in_compute(rank: int, world_size: int, where: str, threads: bool | None
     assert_same(model, plain)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("threads", [False, True])
 @pytest.mark.parametrize("where", ["input_dist", "forward", "step"])
 def test_a_failure_on_all_ranks_leaves_a_pipeline_that_goes_on(where, threads):

@@ -51,6 +51,7 @@ def autocast(rank: int, world_size: int, enable_amp: bool | torch.dtype, dtype: 
     assert inner.seen == [dtype, False] * 4
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("grad_accum", [1, 2])
 @pytest.mark.parametrize(
     ("enable_amp", "dtype"),
@@ -90,6 +91,7 @@ def mix(rank: int, world_size: int, threads: bool, is_callers: bool) -> None:
     assert_same(model, plain)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("threads", [False, True])
 @pytest.mark.parametrize("is_callers", [False, True])
 def test_inputs_are_computed_under_autocast_too(threads, is_callers):

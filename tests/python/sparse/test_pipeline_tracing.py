@@ -55,6 +55,7 @@ def find_by_hooks(rank: int, world_size: int, threads: bool, tracing: str | None
     assert_same(model, plain)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("tracing", [None, "hooks"])
 @pytest.mark.parametrize("threads", [False, True])
 def test_finds_inputs_in_the_first_forward_where_fx_cannot_trace(threads, tracing):

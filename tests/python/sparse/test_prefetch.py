@@ -89,6 +89,7 @@ def train_randomly(rank: int, world_size: int, seed: int, threads: bool | None) 
         pipeline.detach()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("threads", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_trains_as_the_plain_loop_and_prefetches_before_each_backward(world_size, threads):

@@ -49,6 +49,7 @@ def train_randomly(rank: int, world_size: int, seed: int, cases: int, threads: b
         pipeline.detach()
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("threads", THREADS.values(), ids=THREADS)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_trains_as_the_plain_loop(world_size, threads):
