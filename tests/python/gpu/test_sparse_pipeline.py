@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from farandole.sparse import TrainPipelineBase, TrainPipelineSparseDist
+from farandole.sparse import PrefetchTrainPipelineSparseDist, TrainPipelineBase, TrainPipelineSparseDist
 from support.gpus import needs_gpu, run_on_gpus
-from support.recommenders import Batch, Recommender, ShardedTables, drain, make_batches, plain_loop, wrapped
+from support.recommenders import ROWS, Batch, Recommender, ShardedTables, drain, make_batches, plain_loop, wrapped
 
 pytestmark = [needs_gpu, pytest.mark.timeout(300)]
 
@@ -81,6 +81,38 @@ def test_copies_beside_the_forward(world):
     run_on_gpus(_train_base, world, timeout=200)
 
 
+class _LateCache(ShardedTables):
+    """Whoever does not wait for its prefetch reads other rows."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.locations: list[torch.Tensor] = []
+
+    def prefetch(self, ctx: Any, dist_input: torch.Tensor, forward_stream: torch.cuda.Stream) -> None:
+        assert torch.cuda.current_stream() != forward_stream
+        torch.cuda._sleep(LATE)
+        self.locations.append(dist_input % ROWS)
+        self.locations[-1].record_stream(forward_stream)
+
+    def compute_and_output_dist(self, context: Any, ids: torch.Tensor) -> torch.Tensor:
+        return super().compute_and_output_dist(context, self.locations.pop(0) if self.locations else ids)
+
+
+def _prefetch(rank: int, world_size: int) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    plain, plain_optimizer = _made(3)
+    inner = Recommender(3)
+    inner.tables = torch.nn.ModuleList([_LateCache(3)])
+    model = wrapped(inner.cuda())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    pipeline = PrefetchTrainPipelineSparseDist(model, optimizer, device, strict=True)
+    _compare(pipeline, model, make_batches(1, 8), plain, plain_optimizer, 1)
+
+
+def test_prefetches_on_a_stream_that_forwards_wait_for(world):
+    run_on_gpus(_prefetch, world)
+
+
 def _scaled(rank: int, world_size: int) -> None:
     """An overflow skips its step alone; scales are those of one scaler over whole windows."""
     device = torch.device("cuda", torch.cuda.current_device())
@@ -88,9 +120,7 @@ def _scaled(rank: int, world_size: int) -> None:
     pipeline = TrainPipelineSparseDist(model, optimizer, device, grad_accum=2, enable_amp=torch.float16)
     batches = make_batches(1, 8)
     batches[3].dense.fill_(float("inf"))
-    scaler = pipeline._precision.scaler
-    scaler.scale(torch.zeros(1, device=device))  # makes its scale
-    before = scaler.get_scale()
+    scaler = pipeline._precision.scaler = torch.amp.GradScaler("cuda", init_scale=128.0)  # far from an overflow
     weights = [[part.clone() for part in model.parameters()]]
     iterator = iter(batches)
     for index in range(8):
@@ -99,7 +129,7 @@ def _scaled(rank: int, world_size: int) -> None:
             weights.append([part.clone() for part in model.parameters()])
     same = [all(map(torch.equal, one, other)) for one, other in zip(weights, weights[1:], strict=False)]
     assert same == [False, True, False, False]
-    assert scaler.get_scale() == before * scaler.get_backoff_factor()
+    assert scaler.get_scale() == 128.0 * scaler.get_backoff_factor()
 
 
 def test_scales_by_windows(world):

@@ -132,3 +132,42 @@ STAGES = {
 
 def test_events_have_torchrecs_names_and_order():
     run_ranks(name_events, 2, "farandole", timeout=120)
+
+
+def accumulate(rank: int, world_size: int, seed: int) -> None:
+    """torchrec's wrapper does not divide losses, and steps the last window, where it is not full, without averaging."""
+    import torchrec_models as models
+    from torchrec.distributed.train_pipeline import GradientAccumulationConfig, GradientAccumulationWrapper
+    from torchrec.distributed.train_pipeline import TrainPipelineSparseDist as TorchrecPipeline
+
+    pick = random.Random(seed)
+    for size in (2, 3):
+        kind = models.random_kind(pick)
+        print(f"seed {seed}: windows of {size}, {kind}")
+        (model, optimizer), (theirs, their_optimizer) = models.made(kind), models.made(kind)
+        theirs.load_state_dict(model.state_dict())
+
+        def divided(batch: Any, model: Any = theirs, size: int = size) -> Any:
+            losses, output = model(batch)
+            return losses / size, output
+
+        pipeline = TrainPipelineSparseDist(model, optimizer, models.CPU, grad_accum=size, strict=True)
+        wrapped: Any = GradientAccumulationWrapper(
+            TorchrecPipeline(theirs, their_optimizer, models.CPU, custom_model_fwd=divided),
+            their_optimizer,
+            theirs,
+            GradientAccumulationConfig(num_steps=size),
+        )
+        batches, again = (
+            [models.Movable(**vars(batch)) for batch in models.make_batches(kind, seed, 3 * size)] for _ in range(2)
+        )
+        assert all(map(torch.equal, drain(pipeline, iter(batches)), drain(wrapped, iter(again))))
+        expected = models.weights(theirs)
+        for name, value in models.weights(model).items():
+            assert torch.equal(value, expected[name]), name
+
+
+def test_full_windows_are_those_of_torchrecs_wrapper():
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    run_ranks(accumulate, 2, "farandole", timeout=120, seed=seed)
