@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -46,11 +47,14 @@ def _pipeline(rank: Rank, peer: str) -> Any:
 
 
 def run_steps(rank: Rank, samples: int, count: int, warm_up: int) -> dict[str, list[float]]:
-    """Runs on all ranks: the seconds of steps with batches of so many samples, by peer, one after the other."""
+    """Runs on all ranks: the seconds of steps with batches of so many samples, by peer, one after the other; each time in
+    another order, since what a step costs depends on the memory that the one before it has left."""
     from farandole.bench import _sparse_model
 
+    turn = rank.state["sparse turn"] = rank.state.get("sparse turn", -1) + 1
+    orders = [*itertools.permutations(PEERS)]
     times: dict[str, list[float]] = {}
-    for peer in PEERS:
+    for peer in orders[turn % len(orders)]:
         if ("sparse", peer) not in rank.state:
             rank.state["sparse", peer] = _pipeline(rank, peer)
         pipeline = rank.state["sparse", peer]
