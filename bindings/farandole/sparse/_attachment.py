@@ -220,6 +220,8 @@ class Attachment:
             flying = self._current
             self.refuse_prefetched(f"a forward of {name}", flying)
             if flying is None or not self._is_ahead(flying):
+                if flying is not None:
+                    flying.prefetched.discard(name)  # its own rows, for its own inputs
                 _mark([module], False)
                 try:
                     return original(*args, **kwargs)

@@ -122,8 +122,8 @@ class TrainPipelineBase:
         self._stages.caller = Caller()
         try:
             number = self._engine.begin(is_new)
-        except RuntimeError:
-            self._stages.raise_interrupt()
+        except RuntimeError as error:
+            self._stages.raise_interrupt(error)
             raise
         if number is None:
             if self._execute_all_batches:

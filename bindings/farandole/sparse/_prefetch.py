@@ -58,8 +58,12 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
             return
         assert self._attachment is not None
         self._with_cache = None
-        for name, module in self._attachment.sharded.items():
-            refuse_unlocked(name, module)
+        try:
+            for name, module in self._attachment.sharded.items():
+                refuse_unlocked(name, module)
+        except ValueError:
+            self.detach()
+            raise
         if not any(map(has_cache, self._attachment.sharded.values())):
             warnings.warn("no sharded module has a cache: nothing is prefetched", stacklevel=4)
 

@@ -66,11 +66,13 @@ class Stages:
             raise RuntimeError(f"the batch is skipped: its load was {self._failed[number]}") from interrupt
         return True
 
-    def raise_interrupt(self) -> None:
-        """Passes on what has interrupted a load."""
-        interrupt, self._interrupt = self._interrupt, None
-        if interrupt is not None:
-            raise interrupt
+    def raise_interrupt(self, error: Exception | None = None) -> None:
+        """Passes on what has interrupted a load; that of this error alone, where one is given."""
+        interrupt = self._interrupt
+        if interrupt is None or (error is not None and error.__cause__ is not interrupt):
+            return
+        self._interrupt = None
+        raise interrupt
 
     def start_dist(self, number: int, presence: Presence) -> None:
         assert self.input_dist is not None

@@ -115,6 +115,23 @@ def test_an_interrupt_in_a_load_does_not_wait_for_the_turn_of_its_batch(threads)
     run_ranks(interrupt, 2, "farandole", threads=threads)
 
 
+def interrupt_first(rank: int, world_size: int) -> None:
+    """What interrupts the load of the first batch comes out at once, in place of that batch's error."""
+    (model, optimizer), (plain, plain_optimizer) = made(), made()
+    pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
+    batches = make_batches(1, 4)
+    loader = Interrupted(batches, {0} if rank == 1 else set())
+    with pytest.raises(KeyboardInterrupt if rank == 1 else RuntimeError):
+        pipeline.progress(loader)
+    outputs = drain(pipeline, loader)
+    assert all(map(torch.equal, outputs, plain_loop(plain, plain_optimizer, batches[1:])))
+    assert_same(model, plain)
+
+
+def test_an_interrupt_in_the_first_load():
+    run_ranks(interrupt_first, 2, "farandole")
+
+
 @pytest.mark.parametrize("on_thread", [False, True])
 def test_a_loader_runs_as_on_the_thread_of_its_caller(on_thread):
     states = []

@@ -50,6 +50,15 @@ class CachedTables(ShardedTables):
         return super().compute_and_output_dist(context, locations)
 
 
+class Kernel(nn.Module):
+    """Of fbgemm's, what is asked of it."""
+
+    def __init__(self, rows: int, prefetch_pipeline: bool) -> None:
+        super().__init__()
+        self.lxu_cache_weights = torch.zeros(rows, 4)
+        self.prefetch_pipeline = prefetch_pipeline
+
+
 class CachedRecommender(Recommender):
     def __init__(self, seed: int, tables: int = 1) -> None:
         super().__init__(seed, tables)
@@ -171,16 +180,21 @@ def test_says_what_is_prefetched():
     run_ranks(explain, 2, "farandole")
 
 
-class Kernel(nn.Module):
-    """Of fbgemm's, what is asked of it."""
-
-    def __init__(self, rows: int, prefetch_pipeline: bool) -> None:
-        super().__init__()
-        self.lxu_cache_weights = torch.zeros(rows, 4)
-        self.prefetch_pipeline = prefetch_pipeline
-
-
 def test_refuses_a_cache_that_may_evict_rows_in_use():
     refuse_unlocked("tables", nn.Sequential(Kernel(0, False), Kernel(8, True), nn.Linear(2, 2)))
     with pytest.raises(ValueError, match=r"^tables: prefetch_pipeline=False in a Kernel: expected True"):
         refuse_unlocked("tables", nn.Sequential(Kernel(8, True), Kernel(8, False)))
+
+
+def refuse(rank: int, world_size: int) -> None:
+    model, optimizer = made(CachedRecommender, 3)
+    model.tables[0].kernel = Kernel(8, False)
+    pipeline = PrefetchTrainPipelineSparseDist(model, optimizer, CPU)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"tables\.0: prefetch_pipeline=False"):
+            pipeline.progress(iter(make_batches(1, 2)))
+        assert "forward" not in vars(model.tables[0])
+
+
+def test_refuses_it_at_each_attempt():
+    run_ranks(refuse, 2, "farandole")
