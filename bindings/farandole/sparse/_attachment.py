@@ -125,8 +125,14 @@ class Attachment:
         raise RuntimeError(
             f"{what} while {', '.join(sorted(held.prefetched))} holds rows that were prefetched for batch {held.number}: "
             "expected the forward of that batch first. Set prefetch_ahead = False one step before; where that forward "
-            "has failed, the caches have to be made anew"
+            "has failed, make the caches anew and call drop_prefetched()"
         )
+
+    def drop_prefetched(self) -> None:
+        """No cache holds rows for a forward to come."""
+        if self._prefetched is not None:
+            self._prefetched.prefetched.clear()
+        self._prefetched = None
 
     def leave(self) -> None:
         self._users -= 1

@@ -38,6 +38,12 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
         cached = ", ".join(name or "the model itself" for name in self._cached())
         return f"{told}\nprefetched: {cached or 'none, no sharded module has a cache'}"
 
+    def drop_prefetched(self) -> None:
+        """What was prefetched is gone, since the caches have been made anew: for after a forward that failed before it
+        had used it. On all ranks."""
+        if self._attachment is not None:
+            self._attachment.drop_prefetched()
+
     def reset(self) -> None:
         self._refuse_prefetched("reset()")
         super().reset()

@@ -152,7 +152,14 @@ def fail(rank: int, world_size: int) -> None:
     plain_loop(plain, plain_optimizer, batches[:2])
     assert_same(model, plain)
     assert isinstance(seen[2], Trouble)
-    assert isinstance(seen[3], RuntimeError) and "caches have to be made anew" in str(seen[3])
+    assert isinstance(seen[3], RuntimeError) and "make the caches anew and call drop_prefetched()" in str(seen[3])
+    with pytest.raises(RuntimeError, match=r"reset\(\) while tables\.0 holds rows"):
+        pipeline.reset()
+    table.queue.clear()
+    pipeline.drop_prefetched()
+    pipeline.reset()
+    assert all(map(torch.equal, drain(pipeline, iter(batches)), plain_loop(plain, plain_optimizer, batches)))
+    assert_same(model, plain)
 
 
 def test_a_prefetch_that_fails_is_the_error_of_its_batch():
