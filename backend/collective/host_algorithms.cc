@@ -42,6 +42,20 @@ void copyFrom(Program& program, std::byte* to, const Gathered& input, std::size_
   input.forEach(begin, bytes, [&](std::size_t place, Slice part) { program.copy(to + place, part.data, part.bytes); });
 }
 
+// Two ranks: `output` = the input from `begin` on and what the other one has put into its slot.
+void reduceWithOther(Program& program, HostSegment& host, HostTurn turn, const Reduction& reduction,
+                     const Gathered& input, std::size_t begin, Slice output) {
+  const int rank = host.index();
+  std::byte* const theirs = host.slot(1 - rank, turn);
+  input.forEach(begin, output.bytes, [&](std::size_t place, Slice mine) {
+    const void* parts[2];
+    parts[rank] = mine.data;
+    parts[1 - rank] = theirs + place;
+    program.reduce(reduction.function, output.data + place, parts, mine.bytes / reduction.elementSize);
+  });
+  program.claim(theirs, output.bytes);
+}
+
 void reduceFlat(Program& program, HostSegment& host, const Reduction& reduction, int root, const Gathered& input,
                 Slice output) {
   const HostTurn turn = beginTurn(program, host, contractOf(reduction, root, output), 1);
@@ -49,9 +63,21 @@ void reduceFlat(Program& program, HostSegment& host, const Reduction& reduction,
   program.signal(turn.base + 1);
   if (root >= 0 && root != host.index()) return;
   program.meet(turn);
+  if (host.size() == 2) return reduceWithOther(program, host, turn, reduction, input, 0, output);
   std::vector<const void*> parts(host.size());
   for (int rank = 0; rank < host.size(); ++rank) parts[rank] = host.slot(rank, turn);
   program.reduce(reduction.function, output.data, parts, output.bytes / reduction.elementSize);
+}
+
+// What the slot has room for, of two ranks.
+void reduceScatterFlat(Program& program, HostSegment& host, const Reduction& reduction, const Contract& contract,
+                       Slice output, const Gathered& input, std::span<const std::size_t> bytes) {
+  const int rank = host.index();
+  const HostTurn turn = beginTurn(program, host, contract, 1);
+  copyFrom(program, host.slot(rank, turn), input, rank == 0 ? bytes[0] : 0, bytes[1 - rank]);
+  program.signal(turn.base + 1);
+  program.meet(turn);
+  reduceWithOther(program, host, turn, reduction, input, rank == 0 ? 0 : bytes[0], output);
 }
 
 }  // namespace
@@ -85,6 +111,7 @@ void broadcastOnHost(Program& program, HostSegment& host, const Contract& contra
   if (host.index() == root) return;
   program.meet(turn, root);
   program.copy(data.data, host.slot(root, turn), data.bytes);
+  if (host.size() == 2) program.claim(host.slot(root, turn), data.bytes);
 }
 
 void reduceOnHost(Program& program, HostSegment& host, const Reduction& reduction, int root, const Gathered& input,
@@ -144,6 +171,12 @@ void reduceScatterOnHost(Program& program, HostSegment& host, const Reduction& r
                          const Gathered& input, std::span<const std::size_t> bytes) {
   const int rank = host.index();
   const int size = host.size();
+  const std::size_t longest = std::ranges::max(bytes);
+  const std::size_t total = std::reduce(bytes.begin(), bytes.end());
+  const Contract contract{CollectiveKind::kReduceScatter, reduction.code, 0, total, longest};
+  if (size == 2 && longest <= HostSegment::kSlotBytes) {
+    return reduceScatterFlat(program, host, reduction, contract, output, input, bytes);
+  }
   std::vector<std::size_t> begins(size, 0);
   std::partial_sum(bytes.begin(), bytes.end() - 1, begins.begin() + 1);
   const std::size_t share = HostSegment::kWindowBytes / size;  // of a window, for each rank's piece
@@ -167,11 +200,11 @@ void reduceScatterOnHost(Program& program, HostSegment& host, const Reduction& r
       program.reduce(reduction.function, output.data + i * pieceBytes + place, parts,
                      mine.bytes / reduction.elementSize);
     });
+    for (int from = 0; from < size; ++from) {
+      if (from != rank) program.claim(host.window(from, i) + rank * pieceBytes, lengthOf(rank, i));
+    }
   };
-  const std::size_t longest = std::ranges::max(bytes);
   const std::size_t pieces = std::max<std::size_t>(1, (longest + pieceBytes - 1) / pieceBytes);
-  const std::size_t total = begins.back() + bytes.back();
-  const Contract contract{CollectiveKind::kReduceScatter, reduction.code, 0, total, longest};
   pipeline(
       program, host, contract, pieces, [](std::size_t) {}, putIn, reduce);
 }

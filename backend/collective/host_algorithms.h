@@ -22,10 +22,6 @@ void gatherOnHost(Program& program, HostSegment& host, int root, Slice input, st
 void scatterOnHost(Program& program, HostSegment& host, int root, Slice output, std::span<const Slice> inputs);
 void allToAllOnHost(Program& program, HostSegment& host, std::span<const Slice> outputs, std::span<const Slice> inputs);
 
-// Of two ranks, where each one's part is up to HostSegment::kSlotBytes.
-void reduceScatterOfTwo(Program& program, HostSegment& host, const Reduction& reduction, Slice output,
-                        std::span<const Slice> inputs);
-
 // Any size. Without a root (-1) everybody gets the result in `output`, which `input` may be.
 void reduceOnHost(Program& program, HostSegment& host, const Reduction& reduction, int root, const Gathered& input,
                   Slice output);

@@ -29,7 +29,14 @@ struct Contract {
   std::uint32_t root = 0;
   std::uint64_t bytes = 0;    // of what has the same size on all ranks
   std::uint64_t longest = 0;  // of the parts, one for each rank, that this consists of; or 0
-  bool operator==(const Contract&) const = default;
+  // Of two ranks that swap: what this one gives the other one, and wants of it.
+  std::uint64_t given = 0;
+  std::uint64_t wanted = 0;
+
+  bool isSameCall(const Contract& other) const {
+    return kind == other.kind && reduction == other.reduction && root == other.root && bytes == other.bytes &&
+           longest == other.longest;
+  }
 };
 
 // One collective's place in the sequence of a group: its steps are counted from

@@ -7,6 +7,7 @@
 
 #include "backend/collective/communicator.h"
 #include "backend/collective/streaming_copy.h"
+#include "backend/transport/shm/cache_lines.h"
 
 namespace farandole::collective {
 namespace {
@@ -27,6 +28,11 @@ void copyLocally(void* to, const void* from, std::size_t bytes) {
   } else {
     streamingCopy(to, from, bytes);
   }
+}
+
+Status refuseSize(const std::string& who, std::size_t sent, std::size_t wanted) {
+  return Status::invalidArgument(who + " sent " + std::to_string(sent) + " bytes, the buffer here has " +
+                                 std::to_string(wanted));
 }
 
 }  // namespace
@@ -50,6 +56,11 @@ void Program::waitFor(int message) {
 void Program::copy(void* dst, const void* src, std::size_t bytes) {
   if (dst == src || bytes == 0) return;
   steps_.push_back({Kind::kCopy, 0, src, dst, bytes, 0, nullptr});
+}
+
+void Program::stream(void* dst, const void* src, std::size_t bytes) {
+  if (dst == src || bytes == 0) return;
+  steps_.push_back({Kind::kStream, 0, src, dst, bytes, 0, nullptr});
 }
 
 void Program::reduce(ReduceFunction function, void* dst, std::span<const void* const> sources, std::size_t count) {
@@ -111,17 +122,14 @@ void Program::offer(HostTurn turn, int entry, Offer::Way way, const void* data, 
       {Kind::kOffer, 0, data, &host_->offer(host_->index(), turn, entry), bytes, place, nullptr, copy, 0, way});
 }
 
-void Program::take(HostTurn turn, int index, int entry, void* data, std::size_t bytes) {
-  steps_.push_back(
-      {Kind::kTake, index, &host_->offer(index, turn, entry), data, bytes, 0, nullptr, host_->slot(index, turn)});
+void Program::take(HostTurn turn, int index, int entry, void* data, std::size_t bytes, bool isOnlyReader) {
+  steps_.push_back({Kind::kTake, index, &host_->offer(index, turn, entry), data, bytes, 0, nullptr,
+                    host_->slot(index, turn), 0, Offer::Way::kSlot, isOnlyReader});
   ++numMessages_;
 }
 
-void Program::takeAndReduce(HostTurn turn, int index, int entry, ReduceFunction function, void* dst, const void* own,
-                            void* into, std::size_t bytes, std::size_t elementSize) {
-  steps_.push_back({Kind::kTake, index, &host_->offer(index, turn, entry), into, bytes, sources_.size(), function,
-                    host_->slot(index, turn), elementSize});
-  sources_.insert(sources_.end(), {dst, own});
+void Program::claim(std::byte* data, std::size_t bytes) {
+  steps_.push_back({Kind::kClaim, 0, nullptr, data, bytes, 0, nullptr});
 }
 
 int ProgramOperation::missing(const Program::Step& step) const {
@@ -155,12 +163,17 @@ std::string ProgramOperation::missingRanks() const {
 Status ProgramOperation::compareContracts(const Program::Step& step) const {
   const auto& [turn, own] = program_.contracts_[step.firstSource];
   for (int index = 0; index < program_.host_->size(); ++index) {
-    if (step.peer != Program::kAllRanks && step.peer != index) continue;
+    if (index == program_.host_->index() || (step.peer != Program::kAllRanks && step.peer != index)) continue;
     const Contract& other = program_.host_->contract(index, turn);
-    if (other == own) continue;
-    return Status::invalidArgument("rank " + std::to_string(communicator_->rank()) + " called " + describe(own) + ", " +
-                                   communicator_->describe(communicator_->rankOnHost(index)) + " called " +
-                                   describe(other) + "; expected the same on all ranks");
+    if (other.isSameCall(own) && other.given == own.wanted && other.wanted == own.given) continue;
+    const std::string who = communicator_->describe(communicator_->rankOnHost(index));
+    if (!other.isSameCall(own)) {
+      return Status::invalidArgument("rank " + std::to_string(communicator_->rank()) + " called " + describe(own) +
+                                     ", " + who + " called " + describe(other) + "; expected the same on all ranks");
+    }
+    if (other.given != own.wanted) return refuseSize(who, other.given, own.wanted);
+    return Status::invalidArgument(who + " has a buffer of " + std::to_string(other.wanted) +
+                                   " bytes, this rank sent it " + std::to_string(own.given) + " bytes");
   }
   return Status::ok();
 }
@@ -220,13 +233,13 @@ bool ProgramOperation::take(const Program::Step& step) {
     return true;
   }
   if (offer.bytes != step.size) {
-    fail(Status::invalidArgument(communicator_->describe(communicator_->rankOnHost(step.peer)) + " sent " +
-                                 std::to_string(offer.bytes) + " bytes, the buffer here has " +
-                                 std::to_string(step.size)));
+    fail(refuseSize(communicator_->describe(communicator_->rankOnHost(step.peer)), offer.bytes, step.size));
     return true;
   }
   if (offer.way == Offer::Way::kSlot) {
-    finishTake(step, static_cast<const std::byte*>(step.copy) + offer.place);
+    std::byte* const data = static_cast<std::byte*>(step.copy) + offer.place;
+    if (step.size > 0) std::memcpy(to, data, step.size);
+    if (step.isOnlyReader) transport::claimLines(data, step.size);
     return true;
   }
   const std::size_t bytes = std::min(kReadBytes, step.size - taken_);
@@ -235,24 +248,8 @@ bool ProgramOperation::take(const Program::Step& step) {
   taken_ += bytes;
   if (status && taken_ < step.size) return false;
   taken_ = 0;
-  if (status) {
-    finishTake(step, to);
-  } else {
-    fail(status);
-  }
+  if (!status) fail(status);
   return true;
-}
-
-void ProgramOperation::finishTake(const Program::Step& step, const std::byte* data) {
-  if (step.function != nullptr) {
-    const void* const* const rest = &program_.sources_[step.firstSource];
-    const void* parts[2];
-    parts[step.peer] = data;
-    parts[1 - step.peer] = rest[1];
-    step.function(const_cast<void*>(rest[0]), parts, 2, step.size / step.elementSize);
-  } else if (data != step.destination && step.size > 0) {
-    std::memcpy(step.destination, data, step.size);
-  }
 }
 
 bool ProgramOperation::postNext() {
@@ -274,6 +271,10 @@ bool ProgramOperation::postNext() {
         break;
       case Program::Kind::kCopy:
         copyLocally(step.destination, step.source, step.size);
+        worked += step.size;
+        break;
+      case Program::Kind::kStream:
+        streamingCopy(step.destination, step.source, step.size);
         worked += step.size;
         break;
       case Program::Kind::kReduce:
@@ -307,6 +308,7 @@ bool ProgramOperation::postNext() {
         }
         worked += step.size;
         break;
+      case Program::Kind::kClaim: transport::claimLines(static_cast<std::byte*>(step.destination), step.size); break;
       case Program::Kind::kSignal: communicator_->signal(step.size); break;
       case Program::Kind::kAwait:
       case Program::Kind::kMeet:

@@ -31,6 +31,8 @@ class Program {
   // When this message is done; others may be under way.
   void waitFor(int message);
   void copy(void* dst, const void* src, std::size_t bytes);
+  // The same past the caches, of what does not overlap.
+  void stream(void* dst, const void* src, std::size_t bytes);
   void reduce(ReduceFunction function, void* dst, std::span<const void* const> sources, std::size_t count);
   // The same, and leaves a copy of the result.
   void reduceAndCopy(ReduceFunction function, void* dst, void* copy, std::span<const void* const> sources,
@@ -55,14 +57,14 @@ class Program {
 
   // Hands out data in the turn, before its first signal: entry `entry` of this rank's offers. `place`: in the slot.
   void offer(HostTurn turn, int entry, Offer::Way way, const void* data, std::size_t bytes, std::size_t place);
-  // Takes what the other one has handed out, once this rank has met it: by whichever way it has chosen.
-  void take(HostTurn turn, int index, int entry, void* data, std::size_t bytes);
-  // Between two ranks, of what does not come as a message: `dst` = what is taken and `own`, in rank order. What is read
-  // lands in `into`, which may be `dst` but not `own`.
-  void takeAndReduce(HostTurn turn, int index, int entry, ReduceFunction function, void* dst, const void* own,
-                     void* into, std::size_t bytes, std::size_t elementSize);
+  // Takes what the other one has handed out, once this rank has met it: by whichever way it has chosen. `isOnlyReader`:
+  // no other rank takes it too.
+  void take(HostTurn turn, int index, int entry, void* data, std::size_t bytes, bool isOnlyReader);
 
   static constexpr int kAllRanks = -1;
+
+  // Of a slot or window, when its only reader has read it (claimLines).
+  void claim(std::byte* data, std::size_t bytes);
 
   // Memory that lives as long as the program.
   std::byte* scratch(std::size_t bytes);
@@ -79,6 +81,7 @@ class Program {
     kWait,
     kWaitFor,
     kCopy,
+    kStream,
     kReduce,
     kReduceAndCopy,
     kTell,
@@ -86,7 +89,8 @@ class Program {
     kAwait,
     kMeet,
     kOffer,
-    kTake
+    kTake,
+    kClaim
   };
   struct Step {
     Kind kind;
@@ -94,11 +98,12 @@ class Program {
     const void* source;  // or null
     void* destination;
     std::size_t size;         // bytes, or elements of a reduction, or a counter's value, or a message's number
-    std::size_t firstSource;  // or the place of an offer; of a take that reduces, where and with what
+    std::size_t firstSource;  // or the place of an offer
     ReduceFunction function;
     void* copy = nullptr;  // of the destination; or what is copied of an offer, or the slot that it is in
     std::size_t elementSize = 0;
     Offer::Way way = Offer::Way::kSlot;
+    bool isOnlyReader = false;  // of what is taken
   };
 
   std::vector<Step> steps_;
@@ -142,8 +147,6 @@ class ProgramOperation : public Operation {
   void reduceAndCopy(const Program::Step& step);
   // Goes on with it; false when there is more to take, and it has not failed.
   bool take(const Program::Step& step);
-  // With what has been taken.
-  void finishTake(const Program::Step& step, const std::byte* data);
 
   bool endsAlone_ = false;
   bool blocked_ = false;

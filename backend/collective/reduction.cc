@@ -16,11 +16,6 @@ void copyTogether(Program& program, const Gathered& input, Slice output) {
   });
 }
 
-// Of two ranks on a host that give each other so much.
-bool goesAtOnce(const HostSegment& host, std::size_t bytes) {
-  return host.size() == 2 && bytes <= HostSegment::kSlotBytes;
-}
-
 }  // namespace
 
 void allReduce(Program& program, Topology topology, const Reduction& reduction, const Gathered& input, Slice output) {
@@ -55,8 +50,7 @@ void reduce(Program& program, Topology topology, const Reduction& reduction, int
 
 void reduceScatter(Program& program, Topology topology, const Reduction& reduction, const Gathered& input, Slice whole,
                    Slice output) {
-  HostSegment* const host = topology.wholeSegment();
-  if (host != nullptr && !goesAtOnce(*host, output.bytes)) {
+  if (HostSegment* const host = topology.wholeSegment()) {
     const std::vector<std::size_t> sizes(topology.size, output.bytes);
     return reduceScatterOnHost(program, *host, reduction, output, input, sizes);
   }
@@ -71,9 +65,6 @@ void reduceScatter(Program& program, Topology topology, const Reduction& reducti
 void reduceScatter(Program& program, Topology topology, const Reduction& reduction, Slice output,
                    std::span<const Slice> inputs) {
   if (HostSegment* const host = topology.wholeSegment()) {
-    if (goesAtOnce(*host, longestBytes(inputs))) {
-      return reduceScatterOfTwo(program, *host, reduction, output, inputs);
-    }
     std::vector<std::size_t> sizes;
     std::ranges::transform(inputs, std::back_inserter(sizes), &Slice::bytes);
     return reduceScatterOnHost(program, *host, reduction, output, Gathered(inputs), sizes);

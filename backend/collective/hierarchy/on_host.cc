@@ -43,6 +43,9 @@ void reduceToOwners(Program& program, HostSegment& host, const Contract& contrac
         parts[from] = from == index ? slice.data : host.window(from, i) + own * pieceBytes + offset;
       }
       sum.combine(program, output + i * pieceBytes + offset, parts, slice.bytes);
+      for (int from = 0; from < host.size(); ++from) {
+        if (from != index) program.claim(host.window(from, i) + own * pieceBytes + offset, slice.bytes);
+      }
     });
   };
   pipeline(

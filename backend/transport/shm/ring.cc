@@ -3,6 +3,8 @@
 #include <cstring>
 #include <new>
 
+#include "backend/transport/shm/cache_lines.h"
+
 namespace farandole::transport {
 namespace {
 
@@ -73,7 +75,10 @@ RingReader::RingReader(std::byte* memory, RingShape shape)
 
 bool RingReader::pop() {
   const Cell& cell = cells_[cellsRead_ & (shape_.cells - 1)];
-  if (cell.inlineBytes == Cell::kOutOfLine) payloadRead_ = cell.payloadEnd;
+  if (cell.inlineBytes == Cell::kOutOfLine) {
+    claimLines(payload_ + cell.payload, cell.bytes);
+    payloadRead_ = cell.payloadEnd;
+  }
   if ((++cellsRead_ & (shape_.cells - 1)) == 0) ++turn_;
   const bool writerWaits = header_->writerWaits.load(std::memory_order_relaxed) != 0;
   const bool isDue =

@@ -127,7 +127,7 @@ class RingReader {
  private:
   RingHeader* header_ = nullptr;
   Cell* cells_ = nullptr;
-  const std::byte* payload_ = nullptr;
+  std::byte* payload_ = nullptr;
   RingShape shape_{};
   std::uint32_t turn_ = 1;
   std::uint64_t cellsRead_ = 0;

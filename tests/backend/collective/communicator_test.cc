@@ -190,6 +190,7 @@ TEST(Communicator, WhyARankGaveUpIsToldThoughItHasLeftSince) {
   };
   auto alone = launchBarrier(1, 1);
   group[1]->timeOut(*alone, 20ms);
+  alone.reset();
   group.end(1);
   int in = 0;
   auto waiting = std::make_shared<TestOperation>(group[0]);
