@@ -118,29 +118,31 @@ void Operation::messageDone(transport::Request& request) {
 
 void Operation::noteMessage(Message& message) {
   message.isPending = false;
-  if (!isDone()) {
-    if (Status status = check(message); !status) {
-      const bool isLoss = status.code() == StatusCode::kPeerFailed || status.code() == StatusCode::kPeerLeft;
-      if (isLoss) {
-        communicator_->failForLoss(*this, status);
-      } else {
-        fail(status);
-      }
-    }
+  if (message.status) [[likely]] {
+    if (!message.isSend) message.peer = p2p::sourceOf(message.tag);
+  } else if (!isDone()) {
+    endFor(message);
   }
   // Counted last: a failure above must not end this object under our feet.
   if (--outstanding_ == 0 || &message == awaited_) run();
 }
 
-Status Operation::check(Message& message) {
-  const bool differs = message.status.code() == StatusCode::kMismatch;
-  if (!message.status && !differs) {
-    communicator_->noteLost(message.peer);
-    return message.status.wrap((message.isSend ? "sending to " : "receiving from ") +
-                               communicator_->describe(message.peer));
+void Operation::endFor(Message& message) {
+  const StatusCode code = message.status.code();
+  if (code == StatusCode::kMismatch) {
+    if (!message.isSend) message.peer = p2p::sourceOf(message.tag);
+    // It may go on.
+    if (const Status status = mismatch(message); !status) fail(status);
+    return;
   }
-  if (!message.isSend) message.peer = p2p::sourceOf(message.tag);
-  return differs ? mismatch(message) : Status::ok();
+  communicator_->noteLost(message.peer);
+  const Status status = message.status.wrap((message.isSend ? "sending to " : "receiving from ") +
+                                            communicator_->describe(message.peer));
+  if (code == StatusCode::kPeerFailed || code == StatusCode::kPeerLeft) {
+    communicator_->failForLoss(*this, status);
+  } else {
+    fail(status);
+  }
 }
 
 Status Operation::mismatch(const Message& message) {

@@ -114,7 +114,8 @@ class Operation {
 
   static void messageDone(transport::Request& request);
   void noteMessage(Message& message);
-  Status check(Message& message);
+  // Of a message that failed.
+  void endFor(Message& message);
   void run();
   void complete(Status status);
 
