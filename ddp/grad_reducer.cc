@@ -136,12 +136,12 @@ void GradReducer::scaleGrads(double factor) {
   buffers_->scaleGrads(factor);
 }
 
-void GradReducer::onGradReady(int parameter, bool hasGradient) {
+void GradReducer::onGradReady(int parameter, const at::Tensor& brought) {
   const ModelParameter& named = parameters_[parameter];
   TORCH_CHECK(!at::GradMode::is_enabled(), "farandole.ddp: backward(create_graph=True) is not supported: parameter '",
               named.name, "' would get a gradient that is part of a graph");
-  TORCH_CHECK(!hasGradient || named.tensor.grad().defined(), "farandole.ddp: the gradient of parameter '", named.name,
-              "' was removed by a hook before it could be reduced");
+  TORCH_CHECK(!brought.defined() || named.tensor.grad().defined(), "farandole.ddp: the gradient of parameter '",
+              named.name, "' was removed by a hook before it could be reduced");
   std::lock_guard lock(mutex_);
   if (!abandoned_.empty()) return;
   TORCH_CHECK(!isExplicit_, "farandole.ddp: parameter '", named.name,
@@ -163,7 +163,7 @@ void GradReducer::onGradReady(int parameter, bool hasGradient) {
       isCounting_ || arrived <= expected_[parameter], "farandole.ddp: parameter '", named.name,
       "' got its gradient twice in one backward that synchronizes: is it used by several reentrant "
       "checkpoints? Use checkpoint(..., use_reentrant=False), or static_graph=True where every backward is alike");
-  gradients_.accumulate(parameter, borrows(parameter));
+  gradients_.accumulate(parameter, borrows(parameter) ? brought : at::Tensor());
   if (isCounting_ || arrived < expected_[parameter]) return;
   if (timeline_) timeline_->mark(Timeline::Kind::kReady, parameter);
   markReady(parameter);

@@ -112,7 +112,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
               Gradients::IsAdded isAdded);
   void attachHooks();
 
-  void onGradReady(int parameter, bool hasGradient);
+  void onGradReady(int parameter, const at::Tensor& brought);
   void onOutputReached();
   void onBackwardEnd(int task);
   void finishRound(RoundEnd end);

@@ -76,8 +76,8 @@ void GradReducer::attachHooks() {
   hooks_.reserve(parameters_.size());
   for (size_t p = 0; p < parameters_.size(); ++p) {
     hooks_.emplace_back(parameters_[p].tensor,
-                        [weak = weak_from_this(), parameter = static_cast<int>(p)](bool hasGradient) {
-                          if (auto self = weak.lock()) self->onGradReady(parameter, hasGradient);
+                        [weak = weak_from_this(), parameter = static_cast<int>(p)](const at::Tensor& brought) {
+                          if (auto self = weak.lock()) self->onGradReady(parameter, brought);
                         });
   }
 }

@@ -12,11 +12,19 @@ namespace {
 // Less is copied faster, with the cache that it is in, than it is looked after.
 constexpr int64_t kBorrowedBytes = 16 << 10;
 
-// `.grad`, and the tensor that autograd is just done with, which it was detached from.
-constexpr std::size_t kOwnTensors = 2;
-
-// Whether nobody else has the gradient's memory: functions may work in place on a gradient that they share with it.
-bool isUnshared(const at::Tensor& grad) { return grad.storage().use_count() <= kOwnTensors; }
+// Whether nobody else has the memory of `.grad`: functions may work in place on a gradient that they share with it.
+// Autograd detached it from what it brought, which may be a view, as the gradient of a Linear's weight is (of the
+// transposed one). Nobody but such a view has its base.
+bool isUnshared(const at::Tensor& grad, const at::Tensor& brought) {
+  if (!brought.has_storage() || !brought.is_alias_of(grad)) return grad.storage().use_count() == 1;
+  std::size_t owners = 2;
+  if (brought.is_view()) {
+    const auto& base = brought._base();
+    constexpr std::size_t kView = 1;
+    if (base.use_count() == kView) ++owners;
+  }
+  return grad.storage().use_count() == owners;
+}
 
 }  // namespace
 
@@ -27,9 +35,9 @@ Gradients::Gradients(std::shared_ptr<ModelBuffers> buffers, Home home, IsAdded i
       isForgotten_(buffers_->parameters().size(), 0),
       borrowed_(buffers_->parameters().size()) {}
 
-void Gradients::accumulate(int parameter, bool borrows) {
+void Gradients::accumulate(int parameter, const at::Tensor& brought) {
   isReduced_ = isZero_ = false;
-  home_ == Home::kGrad ? adopt(parameter, borrows) : add(parameter, borrows);
+  home_ == Home::kGrad ? adopt(parameter, brought) : add(parameter, brought);
 }
 
 std::vector<at::Tensor> Gradients::takeBorrowed(int bucket) {
@@ -56,12 +64,13 @@ void Gradients::dropBorrowed() {
   for (at::Tensor& grad : borrowed_) grad.reset();
 }
 
-void Gradients::copyOrBorrow(int parameter, const at::Tensor& grad, bool borrows) {
+void Gradients::copyOrBorrow(int parameter, const at::Tensor& grad, const at::Tensor& brought) {
   const at::Tensor& view = buffers_->mainGrads()[parameter];
   const bool isAlike = grad.scalar_type() == view.scalar_type() && grad.strides() == view.strides() &&
                        grad.is_non_overlapping_and_dense() && !grad.is_complex() && !grad.is_neg() &&
                        !grad._is_zerotensor();
-  if (borrows && isAlike && static_cast<int64_t>(grad.nbytes()) >= kBorrowedBytes && isUnshared(grad)) {
+  const bool isLarge = static_cast<int64_t>(grad.nbytes()) >= kBorrowedBytes;
+  if (brought.defined() && isLarge && isAlike && isUnshared(grad, brought)) {
     borrowed_[parameter] = grad;
   } else {
     view.copy_(grad);
@@ -85,20 +94,20 @@ void Gradients::show(int parameter) {
 }
 
 // Makes the view the parameter's gradient, with the value of the gradient that was there, or zero.
-void Gradients::adopt(int parameter, bool borrows) {
+void Gradients::adopt(int parameter, const at::Tensor& brought) {
   at::Tensor& grad = buffers_->parameters()[parameter].tensor.mutable_grad();
   const at::Tensor& view = buffers_->mainGrads()[parameter];
   if (grad.is_same(view)) return;
   if (grad.defined()) {
     checkFits(parameter, grad);
-    copyOrBorrow(parameter, grad, borrows);
+    copyOrBorrow(parameter, grad, brought);
   } else {
     view.zero_();
   }
   grad = view;
 }
 
-void Gradients::add(int parameter, bool borrows) {
+void Gradients::add(int parameter, const at::Tensor& brought) {
   at::Tensor& grad = buffers_->parameters()[parameter].tensor.mutable_grad();
   const at::Tensor& mainGrad = buffers_->mainGrads()[parameter];
   const bool isForgotten = std::exchange(isForgotten_[parameter], 0) != 0;
@@ -108,7 +117,7 @@ void Gradients::add(int parameter, bool borrows) {
                 "the step where kernels add to main_grad");
   } else if (grad.defined()) {
     checkFits(parameter, grad);
-    isForgotten ? copyOrBorrow(parameter, grad, borrows) : static_cast<void>(mainGrad.add_(grad));
+    isForgotten ? copyOrBorrow(parameter, grad, brought) : static_cast<void>(mainGrad.add_(grad));
   } else if (isForgotten) {
     mainGrad.zero_();
   }

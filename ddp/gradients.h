@@ -29,8 +29,9 @@ class Gradients {
   void checkAccumulates(int parameter) const;
 
   // Takes what autograd has accumulated, after checkAccumulates(). Throws, naming the parameter, what cannot be taken.
-  // With `borrows` a large gradient that would be copied stays where it is, for takeBorrowed().
-  void accumulate(int parameter, bool borrows = false);
+  // With `brought`, what autograd came with and is done with, a large gradient that would be copied stays where it is,
+  // for takeBorrowed(), unless others have its memory, too.
+  void accumulate(int parameter, const at::Tensor& brought = {});
 
   // The gradients of a bucket from one end to the other, some of them not in the buffer; empty where all are.
   std::vector<at::Tensor> takeBorrowed(int bucket);
@@ -55,9 +56,9 @@ class Gradients {
   bool isReduced() const { return isReduced_; }
 
  private:
-  void adopt(int parameter, bool borrows = false);
-  void add(int parameter, bool borrows = false);
-  void copyOrBorrow(int parameter, const at::Tensor& grad, bool borrows);
+  void adopt(int parameter, const at::Tensor& brought = {});
+  void add(int parameter, const at::Tensor& brought = {});
+  void copyOrBorrow(int parameter, const at::Tensor& grad, const at::Tensor& brought);
   void checkFits(int parameter, const at::Tensor& grad) const;
 
   const std::shared_ptr<ModelBuffers> buffers_;

@@ -15,7 +15,7 @@ class PostHook : public torch::autograd::FunctionPostHook {
 
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
                                             const torch::autograd::variable_list& inputs) override {
-    onReady_(!inputs.empty() && inputs[0].defined());
+    onReady_(inputs.empty() ? at::Tensor() : inputs[0]);
     return outputs;
   }
 

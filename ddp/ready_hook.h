@@ -14,8 +14,8 @@ namespace farandole::ddp {
 // ends with this object, which must not happen while a backward runs.
 class ReadyHook {
  public:
-  // `hasGradient` is false when autograd reached the parameter with an undefined gradient.
-  using OnReady = std::function<void(bool hasGradient)>;
+  // `brought`: what autograd came with, which it is done with; undefined when it came without a gradient.
+  using OnReady = std::function<void(const at::Tensor& brought)>;
 
   ReadyHook(const at::Tensor& param, OnReady onReady);
   ~ReadyHook();

@@ -194,7 +194,8 @@ Status Communicator::canCome(int index) const {
   const bool isAbandoned = host_->isAbandoned(index);
   if (const int by = host_->abortedBy(); by != HostSegment::kNobody) return abortOf(by);
   const int rank = rankOnHost(index);
-  if (!isAbandoned) return peers_[rank].failure.wrapUnlessOk(describe(rank) + " is gone");
+  // Asked with every look at who has not come yet: nothing is described for nobody.
+  if (!isAbandoned) return peers_[rank].failure ? Status::ok() : peers_[rank].failure.wrap(describe(rank) + " is gone");
   // Why it gave up, also when it has left since. It may have seen a death before this rank did: the dead one is to be
   // named.
   const int culprit = host_->culpritOf(index);

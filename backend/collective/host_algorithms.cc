@@ -14,6 +14,9 @@ constexpr std::size_t kFlatBytes = 32 << 10;
 // 16 KiB 9.2 flat against 7.6, 32 KiB 10.9 against 9.3).
 constexpr std::size_t kFlatBytesOfTwo = 8 << 10;
 
+// From here on results go past the caches where the input lies elsewhere: nobody has looked at that memory for long.
+constexpr std::size_t kStreamedResultBytes = 1 << 20;
+
 Slice pieceOf(Slice data, std::size_t piece, std::size_t pieceBytes) {
   const std::size_t begin = std::min(piece * pieceBytes, data.bytes);
   return {data.data + begin, std::min(pieceBytes, data.bytes - begin)};
@@ -127,13 +130,21 @@ void reduceOnHost(Program& program, HostSegment& host, const Reduction& reductio
   const auto result = [&](int owner, const Shard& part, std::size_t i) {
     return size == 2 ? host.window(1 - owner, i) + part.begin : host.result(owner, i);
   };
+  const auto isStreamed = [&](std::size_t begin, Slice mine) {
+    return output.bytes >= kStreamedResultBytes && mine.data != output.data + begin;
+  };
   const auto takeOut = [&](std::size_t i) {  // all but the own shard
     if (root >= 0 && root != rank) return;
     const Slice piece = pieceOf(output, i, pieceBytes);
     for (int owner = 0; owner < size; ++owner) {
       if (owner == rank) continue;
       const Shard part = shard(owner, piece.bytes);
-      program.copy(piece.data + part.begin, result(owner, part, i), part.bytes);
+      const std::size_t begin = i * pieceBytes + part.begin;
+      input.forEach(begin, part.bytes, [&](std::size_t place, Slice mine) {
+        std::byte* const to = output.data + begin + place;
+        const std::byte* const from = result(owner, part, i) + place;
+        isStreamed(begin + place, mine) ? program.stream(to, from, mine.bytes) : program.copy(to, from, mine.bytes);
+      });
     }
   };
   const auto putIn = [&](std::size_t i) {  // all but the own shard
@@ -153,13 +164,16 @@ void reduceOnHost(Program& program, HostSegment& host, const Reduction& reductio
         parts[from] = from == rank ? mine.data : host.window(from, i) + begin;
       }
       const std::size_t count = mine.bytes / reduction.elementSize;
+      std::byte* const shared = result(rank, own, i) + place;
       if (root == rank) {
         program.reduce(reduction.function, piece.data + begin, parts, count);
       } else if (root >= 0) {
-        program.reduce(reduction.function, result(rank, own, i) + place, parts, count);
+        program.reduce(reduction.function, shared, parts, count);
+      } else if (isStreamed(i * pieceBytes + begin, mine)) {
+        program.reduce(reduction.function, shared, parts, count);
+        program.stream(piece.data + begin, shared, mine.bytes);
       } else {
-        program.reduceAndCopy(reduction.function, piece.data + begin, result(rank, own, i) + place, parts, count,
-                              reduction.elementSize);
+        program.reduceAndCopy(reduction.function, piece.data + begin, shared, parts, count, reduction.elementSize);
       }
     });
   };

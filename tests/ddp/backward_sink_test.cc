@@ -13,7 +13,7 @@ TEST(GradReducer, ABackwardThatReachesAnOutputEndsTheRoundOfThoseInsideIt) {
     std::vector<at::Tensor> tensors = {parameter(10), parameter(20)};
     auto reducer = GradReducer::create(self.group, modelOf(tensors), {.unused = UnusedParameters::kSkip});
     const std::vector<at::Tensor> input = {parameter(5)};
-    ReadyHook nested(input[0], [&](bool) { backward(lossOf(tensors, {1}, self.rank)); });
+    ReadyHook nested(input[0], [&](const at::Tensor&) { backward(lossOf(tensors, {1}, self.rank)); });
     const at::Tensor output = lossOf(input, {0}, 1);
     reducer->watchOutputs({output, at::Tensor(), at::ones(3)});
     backward(output);
@@ -31,7 +31,7 @@ TEST(GradReducer, ABackwardThatReachesAnOutputInTheMidstOfARoundDoesNotEndIt) {
     const at::Tensor other = lossOf(input, {0}, 1);
     const at::Tensor output = lossOf(tensors, {0, 1}, self.rank);
     reducer->watchOutputs({other, output});
-    ReadyHook nested(tensors[1], [&](bool) { backward(other); });
+    ReadyHook nested(tensors[1], [&](const at::Tensor&) { backward(other); });
     backward(output);
     for (const at::Tensor& tensor : tensors) EXPECT_TRUE(isEverywhere(tensor.grad(), 0.5));
   });
@@ -41,7 +41,7 @@ TEST(GradReducer, ABackwardInsideABackwardDoesNotEndTheRound) {
   runThreads(2, [](ThreadRank& self) {
     std::vector<at::Tensor> tensors = {parameter(10), parameter(20), parameter(30)};
     auto reducer = GradReducer::create(self.group, modelOf(tensors), {});
-    ReadyHook nested(tensors[2], [&](bool) { backward(lossOf(tensors, {1}, self.rank)); });
+    ReadyHook nested(tensors[2], [&](const at::Tensor&) { backward(lossOf(tensors, {1}, self.rank)); });
     backward(lossOf(tensors, {0, 2}, self.rank));
     for (const at::Tensor& tensor : tensors) EXPECT_TRUE(isEverywhere(tensor.grad(), 0.5));
   });
@@ -53,7 +53,7 @@ TEST(GradReducer, AParameterThatInnerBackwardsLeftOutIsNamedByTheNextForward) {
     auto reducer = GradReducer::create(self.group, modelOf(tensors), {.buffers = {.bucketSize = 1}});
     // The outer backward reaches no parameter of the model: nothing in it can tell the end.
     const std::vector<at::Tensor> input = {parameter(5)};
-    ReadyHook nested(input[0], [&](bool) { backward(lossOf(tensors, {1}, self.rank)); });
+    ReadyHook nested(input[0], [&](const at::Tensor&) { backward(lossOf(tensors, {1}, self.rank)); });
     backward(lossOf(input, {0}, 1));
     const std::string error = errorOf([&] { reducer->prepareForward(true); });
     EXPECT_NE(error.find("Without a gradient in it: 'p0'"), std::string::npos) << error;

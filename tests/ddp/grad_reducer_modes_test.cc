@@ -58,7 +58,7 @@ TEST(GradReducer, WithoutOverlapNothingIsIssuedBeforeTheEnd) {
       auto reducer =
           GradReducer::create(self.group, modelOf(tensors),
                               {.buffers = {.bucketSize = 1}, .overlaps = false, .endsWithBackward = endsWithBackward});
-      ReadyHook observer(tensors[0], [&self](bool) { self.backend->events.emplace_back("last"); });
+      ReadyHook observer(tensors[0], [&self](const at::Tensor&) { self.backend->events.emplace_back("last"); });
       self.backend->events.clear();
       backward(lossOf(tensors, {0, 1}, self.rank));
       EXPECT_EQ(self.backend->events.front(), "last");
@@ -134,7 +134,7 @@ TEST(GradReducer, AStaticGraphCountsInTheFirstBackwardThatComesToItsEnd) {
     auto reducer = GradReducer::create(self.group, modelOf(tensors), {.isGraphStatic = true});
     bool isNested = false;
     bool fails = true;
-    ReadyHook nested(tensors[1], [&](bool) {
+    ReadyHook nested(tensors[1], [&](const at::Tensor&) {
       TORCH_CHECK(!fails, "too much");
       if (!std::exchange(isNested, true)) backward(lossOf(tensors, {1}, 10.0 * self.rank));
     });
@@ -160,7 +160,7 @@ TEST(GradReducer, AStaticGraphMayGiveAParameterSeveralGradientsInABackward) {
     auto reducer =
         GradReducer::create(self.group, modelOf(tensors), {.buffers = {.bucketSize = 1}, .isGraphStatic = true});
     bool isNested = false;
-    ReadyHook nested(tensors[1], [&](bool) {
+    ReadyHook nested(tensors[1], [&](const at::Tensor&) {
       if (!std::exchange(isNested, true)) backward(lossOf(tensors, {1}, 10.0 * self.rank));
     });
     for (int round = 0; round < 3; ++round) {

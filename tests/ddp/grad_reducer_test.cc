@@ -42,8 +42,8 @@ TEST(GradReducer, TheFirstBucketIsIssuedWhileBackwardStillRuns) {
     auto reducer = GradReducer::create(self.group, modelOf(tensors), {.buffers = {.bucketSize = 1}});
     std::vector<ReadyHook> observers;  // after the reducer's: each sees what its own gradient set off
     for (size_t i = 0; i < tensors.size(); ++i) {
-      observers.emplace_back(tensors[i],
-                             [&self, i](bool) { self.backend->events.push_back("grad " + std::to_string(i)); });
+      observers.emplace_back(
+          tensors[i], [&self, i](const at::Tensor&) { self.backend->events.push_back("grad " + std::to_string(i)); });
     }
     self.backend->events.clear();
     backward(lossOf(tensors, {0, 1, 2}, 1));
@@ -148,7 +148,7 @@ TEST(GradReducer, ABackwardThatRaisedIsEndedByTheNextForward) {
       const std::string error = errorOf([&] { backward(lossOf(tensors, {0, 1}, 1)); });  // waits for rank 1's part
       EXPECT_NE(error.find("rank 1 of the group: a forward began before"), std::string::npos) << error;
     } else {
-      ReadyHook bomb(tensors[1], [](bool) { TORCH_CHECK(false, "out of memory"); });
+      ReadyHook bomb(tensors[1], [](const at::Tensor&) { TORCH_CHECK(false, "out of memory"); });
       EXPECT_EQ(errorOf([&] { backward(lossOf(tensors, {0, 1}, 1)); }), "out of memory");
       const std::string error = errorOf([&] { reducer->prepareForward(true); });
       EXPECT_NE(error.find("Without a gradient in it: 'p0'"), std::string::npos) << error;
@@ -183,7 +183,7 @@ TEST(GradReducer, ARankThatAbandonsEndsTheRoundOfTheOthersWithItsReason) {
       const std::string expected = "rank " + std::to_string(self.rank) +
                                    " of the group cannot average gradients any more: rank 1 ran out of memory";
       if (self.rank == 1) {
-        ReadyHook bomb(tensors[1], [](bool) { TORCH_CHECK(false, "bomb"); });
+        ReadyHook bomb(tensors[1], [](const at::Tensor&) { TORCH_CHECK(false, "bomb"); });
         if (hasBegun) {  // one of the two buckets: with both the others' rounds may end before they learn of it
           EXPECT_EQ(errorOf([&] { backward(lossOf(tensors, {1}, 1)); }), "bomb");
         }
@@ -247,7 +247,7 @@ TEST(GradReducer, TwoGradientsForOneParameterInOneRoundAreRefusedByName) {
     std::vector<at::Tensor> tensors = {parameter(10), parameter(20)};
     auto reducer = GradReducer::create(self.group, modelOf(tensors), {});
     // A backward inside a backward, as reentrant checkpoints run it.
-    ReadyHook nested(tensors[1], [&, depth = 0](bool) mutable {
+    ReadyHook nested(tensors[1], [&, depth = 0](const at::Tensor&) mutable {
       if (depth++ == 0) backward(lossOf(tensors, {1}, 1));
     });
     const std::string error = errorOf([&] { backward(lossOf(tensors, {0, 1}, 1)); });

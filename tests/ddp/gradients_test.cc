@@ -119,8 +119,25 @@ TEST(Gradients, WhatAFunctionMayStillWriteIntoIsCopied) {
     self.backend->events.clear();
     // The gradients of both are views of one tensor.
     backward((tensors[0].unsqueeze(0) + tensors[1].unsqueeze(0)).mul(self.rank + 1.0).sum());
-    EXPECT_EQ(self.backend->events.front(), "allreduce " + std::to_string(2 * kLarge));
+    // When the second one comes, the first one is in the buffer, and nobody is left to write.
+    const std::string large = std::to_string(kLarge);
+    EXPECT_EQ(self.backend->events.front(), "allreduce [" + large + "] " + large);
     for (const at::Tensor& tensor : tensors) EXPECT_TRUE(isEverywhere(tensor.grad(), 1.5));
+  });
+}
+
+TEST(Gradients, ThoseOfALinearsWeightAreViewsThatNobodyElseHas) {
+  runThreads(2, [](ThreadRank& self) {
+    self.backend->gathersTensors = true;
+    constexpr int64_t kWidth = 128;
+    static_assert(kWidth * kWidth == kLarge);
+    const std::vector<at::Tensor> tensors = {at::ones({kWidth, kWidth}, at::kDouble).set_requires_grad(true)};
+    auto reducer = GradReducer::create(self.group, modelOf(tensors), {.averageInCollective = true});
+    self.backend->events.clear();
+    const at::Tensor input = at::full({1, kWidth}, self.rank + 1.0, at::kDouble);
+    backward(at::linear(input, tensors[0]).sum());
+    EXPECT_EQ(self.backend->events.front(), "allreduce [" + std::to_string(kLarge) + "]");
+    EXPECT_TRUE(isEverywhere(tensors[0].grad(), 1.5));
   });
 }
 

@@ -1,7 +1,8 @@
 """What data parallelism adds to a backward that has no communication: torch's DDP beside farandole's, on two ranks.
 
-"exposed" is the time of a forward and backward less that of the same module without a wrapper, in the same turn. Two ranks on two cores hide nothing, so what is exposed is compared with one all_reduce of as many elements
-("all_reduce"); where backward sleeps a core is free, and communication can be hidden.
+"exposed" is the time of a forward and backward less that of the same module without a wrapper, in the same turn. Two
+ranks on two cores hide nothing, so what is exposed is compared with one all_reduce of as many elements ("all_reduce");
+where backward sleeps a core is free, and communication can be hidden.
 
 "a parameter" is what the host takes for one beyond autograd's own work: parameters of one element whose
 gradients are there, in a group of one rank. It is (backward - backward without a wrapper) / parameters.
