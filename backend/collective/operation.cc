@@ -136,8 +136,8 @@ void Operation::endFor(Message& message) {
     return;
   }
   communicator_->noteLost(message.peer);
-  const Status status = message.status.wrap((message.isSend ? "sending to " : "receiving from ") +
-                                            communicator_->describe(message.peer));
+  const Status status =
+      message.status.wrap((message.isSend ? "sending to " : "receiving from ") + communicator_->describe(message.peer));
   if (code == StatusCode::kPeerFailed || code == StatusCode::kPeerLeft) {
     communicator_->failForLoss(*this, status);
   } else {
