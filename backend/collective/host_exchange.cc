@@ -135,10 +135,13 @@ void allGatherOnHost(Program& program, HostSegment& host, Slice input, std::span
   const std::size_t longest = longestBytes(outputs);
   // Known to all: nothing is read from anybody's memory, and nobody needs to hear that it has been.
   const bool isShort = longest <= HostSegment::kSlotBytes;
-  const Contract contract{CollectiveKind::kAllGather, 0, 0, totalBytes(outputs), longest};
+  Contract contract{CollectiveKind::kAllGather, 0, 0, totalBytes(outputs), longest};
   const int rank = host.index();
   if (passesWindows(host, longest)) {
-    return swapOfTwo(program, host, contract, {outputs[1 - rank], input, outputs[rank], input});
+    const Swap swap{outputs[1 - rank], input, outputs[rank], input};
+    contract.given = swap.input.bytes;
+    contract.wanted = swap.output.bytes;
+    return swapOfTwo(program, host, contract, swap);
   }
   const HostTurn turn = beginTurn(program, host, contract, isShort ? 1 : 2);
   Offers offers(program, host, turn, kAnySize);

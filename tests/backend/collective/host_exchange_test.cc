@@ -176,6 +176,26 @@ TEST_P(HostExchangeTest, APieceOfAnotherSizeThanExpectedIsAnErrorThatNamesBothSi
   }
 }
 
+// Their sum and the longer one are the same on both ranks.
+TEST_P(HostExchangeTest, RanksThatMeanTheOppositeSizesInAnAllGatherAreTold) {
+  for (const std::size_t longer : {std::size_t{50'000}, std::size_t{300'000}}) {
+    SCOPED_TRACE(longer);
+    const std::size_t sizes[2] = {longer, 1'000};
+    std::vector<Data> inputs(2, Data(longer));  // each means that it has the longer one
+    std::vector<std::vector<Data>> outputs(2);
+    for (int rank = 0; rank < 2; ++rank) {
+      for (int from = 0; from < 2; ++from) outputs[rank].emplace_back(sizes[(rank + from) % 2]);
+    }
+    Group group(2, GetParam());
+    const auto errors = errorsOf(
+        group, [&](Program& p, Topology t) { allGather(p, t, sliceOf(inputs[t.rank]), slicesOf(outputs[t.rank])); });
+    for (int rank = 0; rank < 2; ++rank) {
+      const std::string said = "sent " + std::to_string(longer) + " bytes, the buffer here has 1000";
+      EXPECT_NE(errors[rank].find(said), std::string::npos) << errors[rank];
+    }
+  }
+}
+
 TEST_P(HostExchangeTest, RanksThatCallDifferentCollectivesAreToldWhoCalledWhat) {
   struct Case {
     Build builds[2];
