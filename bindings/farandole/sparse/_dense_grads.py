@@ -84,7 +84,11 @@ def _average(wrapper: DistributedDataParallel) -> None:
             continue
         if part.grad is None:
             part.grad = torch.zeros_like(part)
-        part.grad.mul_(1.0 / group.size())  # to the bit what torch does
+        # To the bit what torch does, with gradients that are views of its buckets already and with others.
+        if wrapper.gradient_as_bucket_view and part.grad._is_view():
+            part.grad.div_(group.size())
+        else:
+            part.grad.mul_(1.0 / group.size())
         works.append(dist.all_reduce(part.grad, group=group, async_op=True))
     for work in works:
         work.wait()
