@@ -51,4 +51,7 @@ setup release farandole_python bench_point_to_point
 link_package
 # Threads of the peers' math libraries: one for each rank.
 export OMP_NUM_THREADS=1
+# Every peer keeps the memory that it has freed: else glibc gives it back, and steps pay for thousands of page faults, or
+# for none, as it happens (docs/data_parallel.md).
+export MALLOC_TRIM_THRESHOLD_=4294967296 MALLOC_MMAP_THRESHOLD_=4294967296
 exec "$VPYTHON" -m farandole.bench "${options[@]}"

@@ -3,7 +3,6 @@
 // rank that gives needs to know beforehand how much it is. Two ranks that give each other more than a slot has
 // room for pass it through their windows.
 #include <algorithm>
-#include <functional>
 
 #include "backend/collective/host_algorithms.h"
 #include "backend/collective/host_pipeline.h"
@@ -99,10 +98,7 @@ constexpr std::size_t kStreamedPartBytes = 8 << 20;
 void swapOfTwo(Program& program, HostSegment& host, const Contract& contract, const Swap& swap) {
   const int rank = host.index();
   const std::size_t longest = std::max(swap.output.bytes, swap.input.bytes);
-  const auto pieceOf = [](Slice data, std::size_t i) {
-    const std::size_t begin = std::min(i * HostSegment::kWindowBytes, data.bytes);
-    return Slice{data.data + begin, std::min(HostSegment::kWindowBytes, data.bytes - begin)};
-  };
+  const auto partOf = [](Slice data, std::size_t i) { return pieceOf(data, i, HostSegment::kWindowBytes); };
   const auto keep = [&](Slice to, const std::byte* from) {
     if (longest < kStreamedPartBytes) {
       program.copy(to.data, from, to.bytes);
@@ -111,12 +107,12 @@ void swapOfTwo(Program& program, HostSegment& host, const Contract& contract, co
     }
   };
   const auto putIn = [&](std::size_t i) {
-    const Slice piece = pieceOf(swap.input, i);
+    const Slice piece = partOf(swap.input, i);
     program.copy(host.window(rank, i), piece.data, piece.bytes);
   };
   const auto take = [&](std::size_t i) {
-    keep(pieceOf(swap.kept, i), pieceOf(swap.keptInput, i).data);
-    const Slice piece = pieceOf(swap.output, i);
+    keep(partOf(swap.kept, i), partOf(swap.keptInput, i).data);
+    const Slice piece = partOf(swap.output, i);
     std::byte* const window = host.window(1 - rank, i);
     keep(piece, window);
     program.claim(window, piece.bytes);

@@ -1,8 +1,16 @@
 #pragma once
 
+#include <algorithm>
+
 #include "backend/collective/host_algorithms.h"
 
 namespace farandole::collective {
+
+// Empty beyond the end.
+inline Slice pieceOf(Slice data, std::size_t piece, std::size_t pieceBytes) {
+  const std::size_t begin = std::min(piece * pieceBytes, data.bytes);
+  return {data.data + begin, std::min(pieceBytes, data.bytes - begin)};
+}
 
 // Pieces that pass through the windows in a pipeline of three stages. In round i, a rank
 // puts in piece i, reduces its shard of piece i - 1, and takes out the results of piece

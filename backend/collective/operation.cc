@@ -121,17 +121,16 @@ void Operation::noteMessage(Message& message) {
   if (message.status) [[likely]] {
     if (!message.isSend) message.peer = p2p::sourceOf(message.tag);
   } else if (!isDone()) {
-    endFor(message);
+    noteFailed(message);
   }
   // Counted last: a failure above must not end this object under our feet.
   if (--outstanding_ == 0 || &message == awaited_) run();
 }
 
-void Operation::endFor(Message& message) {
+void Operation::noteFailed(Message& message) {
   const StatusCode code = message.status.code();
   if (code == StatusCode::kMismatch) {
     if (!message.isSend) message.peer = p2p::sourceOf(message.tag);
-    // It may go on.
     if (const Status status = mismatch(message); !status) fail(status);
     return;
   }
@@ -146,12 +145,15 @@ void Operation::endFor(Message& message) {
 }
 
 Status Operation::mismatch(const Message& message) {
-  const std::string peer = communicator_->describe(message.peer);
-  const std::string theirs = std::to_string(message.bytes);
-  const std::string ours = std::to_string(message.expectedBytes);
-  return Status::invalidArgument(message.isSend ? peer + " has a buffer of " + theirs + " bytes for the " + ours +
-                                                      " bytes sent from here"
-                                                : peer + " sent " + theirs + " bytes, the buffer here has " + ours);
+  return sizesDiffer(message.isSend, communicator_->describe(message.peer), message.bytes, message.expectedBytes);
+}
+
+Status Operation::sizesDiffer(bool isSend, const std::string& peer, std::size_t theirs, std::size_t ours) {
+  const std::string here = std::to_string(ours);
+  const std::string there = std::to_string(theirs);
+  return Status::invalidArgument(isSend ? peer + " has a buffer of " + there + " bytes for the " + here +
+                                              " bytes sent from here"
+                                        : peer + " sent " + there + " bytes, the buffer here has " + here);
 }
 
 }  // namespace farandole::collective

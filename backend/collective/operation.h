@@ -104,6 +104,8 @@ class Operation {
                 std::size_t bytes, std::uint32_t element = 0);
   void postRecv(Message& message, int peer, p2p::MessageKind kind, std::uint32_t tag, void* data, std::size_t bytes,
                 std::uint32_t element = 0);
+  // The error where `peer` sends or wants `theirs` bytes, and this side the other number.
+  static Status sizesDiffer(bool isSend, const std::string& peer, std::size_t theirs, std::size_t ours);
   // The other side's message is another than this one: what ends the operation, or ok when it goes on.
   virtual Status mismatch(const Message& message);
 
@@ -114,8 +116,7 @@ class Operation {
 
   static void messageDone(transport::Request& request);
   void noteMessage(Message& message);
-  // Of a message that failed.
-  void endFor(Message& message);
+  void noteFailed(Message& message);
   void run();
   void complete(Status status);
 

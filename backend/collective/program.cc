@@ -30,11 +30,6 @@ void copyLocally(void* to, const void* from, std::size_t bytes) {
   }
 }
 
-Status refuseSize(const std::string& who, std::size_t sent, std::size_t wanted) {
-  return Status::invalidArgument(who + " sent " + std::to_string(sent) + " bytes, the buffer here has " +
-                                 std::to_string(wanted));
-}
-
 }  // namespace
 
 int Program::send(int peer, const void* data, std::size_t bytes) {
@@ -171,9 +166,8 @@ Status ProgramOperation::compareContracts(const Program::Step& step) const {
       return Status::invalidArgument("rank " + std::to_string(communicator_->rank()) + " called " + describe(own) +
                                      ", " + who + " called " + describe(other) + "; expected the same on all ranks");
     }
-    if (other.given != own.wanted) return refuseSize(who, other.given, own.wanted);
-    return Status::invalidArgument(who + " has a buffer of " + std::to_string(other.wanted) +
-                                   " bytes, this rank sent it " + std::to_string(own.given) + " bytes");
+    if (other.given != own.wanted) return sizesDiffer(/*isSend=*/false, who, other.given, own.wanted);
+    return sizesDiffer(/*isSend=*/true, who, other.wanted, own.given);
   }
   return Status::ok();
 }
@@ -233,7 +227,8 @@ bool ProgramOperation::take(const Program::Step& step) {
     return true;
   }
   if (offer.bytes != step.size) {
-    fail(refuseSize(communicator_->describe(communicator_->rankOnHost(step.peer)), offer.bytes, step.size));
+    const std::string who = communicator_->describe(communicator_->rankOnHost(step.peer));
+    fail(sizesDiffer(/*isSend=*/false, who, offer.bytes, step.size));
     return true;
   }
   if (offer.way == Offer::Way::kSlot) {

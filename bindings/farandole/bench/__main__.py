@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -105,14 +104,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-# Every peer keeps the memory that it has freed: else glibc gives it back, and steps pay for thousands of page faults, or
-# for none, as it happens (docs/data_parallel.md). Read when a process starts.
-_KEPT_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(2**32), "MALLOC_MMAP_THRESHOLD_": str(2**32)}
-
-
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
-    os.environ |= _KEPT_MEMORY | os.environ
     console = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
     document: dict[str, Any] = {
         "format": 1,
