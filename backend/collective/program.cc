@@ -6,10 +6,13 @@
 #include <set>
 
 #include "backend/collective/communicator.h"
-#include "backend/collective/streaming_copy.h"
 #include "backend/transport/shm/cache_lines.h"
+#include "backend/transport/shm/streaming_copy.h"
 
 namespace farandole::collective {
+
+using transport::streamingCopy;
+
 namespace {
 
 // After so much local work others get a chance to use the transport.
@@ -23,7 +26,7 @@ void copyLocally(void* to, const void* from, std::size_t bytes) {
   const auto target = reinterpret_cast<std::uintptr_t>(to);
   const auto source = reinterpret_cast<std::uintptr_t>(from);
   const bool overlaps = std::max(target, source) - std::min(target, source) < bytes;
-  if (bytes < kStreamedBytes || overlaps) {
+  if (bytes < transport::kStreamedBytes || overlaps) {
     std::memmove(to, from, bytes);
   } else {
     streamingCopy(to, from, bytes);

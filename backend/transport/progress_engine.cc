@@ -73,6 +73,7 @@ ProgressEngine::ProgressEngine(std::unique_ptr<Transport> transport, net::EventL
       tick_(loop.context()),
       deadlineTimer_(loop.context()),
       tickInterval_(kTick) {
+  transport_->watchWaiter(hasWaiter_);
   transport_->onPeerFailed([this](PeerId peer, const Status& status) {
     for (Listener* listener : listeners_) listener->peerFailed(peer, status);
   });
@@ -201,6 +202,7 @@ bool ProgressEngine::wait(const std::atomic<bool>& done, Clock::time_point deadl
 
 bool ProgressEngine::progressAsOwner(const std::atomic<bool>& done, Clock::time_point deadline, bool& slept) {
   ++waits_;
+  hasWaiter_ = true;
   sleeperArmed_ = false;
   int idle = 0;
   int yields = 0;
@@ -265,6 +267,7 @@ void ProgressEngine::noteGaveWay(Clock::duration yield) {
 }
 
 void ProgressEngine::leaveOwnership(bool slept) {
+  hasWaiter_ = false;
   if (loopTicking_) {
     if (slept) loop_.post([this] { onTickFromLoop(); });
   } else if (const auto now = Clock::now(); now - lastLeave_ < kTick) {

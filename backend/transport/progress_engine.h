@@ -131,6 +131,7 @@ class ProgressEngine {
   bool sleeperArmed_ = false;  // somebody sleeps and relies on the transport's event
   bool ownerPolling_ = false;  // that somebody is the owner
   bool loopTicking_ = false;   // the loop looks by timer, not by event
+  bool hasWaiter_ = false;
   std::uint64_t waits_ = 0;
   int ranksOnHost_ = 1;
   bool everyRankHasACore_ = false;  // of this host; not known before a group is made

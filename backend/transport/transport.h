@@ -56,6 +56,10 @@ class Transport {
   // cancelled: it completes when the peer is done or has failed.
   virtual void cancel(Request& request) = 0;
 
+  // Where it stands whether a thread waits, and progresses this for want of anything better: it may then do for a peer
+  // what that could do itself. Nobody is taken for busy before this is called.
+  virtual void watchWaiter(const bool&) {}
+
   // Advances everything that can be; true when something happened.
   virtual bool progress() = 0;
   // The same for who calls it again at once: what is slow to look at is not looked at each time.

@@ -37,6 +37,9 @@ class RoutingTransport final : public Transport {
   bool recvIfThere(std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes, Request& request) override;
   void cancel(Request& request) override;
   bool progress() override { return progress(true); }
+  void watchWaiter(const bool& hasWaiter) override {
+    if (local_ != nullptr) local_->watchWaiter(hasWaiter);
+  }
   bool progressAgain() override { return progress(isNetworkBusy_ || ++looksSinceNetwork_ >= kLooksPerNetworkLook); }
   int eventFd() const override { return epoll_.get(); }
   bool arm() override;

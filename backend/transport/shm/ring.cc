@@ -10,6 +10,9 @@ namespace {
 
 constexpr std::size_t kLine = 64;
 
+bool isInline(std::size_t bytes) { return bytes <= Cell::kInlineBytes; }
+std::size_t wholeLines(std::size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
+
 }  // namespace
 
 std::size_t ringBytes(RingShape shape) { return sizeof(RingHeader) + sizeof(Cell) * shape.cells + shape.payloadBytes; }
@@ -20,29 +23,30 @@ RingWriter::RingWriter(std::byte* memory, RingShape shape)
       payload_(memory + sizeof(RingHeader) + sizeof(Cell) * shape.cells),
       shape_(shape) {}
 
-bool RingWriter::hasRoom(std::size_t bytes, std::uint64_t& begin) {
-  return cellsWritten_ - cellsRead_ < shape_.cells && (bytes == 0 || reservePayload(bytes, begin));
+// In one piece: what is left before the end is skipped when it is too short.
+std::uint64_t RingWriter::payloadBegin(std::size_t bytes) const {
+  const std::uint64_t offset = payloadWritten_ & (shape_.payloadBytes - 1);
+  return offset + bytes <= shape_.payloadBytes ? payloadWritten_ : payloadWritten_ + (shape_.payloadBytes - offset);
 }
 
-// In one piece: what is left before the end is skipped when it is too short.
-bool RingWriter::reservePayload(std::size_t bytes, std::uint64_t& begin) {
-  const std::uint64_t offset = payloadWritten_ & (shape_.payloadBytes - 1);
-  begin = offset + bytes <= shape_.payloadBytes ? payloadWritten_ : payloadWritten_ + (shape_.payloadBytes - offset);
-  return begin + bytes - payloadRead_ <= shape_.payloadBytes;
+bool RingWriter::fits(std::size_t bytes) const {
+  return cellsWritten_ - cellsRead_ < shape_.cells &&
+         (isInline(bytes) || payloadBegin(bytes) + wholeLines(bytes) - payloadRead_ <= shape_.payloadBytes);
+}
+
+bool RingWriter::hasRoom(std::size_t bytes, bool again) {
+  if (fits(bytes)) return true;
+  // The reader tells now and then, but at once while somebody waits.
+  if (!again) header_->writerWaits.store(1);
+  cellsRead_ = header_->cellsRead.load();
+  payloadRead_ = header_->payloadRead.load();
+  if (!fits(bytes)) return false;
+  if (!again) header_->writerWaits.store(0, std::memory_order_relaxed);
+  return true;
 }
 
 bool RingWriter::write(const CellFields& fields, std::span<const std::byte> data) {
-  const bool isInline = data.size() <= Cell::kInlineBytes;
-  const std::size_t payload = isInline ? 0 : (data.size() + kLine - 1) / kLine * kLine;
-  std::uint64_t begin = 0;
-  if (!hasRoom(payload, begin)) {
-    // The reader tells now and then, but at once while somebody waits.
-    header_->writerWaits.store(1);
-    cellsRead_ = header_->cellsRead.load();
-    payloadRead_ = header_->payloadRead.load();
-    if (!hasRoom(payload, begin)) return false;
-    header_->writerWaits.store(0, std::memory_order_relaxed);
-  }
+  if (!hasRoom(data.size(), false)) return false;
   Cell& cell = cells_[cellsWritten_ & (shape_.cells - 1)];
   cell.kind = fields.kind;
   cell.slot = fields.slot;
@@ -52,14 +56,15 @@ bool RingWriter::write(const CellFields& fields, std::span<const std::byte> data
   if (fields.kind == CellKind::kRendezvous) {
     cell.inlineBytes = 0;
     cell.address = fields.address;
-  } else if (isInline) {
+  } else if (isInline(data.size())) {
     cell.inlineBytes = static_cast<std::uint8_t>(data.size());
     if (!data.empty()) std::memcpy(cell.data.data(), data.data(), data.size());
   } else {
+    const std::uint64_t begin = payloadBegin(data.size());
     cell.inlineBytes = Cell::kOutOfLine;
     cell.payload = static_cast<std::uint32_t>(begin & (shape_.payloadBytes - 1));
     std::memcpy(payload_ + cell.payload, data.data(), data.size());
-    payloadWritten_ = begin + payload;
+    payloadWritten_ = begin + wholeLines(data.size());
     cell.payloadEnd = payloadWritten_;
   }
   cell.turn.store(static_cast<std::uint32_t>(cellsWritten_ / shape_.cells) + 1, std::memory_order_release);

@@ -59,12 +59,11 @@ static_assert(sizeof(Cell) == 64);
 
 inline constexpr std::size_t kTransferSlots = 16;
 
-// A large message that both sides copy: each takes the next piece until none is left.
+// A large message that both sides bring over, each the next fragments that nobody has taken: the sender's go through
+// the ring, the receiver copies its own.
 struct alignas(64) TransferSlot {
-  std::atomic<std::byte*> destination;  // in the receiver's memory; null until it is known
-  std::atomic<std::uint64_t> taken;     // pieces
-  std::atomic<std::uint64_t> finished;  // pieces
-  std::atomic<bool> failed;
+  std::atomic<std::uint32_t> receiver;  // 1 + the receiver's number for it; 0 until it is wanted
+  std::atomic<std::uint64_t> taken;     // fragments
 };
 
 // What the reader tells the writer.
@@ -87,12 +86,14 @@ class RingWriter {
 
   // False when there is no room now. The reader will then say so when there is.
   bool write(const CellFields& fields, std::span<const std::byte> data);
+  // The same of a cell with so many bytes; who looks `again` by itself is not told.
+  bool hasRoom(std::size_t bytes, bool again);
   TransferSlot& slot(std::size_t index) const { return header_->slots[index]; }
   std::uint32_t payloadBytes() const { return shape_.payloadBytes; }
 
  private:
-  bool reservePayload(std::size_t bytes, std::uint64_t& begin);
-  bool hasRoom(std::size_t payload, std::uint64_t& begin);
+  std::uint64_t payloadBegin(std::size_t bytes) const;
+  bool fits(std::size_t bytes) const;
 
   RingHeader* header_ = nullptr;
   Cell* cells_ = nullptr;

@@ -260,6 +260,12 @@ void ShmTransport::wake(Link& link) {
   ring(link);
 }
 
+// Only a thread that waits: it has nothing better to do.
+void ShmTransport::wakeWaiter(Link& link) {
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  if (link.door != nullptr && link.door->armed.load(std::memory_order_relaxed) == kAsleepWaiting) ring(link);
+}
+
 void ShmTransport::ring(Link& link) {
   if (link.door == nullptr) return say(link.outSocket, kKnock);
   if (link.door->armed.load(std::memory_order_relaxed) == 0 || link.door->armed.exchange(0) == 0) return;

@@ -113,18 +113,18 @@ bool ShmTransport::progress() {
   for (std::size_t i = 0; i < incoming_.size(); ++i) any |= drain(*incoming_[i]);
   if (numBacklogged_ > 0) any |= flushBacklogs();
   if (freePulls_.size() < pulls_.size()) any |= advancePulls();
-  if (!helped_.empty()) any |= helpSends();
+  if (!helped_.empty()) any |= helpSends(true);
   if (!gone_.empty()) failGone();
   return any;
 }
 
 bool ShmTransport::arm() {
   asleep_ = true;
-  door_->armed.store(1);
+  door_->armed.store(isAtHand() ? kAsleepWaiting : kAsleep);
   // Whoever writes looks at the door after it has written: one of both sees the other.
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  bool isReady =
-      isWorkLeft() || !gone_.empty() || (numBacklogged_ > 0 && flushBacklogs()) || (!helped_.empty() && helpSends());
+  bool isReady = isWorkLeft() || !gone_.empty() || (numBacklogged_ > 0 && flushBacklogs()) ||
+                 (!helped_.empty() && helpSends(false));
   for (std::size_t i = 0; i < incoming_.size() && !isReady; ++i) isReady = incoming_[i]->reader.front() != nullptr;
   // A descriptor that became readable earlier makes no new event: a visitor would stay outside.
   pollfd descriptors{epoll_.get(), POLLIN, 0};
@@ -273,9 +273,10 @@ void ShmTransport::handle(Link& link, const Cell& cell) {
       const auto pull = static_cast<std::uint32_t>(cell.tag);
       pop();
       if (id < outgoing_.size() && outgoing_[id].request != nullptr && outgoing_[id].link == &link) {
-        outgoing_[id].isStreamed = true;
-        outgoing_[id].pull = pull;
-        if (outgoing_[id].slot == kNoSlot) helped_.push_back(id);
+        Outgoing& outgoing = outgoing_[id];
+        outgoing.pull = pull;
+        outgoing.isStreamed = true;
+        if (outgoing.slot == kNoSlot) helped_.push_back(id);
       }
       break;
     }

@@ -29,10 +29,9 @@ struct ShmOptions {
 
 // Messages between the processes of one host. Small ones go through a ring in
 // shared memory, one for each direction between two processes. Large ones stay
-// where they are until a receive wants them: then the receiver copies them out
-// of the sender's memory, helped by the sender when they are very large and it
-// is at hand; or they go through the ring piece by piece, where processes may
-// not read each other's memory.
+// where they are until a receive wants them. Then the sender, when it is at hand,
+// puts them into the ring piece by piece; when it is not, the receiver copies
+// them out of its memory, where processes may read each other's.
 //
 // A peer's death is seen by its pidfd and its socket.
 class ShmTransport final : public Transport {
@@ -51,6 +50,7 @@ class ShmTransport final : public Transport {
             Request& request) override;
   bool recvIfThere(std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes, Request& request) override;
   void cancel(Request& request) override;
+  void watchWaiter(const bool& hasWaiter) override { hasWaiter_ = &hasWaiter; }
   bool progress() override;
   int eventFd() const override { return epoll_.get(); }
   bool arm() override;
@@ -107,9 +107,9 @@ class ShmTransport final : public Transport {
     std::size_t bytes = 0;
     std::uint32_t id = 0;  // its place in outgoing_
     std::uint16_t slot = kNoSlot;
+    std::uint32_t pull = 0;    // the receiver's number for it
+    std::size_t streamed = 0;  // by this side alone
     bool isStreamed = false;
-    std::uint32_t pull = 0;  // the receiver's number for it, when streamed
-    std::size_t streamed = 0;
   };
 
   // A large message that this process receives.
@@ -118,10 +118,12 @@ class ShmTransport final : public Transport {
     Link* link = nullptr;
     const std::byte* from = nullptr;
     std::size_t bytes = 0;
-    std::size_t copied = 0;
+    std::size_t come = 0;  // bytes
     std::uint32_t id = 0;
     std::uint16_t slot = kNoSlot;
-    bool isStreamed = false;
+    bool isStreamed = false;  // by the sender alone
+    int patience = 0;         // empty calls, before this side copies itself
+    Status failure{};         // of this side's copying
   };
 
   // What a receive that failed with kMismatch wanted, for its sender.
@@ -147,6 +149,7 @@ class ShmTransport final : public Transport {
   void failGone();
   void fail(Link& link);
   void wake(Link& link);
+  void wakeWaiter(Link& link);
   static void ring(Link& link);
 
   // Messages.
@@ -168,14 +171,16 @@ class ShmTransport final : public Transport {
   void pull(Link& link, Request& request, const Unexpected& message);
   bool advancePulls();
   bool advance(Pull& pull);
+  void noteCome(Pull& pull, std::size_t bytes);
   void finish(Pull& pull, Status status);
   void receiveFragment(Link& link, const Cell& cell);
-  bool helpSends();
-  bool help(Outgoing& outgoing);
-  bool stream(Outgoing& outgoing);
+  bool helpSends(bool again);
+  static std::size_t nextToStream(Outgoing& outgoing);
+  bool stream(Outgoing& outgoing, bool again);
   void finishOutgoing(Link& link, std::uint32_t id, StatusCode code, Wanted wanted = {});
   Request* release(Outgoing& outgoing);
   bool isWorkLeft() const;
+  bool isAtHand() const { return hasWaiter_ == nullptr || *hasWaiter_; }
 
   const ShmOptions options_;
   const RingShape shape_;
@@ -186,6 +191,7 @@ class ShmTransport final : public Transport {
   Descriptor bell_;
   Descriptor epoll_;
   PeerFailed peerFailed_;
+  const bool* hasWaiter_ = nullptr;  // or whether it waits is not known
   bool asleep_ = false;
   int callsSinceLook_ = 0;
 
@@ -200,7 +206,7 @@ class ShmTransport final : public Transport {
   Matcher matcher_;
   std::deque<Outgoing> outgoing_;
   std::vector<std::uint32_t> freeOutgoing_;
-  std::vector<std::uint32_t> helped_;  // outgoing that this side helps to copy, or streams
+  std::vector<std::uint32_t> helped_;  // outgoing that this side puts into the ring, once they are wanted
   std::deque<Pull> pulls_;
   std::vector<std::uint32_t> freePulls_;
 };

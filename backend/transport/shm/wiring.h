@@ -16,8 +16,11 @@ namespace farandole::transport {
 
 // How a sleeping process is woken up: each has one, and passes it to its peers.
 struct Door {
-  std::atomic<std::uint32_t> armed;  // its owner sleeps, or is about to
+  // Its owner sleeps, or is about to: kAsleep, or kAsleepWaiting when that is a thread that waits; else 0.
+  std::atomic<std::uint32_t> armed;
 };
+inline constexpr std::uint32_t kAsleep = 1;
+inline constexpr std::uint32_t kAsleepWaiting = 2;
 
 inline constexpr std::size_t kTokenBytes = 16;
 // Names a process among those of its host; random, so that nobody meets it by accident.
@@ -88,6 +91,6 @@ std::string hostIdentity();
 Descriptor watchProcess(pid_t pid);
 
 inline constexpr std::uint32_t kShmMagic = 0x6661726e;
-inline constexpr std::uint32_t kShmVersion = 1;
+inline constexpr std::uint32_t kShmVersion = 2;
 
 }  // namespace farandole::transport

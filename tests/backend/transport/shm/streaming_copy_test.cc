@@ -1,4 +1,4 @@
-#include "backend/collective/streaming_copy.h"
+#include "backend/transport/shm/streaming_copy.h"
 
 #include <gtest/gtest.h>
 
@@ -6,7 +6,7 @@
 #include <random>
 #include <vector>
 
-namespace farandole::collective {
+namespace farandole::transport {
 namespace {
 
 TEST(StreamingCopy, CopiesAnySizeFromAnywhereToAnywhereAndNothingElse) {
@@ -31,4 +31,4 @@ TEST(StreamingCopy, CopiesAnySizeFromAnywhereToAnywhereAndNothingElse) {
 }
 
 }  // namespace
-}  // namespace farandole::collective
+}  // namespace farandole::transport

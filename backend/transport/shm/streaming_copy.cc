@@ -1,4 +1,4 @@
-#include "backend/collective/streaming_copy.h"
+#include "backend/transport/shm/streaming_copy.h"
 
 #include <algorithm>
 #include <cstdint>
@@ -8,7 +8,7 @@
 #include <emmintrin.h>
 #endif
 
-namespace farandole::collective {
+namespace farandole::transport {
 
 #ifdef __SSE2__
 
@@ -40,4 +40,4 @@ void streamingCopy(void* to, const void* from, std::size_t bytes) { std::memcpy(
 
 #endif
 
-}  // namespace farandole::collective
+}  // namespace farandole::transport

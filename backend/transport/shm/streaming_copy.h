@@ -2,7 +2,7 @@
 
 #include <cstddef>
 
-namespace farandole::collective {
+namespace farandole::transport {
 
 // From so much on a local copy goes past the caches: it would drive out all that is in them, and a
 // store that does not first read what it overwrites takes two thirds of the memory's time
@@ -12,4 +12,4 @@ inline constexpr std::size_t kStreamedBytes = 4 << 20;
 // As memcpy: the two do not overlap.
 void streamingCopy(void* to, const void* from, std::size_t bytes);
 
-}  // namespace farandole::collective
+}  // namespace farandole::transport
