@@ -23,8 +23,8 @@ from farandole.bench._timing import time_each
 
 _SAMPLES = 3
 # Bytes, and round trips per sample: native, Python.
-_SMALL = 8
-_CASES = [(_SMALL, 10_000, 1_000), (64 * 2**20, 4, 4)]
+_SMALL, _LARGE = 8, 64 * 2**20
+_CASES = [(_SMALL, 10_000, 1_000), (_LARGE, 4, 4)]
 _NOOPS = ["C++ ProcessGroup no-op", "Python fake"]
 _PEERS = [
     "ucx_perftest",
@@ -66,6 +66,7 @@ def ping_pong(rank: Rank, backend: str, size: int, warm_up: int, count: int, sam
 def measure(settings: Settings, pair: RankPair) -> Report:
     report = Report("point_to_point", "Half round trip between 2 processes", peers_as_rows=True)
     perftest = PerfTest()
+    compared: dict[int, list[Ratio]] = {}
     with CppPair(settings.programs) as cpp:
 
         def native(size: int, count: int) -> list[list[Sample]]:
@@ -97,17 +98,21 @@ def measure(settings: Settings, pair: RankPair) -> Report:
                 settings.tick,
             )
             report.series += series.values()
-            report.ratios += _comparisons(series)
+            compared[size] = _comparisons(series)
+            report.ratios += compared[size]
             if size == _SMALL:
-                repeated, above_wire, above_gloo = report.ratios
-                over_dispatcher, over_fake = _costs_over_noop(series)
-                report.ratios += [over_dispatcher, over_fake]
+                costs = _costs_over(series)
+                report.ratios += costs
+    repeated, _, above_gloo = compared[_SMALL]
+    _, large, _ = compared[_LARGE]
+    over_wire, over_dispatcher, over_fake = costs
     report.targets = [
         Target("C++ repeated message at 8 B / ucx_perftest", repeated.median(), 1.35, at_most=True),
-        Target("C++ half round trip at 8 B / ucx_perftest", above_wire.median(), 2.0, at_most=True),
+        Target("C++ through Backend at 8 B, over ucx_perftest", over_wire.median(), 0.15e-6, at_most=True, unit="s"),
         Target("C++ through ProcessGroup at 8 B, over no-op", over_dispatcher.median(), 0.2e-6, at_most=True, unit="s"),
         Target("Python send/recv at 8 B, times faster than gloo", above_gloo.median(), 2.5, at_most=False),
         Target("Python send/recv at 8 B, over fake", over_fake.median(), 3e-6, at_most=True, unit="s"),
+        Target("C++ through Backend at 64 MiB / ucx_perftest", large.median(), 1.05, at_most=True),
     ]
     return report
 
@@ -128,8 +133,9 @@ def _comparisons(series: dict[str, Series]) -> list[Ratio]:
     ]
 
 
-def _costs_over_noop(series: dict[str, Series]) -> list[Excess]:
+def _costs_over(series: dict[str, Series]) -> list[Excess]:
     return [
+        excess("over ucx_perftest", series["C++ Backend"], series["ucx_perftest"]),
         excess("over no-op", series["C++ ProcessGroup"], series["C++ ProcessGroup no-op"]),
         excess("over no-op", series["Python farandole"], series["Python fake"]),
     ]
