@@ -10,9 +10,6 @@
 #include "backend/transport/shm/streaming_copy.h"
 
 namespace farandole::collective {
-
-using transport::streamingCopy;
-
 namespace {
 
 // After so much local work others get a chance to use the transport.
@@ -21,15 +18,18 @@ constexpr std::size_t kWorkBytes = 128 << 10;
 constexpr std::size_t kCopyBytes = 8 << 10;
 // What is read from another process at once.
 constexpr std::size_t kReadBytes = 256 << 10;
+// From here on a local copy goes past the caches (measured: all_gather of 64 MiB
+// 19.4 ms -> 14.8, of 16 MiB 3.9 -> 3.5; of 4 MiB no difference).
+constexpr std::size_t kStreamedBytes = 4 << 20;
 
 void copyLocally(void* to, const void* from, std::size_t bytes) {
   const auto target = reinterpret_cast<std::uintptr_t>(to);
   const auto source = reinterpret_cast<std::uintptr_t>(from);
   const bool overlaps = std::max(target, source) - std::min(target, source) < bytes;
-  if (bytes < transport::kStreamedBytes || overlaps) {
+  if (bytes < kStreamedBytes || overlaps) {
     std::memmove(to, from, bytes);
   } else {
-    streamingCopy(to, from, bytes);
+    transport::streamingCopy(to, from, bytes);
   }
 }
 
@@ -272,7 +272,7 @@ bool ProgramOperation::postNext() {
         worked += step.size;
         break;
       case Program::Kind::kStream:
-        streamingCopy(step.destination, step.source, step.size);
+        transport::streamingCopy(step.destination, step.source, step.size);
         worked += step.size;
         break;
       case Program::Kind::kReduce:

@@ -151,7 +151,7 @@ bool ShmTransport::advancePulls() {
 bool ShmTransport::advance(Pull& pull) {
   std::size_t begin = pull.come;
   if (pull.slot != kNoSlot) {
-    if (pull.patience > 0) {
+    if (pull.patience > 0 && isAtHand()) {  // a loop that looks by timer would count for long
       --pull.patience;
       return false;
     }
@@ -217,14 +217,16 @@ std::size_t ShmTransport::nextToStream(Outgoing& outgoing) {
 bool ShmTransport::stream(Outgoing& outgoing, bool again) {
   Link& link = *outgoing.link;
   bool any = false;
-  // Not before what waits for room already. What is taken goes at once: the receiver could not have it otherwise.
+  // Not before what waits for room already. What is taken has room, and goes at once: the receiver could not have it
+  // otherwise.
   while (link.backlog.empty() && link.writer.hasRoom(kFragmentBytes, again)) {
     const std::size_t begin = nextToStream(outgoing);
     if (begin >= outgoing.bytes) break;
     const std::size_t bytes = std::min(kFragmentBytes, outgoing.bytes - begin);
     const CellFields fields{.kind = CellKind::kFragment, .tag = begin, .bytes = bytes, .id = outgoing.pull};
-    any = link.writer.write(fields, {outgoing.data + begin, bytes});
+    link.writer.write(fields, {outgoing.data + begin, bytes});
     wake(link);
+    any = true;
   }
   return any;
 }
