@@ -26,13 +26,14 @@ class RepeatedOperation final : public collective::Operation, public std::enable
     setTimeout(timeout);
   }
 
-  // `sequence`: among the point-to-point operations of the group.
-  void startWith(void* data, std::uint64_t sequence) {
+  void startWith(void* data, CallCounts& counts) {
     ProgressEngine::Access access(communicator_->engine());
     rearm();
     data_ = data;
     isPosted_ = false;
     start();
+    // Now that it is under way.
+    const std::uint64_t sequence = counts.pointToPoint.fetch_add(1, std::memory_order_relaxed);
     if (flight_ != nullptr) record(sequence);
   }
 
@@ -92,7 +93,7 @@ class RepeatedOperation final : public collective::Operation, public std::enable
   }
   // Nothing to let go of is the rule, and then costs nothing.
   void letGo() override {
-    if (self_ != nullptr || !kept_.empty()) Operation::letGo();
+    if (self_ != nullptr || !kept_.empty()) communicator_->engine().defer([this] { release(); });
   }
 
  private:
@@ -148,7 +149,7 @@ class OwnedMessage final : public RepeatedMessage {
   void start(void* data) override {
     if (isStarted_ && !operation_->status()) return;
     isStarted_ = true;
-    operation_->startWith(data, counts_->pointToPoint.fetch_add(1, std::memory_order_relaxed));
+    operation_->startWith(data, *counts_);
   }
 
   Status wait() override {

@@ -281,13 +281,10 @@ std::uint64_t MessagesOperation::recordFlight(observe::FlightRecorder& recorder,
                                               ::c10d::OpType, observe::FlightState state) const {
   const std::uint64_t first = recorder.reserve(items_.size());
   for (std::size_t i = 0; i < items_.size(); ++i) {
-    const Item& item = items_[i];
-    observe::FlightRecord own = record;
-    own.peer = static_cast<std::int16_t>(item.peer);
-    own.pointToPointNumber += i;
-    own.operationNumber += i;
-    recordMessage(own, item.tensor, item.isSend);
-    recorder.write(first + i, own, state);
+    if (i > 0) record.advance();
+    record.peer = static_cast<std::int16_t>(items_[i].peer);
+    recordMessage(record, items_[i].tensor, items_[i].isSend);
+    recorder.write(first + i, record, state);
   }
   return first;
 }

@@ -1,11 +1,12 @@
 #include "backend/collective/operation.h"
 
 #include "backend/collective/communicator.h"
+#include "backend/transport/coarse_clock.h"
 
 namespace farandole::collective {
 
 void Operation::start() {
-  if (Status usable = communicator_->usable(); !usable) {
+  if (const Status& usable = communicator_->usable(); !usable) {
     complete(usable.wrap(describe()));
     return;
   }
@@ -13,7 +14,7 @@ void Operation::start() {
   if (outstanding_ > 0 || (isBlocked() && !isDone())) {
     registered_ = true;
     // What is done at once, as most sends are, never looks at the clock.
-    if (timeout_ != std::chrono::milliseconds::max()) deadline_ = transport::Clock::now() + timeout_;
+    if (timeout_ != std::chrono::milliseconds::max()) deadline_ = transport::coarseNow() + timeout_;
     retain();
     communicator_->add(*this);
     communicator_->engine().notePending();
@@ -48,9 +49,7 @@ void Operation::resume() {
   run();
 }
 
-void Operation::letGo() {
-  communicator_->engine().defer([this] { release(); });
-}
+void Operation::letGo() { communicator_->engine().addLeaver(*this); }
 
 void Operation::complete(Status status) {
   status_ = std::move(status);

@@ -32,9 +32,9 @@ struct Message : transport::Request {
 // has let go of them.
 //
 // Thread: start() and everything protected with the transport held; the rest any.
-class Operation {
+class Operation : private transport::ProgressEngine::Leaver {
  public:
-  virtual ~Operation() = default;
+  ~Operation() override = default;
   Operation(const Operation&) = delete;
   Operation& operator=(const Operation&) = delete;
 
@@ -86,7 +86,7 @@ class Operation {
   // operation, the communicator: not with the transport held.
   virtual void retain() = 0;
   virtual void release() = 0;
-  // Has release() called once the transport is let go of.
+  // Has release() called once the transport is let go of. In another way where it may be started again by then.
   virtual void letGo();
 
   // For one that is started again, when it is done and was in order.
@@ -114,6 +114,7 @@ class Operation {
  private:
   friend class Communicator;
 
+  void leave() final { release(); }
   static void messageDone(transport::Request& request);
   void noteMessage(Message& message);
   void noteFailed(Message& message);

@@ -54,6 +54,12 @@ struct FlightRecord {
   std::array<std::int64_t, 2 * kTensors * kDims> sizes;  // numSizes of them
 
   bool isPointToPoint() const { return peer != kNoPeer; }
+  // On to the next message of a batch, whose tensors are yet to be added.
+  void advance() {
+    ++pointToPointNumber;
+    ++operationNumber;
+    numInputs = numOutputs = numForms = numSizes = 0;
+  }
   // Inputs before outputs. `parts`: that many tensors alike are told as one, with one size more; or 0.
   template <typename Sizes>
   void addInput(std::uint8_t dtype, const Sizes& shape, std::int64_t parts = 0) {

@@ -110,11 +110,20 @@ void ProgressEngine::acquire() {
 
 void ProgressEngine::release() {
   announceCompletions();
+  Leaver* leaver = std::exchange(leavers_, nullptr);
   if (deferred_.empty()) {
     mutex_.unlock();
-    return;
+  } else {
+    unlockAndRunTasks();
   }
-  // The memory goes round between the engine and its threads: no allocation per message.
+  while (leaver != nullptr) {
+    Leaver& leaving = *std::exchange(leaver, leaver->nextLeaver_);  // it may be gone when it has left
+    leaving.leave();
+  }
+}
+
+void ProgressEngine::unlockAndRunTasks() {
+  // The memory goes round between the engine and its threads.
   thread_local std::vector<std::function<void()>> spare;
   std::vector<std::function<void()>> tasks = std::exchange(spare, {});
   tasks.swap(deferred_);
@@ -144,7 +153,7 @@ void ProgressEngine::yieldToContenders() {
 void ProgressEngine::announceCompletions() {
   if (!completed_) return;
   completed_ = false;
-  if (sleepers_.load() == 0) return;
+  if (sleepers_.load(std::memory_order_relaxed) == 0) return;
   std::lock_guard lock(sleepMutex_);
   sleepCondition_.notify_all();
 }
@@ -170,21 +179,24 @@ bool ProgressEngine::arm() {
 
 void ProgressEngine::runDeferred() {
   announceCompletions();
-  if (deferred_.empty()) return;
+  if (!hasDeferred()) return;
   release();
   acquire();
 }
 
 bool ProgressEngine::wait(const std::atomic<bool>& done, Clock::time_point deadline) {
   while (!done.load(std::memory_order_acquire)) {
-    if (!owner_.exchange(true)) {
+    acquire();
+    if (!owner_.load(std::memory_order_relaxed)) {
+      owner_.store(true, std::memory_order_relaxed);
       bool slept = false;
-      acquire();
       const bool isDone = progressAsOwner(done, deadline, slept);
       leaveOwnership(slept);
       return isDone;
     }
-    sleepers_.fetch_add(1);
+    // Counted with the transport held: whoever completes something, or leaves, sees this thread, or is seen by it.
+    ++sleepers_;
+    mutex_.unlock();
     {
       std::unique_lock lock(sleepMutex_);
       const auto wake = [&] { return done.load(std::memory_order_acquire) || !owner_.load(); };
@@ -194,7 +206,7 @@ bool ProgressEngine::wait(const std::atomic<bool>& done, Clock::time_point deadl
         sleepCondition_.wait_until(lock, deadline, wake);
       }
     }
-    sleepers_.fetch_sub(1);
+    --sleepers_;
     if (deadline != kNoDeadline && Clock::now() >= deadline) break;
   }
   return done.load(std::memory_order_acquire);
@@ -278,8 +290,8 @@ void ProgressEngine::leaveOwnership(bool slept) {
     lastLeave_ = now;
     armForLoop();
   }
-  owner_.store(false);
-  if (sleepers_.load() != 0) {
+  owner_.store(false, std::memory_order_relaxed);
+  if (sleepers_.load(std::memory_order_relaxed) != 0) {
     std::lock_guard lock(sleepMutex_);
     sleepCondition_.notify_all();
   }

@@ -9,9 +9,11 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "backend/net/event_loop.h"
+#include "backend/transport/inline_mutex.h"
 #include "backend/transport/transport.h"
 
 namespace farandole::transport {
@@ -44,6 +46,17 @@ class ProgressEngine {
     // Goes on as far as it can; true when it did.
     virtual bool poll() = 0;
     virtual bool isReady() const = 0;
+  };
+
+  // Something that has ended, with what is left to do for that once the transport is let go of. In one list at a time.
+  class Leaver {
+   public:
+    virtual ~Leaver() = default;
+
+   private:
+    friend class ProgressEngine;
+    virtual void leave() = 0;
+    Leaver* nextLeaver_ = nullptr;
   };
 
   // Exclusive use of the transport, for posting and cancelling. Short: the
@@ -89,6 +102,8 @@ class ProgressEngine {
   void removePoller(Poller& poller) { std::erase(pollers_, &poller); }
   // Runs `task` once the transport is let go of.
   void defer(std::function<void()> task) { deferred_.push_back(std::move(task)); }
+  // Has it leave() then, after all tasks: what every message needs, and so without a task of its own.
+  void addLeaver(Leaver& leaver) { leaver.nextLeaver_ = std::exchange(leavers_, &leaver); }
 
  private:
   friend class Access;
@@ -96,6 +111,8 @@ class ProgressEngine {
 
   void acquire();
   void release();
+  bool hasDeferred() const { return leavers_ != nullptr || !deferred_.empty(); }
+  void unlockAndRunTasks();
   void releaseAfterPosting();
   void yieldToContenders();
   void announceCompletions();
@@ -121,7 +138,7 @@ class ProgressEngine {
   const std::unique_ptr<Transport> transport_;
   net::EventLoop& loop_;
 
-  std::mutex mutex_;                // held by whoever uses the transport
+  InlineMutex mutex_;               // held by whoever uses the transport
   std::atomic<int> contenders_{0};  // threads that wait for mutex_
 
   // Guarded by mutex_.
@@ -140,6 +157,7 @@ class ProgressEngine {
   Clock::duration stepsAsideAfter_;
   Clock::time_point lastLeave_;  // of an owner, while the loop sleeps
   std::vector<std::function<void()>> deferred_;
+  Leaver* leavers_ = nullptr;
   std::vector<Listener*> listeners_;
   std::vector<Poller*> pollers_;
 

@@ -146,5 +146,36 @@ TEST_F(ProgressEngineTest, DeferredTasksRunWithNothingHeld) {
   EXPECT_TRUE(ran);
 }
 
+TEST_F(ProgressEngineTest, WhoLeavesDoesSoOnceAfterAllTasksWithNothingHeld) {
+  struct Leaving final : ProgressEngine::Leaver {
+    ProgressEngine* engine = nullptr;
+    const int* tasks = nullptr;
+    int tasksBefore = 0;
+    int times = 0;
+    void leave() override {
+      ProgressEngine::Access again(*engine);  // would deadlock if it were held
+      tasksBefore = *tasks;
+      ++times;
+    }
+  };
+  int tasks = 0;
+  std::vector<Leaving> leaving(3);
+  {
+    ProgressEngine::Access access(a_);
+    for (Leaving& leaver : leaving) {
+      leaver.engine = &a_;
+      leaver.tasks = &tasks;
+      a_.addLeaver(leaver);
+      a_.defer([&] { ++tasks; });
+    }
+    EXPECT_EQ(leaving[0].times, 0);
+  }
+  { ProgressEngine::Access access(a_); }
+  for (const Leaving& leaver : leaving) {
+    EXPECT_EQ(leaver.times, 1);
+    EXPECT_EQ(leaver.tasksBefore, 3);
+  }
+}
+
 }  // namespace
 }  // namespace farandole::transport
