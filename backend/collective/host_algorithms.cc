@@ -109,8 +109,12 @@ void broadcastOnHost(Program& program, HostSegment& host, const Contract& contra
   program.signal(turn.base + 1);
   if (host.index() == root) return;
   program.meet(turn, root);
-  program.copy(data.data, host.slot(root, turn), data.bytes);
-  if (host.size() == 2) program.claim(host.slot(root, turn), data.bytes);
+  std::byte* const slot = host.slot(root, turn);
+  if (host.size() == 2) {
+    program.copyAndClaim(data.data, slot, data.bytes);
+  } else {
+    program.copy(data.data, slot, data.bytes);
+  }
 }
 
 void reduceOnHost(Program& program, HostSegment& host, const Reduction& reduction, int root, const Gathered& input,

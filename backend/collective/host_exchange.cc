@@ -114,7 +114,8 @@ void swapOfTwo(Program& program, HostSegment& host, const Contract& contract, co
     keep(partOf(swap.kept, i), partOf(swap.keptInput, i).data);
     const Slice piece = partOf(swap.output, i);
     std::byte* const window = host.window(1 - rank, i);
-    keep(piece, window);
+    if (longest < kStreamedPartBytes) return program.copyAndClaim(piece.data, window, piece.bytes);
+    program.stream(piece.data, window, piece.bytes);
     program.claim(window, piece.bytes);
   };
   const std::size_t pieces = (longest + HostSegment::kWindowBytes - 1) / HostSegment::kWindowBytes;

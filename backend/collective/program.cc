@@ -130,6 +130,10 @@ void Program::claim(std::byte* data, std::size_t bytes) {
   steps_.push_back({Kind::kClaim, 0, nullptr, data, bytes, 0, nullptr});
 }
 
+void Program::copyAndClaim(void* dst, std::byte* src, std::size_t bytes) {
+  steps_.push_back({Kind::kCopyAndClaim, 0, nullptr, dst, bytes, 0, nullptr, src});
+}
+
 int ProgramOperation::missing(const Program::Step& step) const {
   if (step.kind != Program::Kind::kAwait && step.kind != Program::Kind::kMeet) return -1;  // it takes
   const HostSegment& host = *program_.host_;
@@ -236,8 +240,11 @@ bool ProgramOperation::take(const Program::Step& step) {
   }
   if (offer.way == Offer::Way::kSlot) {
     std::byte* const data = static_cast<std::byte*>(step.copy) + offer.place;
-    if (step.size > 0) std::memcpy(to, data, step.size);
-    if (step.isOnlyReader) transport::claimLines(data, step.size);
+    if (step.isOnlyReader) {
+      transport::copyAndClaim(to, data, step.size);
+    } else if (step.size > 0) {
+      std::memcpy(to, data, step.size);
+    }
     return true;
   }
   const std::size_t bytes = std::min(kReadBytes, step.size - taken_);
@@ -307,6 +314,10 @@ bool ProgramOperation::postNext() {
         worked += step.size;
         break;
       case Program::Kind::kClaim: transport::claimLines(static_cast<std::byte*>(step.destination), step.size); break;
+      case Program::Kind::kCopyAndClaim:
+        transport::copyAndClaim(step.destination, static_cast<std::byte*>(step.copy), step.size);
+        worked += step.size;
+        break;
       case Program::Kind::kSignal: communicator_->signal(step.size); break;
       case Program::Kind::kAwait:
       case Program::Kind::kMeet:

@@ -63,8 +63,9 @@ class Program {
 
   static constexpr int kAllRanks = -1;
 
-  // Of a slot or window, when its only reader has read it (claimLines).
+  // Of a slot or window, when its only reader has read it (claimLines); and copied to where it belongs at once.
   void claim(std::byte* data, std::size_t bytes);
+  void copyAndClaim(void* dst, std::byte* src, std::size_t bytes);
 
   // Memory that lives as long as the program.
   std::byte* scratch(std::size_t bytes);
@@ -90,7 +91,8 @@ class Program {
     kMeet,
     kOffer,
     kTake,
-    kClaim
+    kClaim,
+    kCopyAndClaim
   };
   struct Step {
     Kind kind;
@@ -100,7 +102,7 @@ class Program {
     std::size_t size;         // bytes, or elements of a reduction, or a counter's value, or a message's number
     std::size_t firstSource;  // or the place of an offer
     ReduceFunction function;
-    void* copy = nullptr;  // of the destination; or what is copied of an offer, or the slot that it is in
+    void* copy = nullptr;  // of the destination; or what is copied of an offer, the slot that it is in, what is claimed
     std::size_t elementSize = 0;
     Offer::Way way = Offer::Way::kSlot;
     bool isOnlyReader = false;  // of what is taken

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstring>
 
 namespace farandole::transport {
 
@@ -15,6 +16,31 @@ inline void claimLines(std::byte* data, std::size_t bytes) {
   constexpr std::size_t kLine = 64;
   volatile std::byte* const lines = data;
   for (std::size_t at = 0; at < bytes; at += kLine) lines[at] = std::byte{0};
+}
+
+// Both at once, of what does not overlap: a line that was just read is claimed for next to nothing, above all when it
+// was asked for with that aim (two bare threads on cores that share a cache, 128 KiB passed each way and as much copied
+// locally: in two passes 5.55 us, in one 5.37, asked for ahead 4.8; 32 KiB 1.46, 1.46, 1.31).
+inline void copyAndClaim(void* to, std::byte* from, std::size_t bytes) {
+  constexpr std::size_t kLine = 64;
+  constexpr std::size_t kAhead = 1024;
+  constexpr int kToWrite = 1;
+  auto* target = static_cast<std::byte*>(to);
+  const auto copyLine = [&] {
+    std::memcpy(target, from, kLine);
+    *static_cast<volatile std::byte*>(from) = std::byte{0};
+    target += kLine;
+    from += kLine;
+    bytes -= kLine;
+  };
+  while (bytes >= kAhead + kLine) {
+    __builtin_prefetch(from + kAhead, kToWrite);
+    copyLine();
+  }
+  while (bytes >= kLine) copyLine();
+  if (bytes == 0) return;
+  std::memcpy(target, from, bytes);
+  *static_cast<volatile std::byte*>(from) = std::byte{0};
 }
 
 }  // namespace farandole::transport
