@@ -219,8 +219,8 @@ void reduceScatterOnHost(Program& program, HostSegment& host, const Reduction& r
     }
   };
   const std::size_t pieces = std::max<std::size_t>(1, (longest + pieceBytes - 1) / pieceBytes);
-  pipeline(
-      program, host, contract, pieces, [](std::size_t) {}, putIn, reduce);
+  passWindows(
+      program, host, contract, pieces, putIn, [](std::size_t) {}, reduce);
 }
 
 }  // namespace farandole::collective

@@ -110,8 +110,8 @@ void swapOfTwo(Program& program, HostSegment& host, const Contract& contract, co
     const Slice piece = partOf(swap.input, i);
     program.copy(host.window(rank, i), piece.data, piece.bytes);
   };
+  const auto keepOwn = [&](std::size_t i) { keep(partOf(swap.kept, i), partOf(swap.keptInput, i).data); };
   const auto take = [&](std::size_t i) {
-    keep(partOf(swap.kept, i), partOf(swap.keptInput, i).data);
     const Slice piece = partOf(swap.output, i);
     std::byte* const window = host.window(1 - rank, i);
     if (longest < kStreamedPartBytes) return program.copyAndClaim(piece.data, window, piece.bytes);
@@ -119,8 +119,7 @@ void swapOfTwo(Program& program, HostSegment& host, const Contract& contract, co
     program.claim(window, piece.bytes);
   };
   const std::size_t pieces = (longest + HostSegment::kWindowBytes - 1) / HostSegment::kWindowBytes;
-  pipeline(
-      program, host, contract, pieces, [](std::size_t) {}, putIn, take);
+  passWindows(program, host, contract, pieces, putIn, keepOwn, take);
   const std::size_t rest = std::min(pieces * HostSegment::kWindowBytes, swap.kept.bytes);
   program.copy(swap.kept.data + rest, swap.keptInput.data + rest, swap.kept.bytes - rest);
 }

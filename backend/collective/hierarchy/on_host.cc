@@ -48,8 +48,8 @@ void reduceToOwners(Program& program, HostSegment& host, const Contract& contrac
       }
     });
   };
-  pipeline(
-      program, host, contract, numPieces(longest(inputs), pieceBytes), [](std::size_t) {}, putIn, reduce);
+  passWindows(
+      program, host, contract, numPieces(longest(inputs), pieceBytes), putIn, [](std::size_t) {}, reduce);
 }
 
 // In round i a rank takes out piece i - 1, puts in piece i and signals both: a window is
