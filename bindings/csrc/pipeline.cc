@@ -112,13 +112,14 @@ std::tuple<Plan, CandidateTuple, std::vector<CandidateTuple>, std::string> autoP
     int numRanks, int numStages, int numMicrobatches, bool forwardOnly,
     const std::vector<std::array<double, 4>>& seconds, double transfer,
     const std::vector<std::array<double, 2>>& memory, double memoryLimit,
-    const std::optional<std::vector<std::int32_t>>& rankOfStage) {
+    const std::optional<std::vector<std::int32_t>>& rankOfStage, const PairList& edges) {
+  pipeline::ScheduleOptions options{numRanks, numStages, numMicrobatches, forwardOnly};
+  options.edges = edgesOf(edges);
   pipeline::MeasuredCosts costs;
   costs.times = costsOf(seconds, transfer);
   for (const auto& [activations, forWeights] : memory) costs.memory.push_back({activations, forWeights});
   costs.memoryLimit = memoryLimit;
-  pipeline::AutoPlan made =
-      valueOf(pipeline::makeAutoPlan({numRanks, numStages, numMicrobatches, forwardOnly}, costs, rankOfStage));
+  pipeline::AutoPlan made = valueOf(pipeline::makeAutoPlan(options, costs, rankOfStage));
   std::vector<CandidateTuple> candidates;
   for (const pipeline::PlanCandidate& candidate : made.candidates) candidates.push_back(tupleOf(candidate));
   return {std::move(made.plan), tupleOf(made.chosen), std::move(candidates), std::move(made.reason)};
@@ -205,7 +206,7 @@ void bindPipeline(py::module_& module) {
       py::arg("edges") = py::none());
   module.def("auto_plan", &autoPlan, py::arg("num_ranks"), py::arg("num_stages"), py::arg("num_microbatches"),
              py::arg("forward_only"), py::arg("seconds"), py::arg("transfer"), py::arg("memory"),
-             py::arg("memory_limit"), py::arg("rank_of_stage"));
+             py::arg("memory_limit"), py::arg("rank_of_stage"), py::arg("edges") = py::none());
   module.def(
       "validate_plan",
       [](const Plan& plan, pipeline::ChannelModel channel) {

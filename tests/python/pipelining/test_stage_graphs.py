@@ -16,6 +16,7 @@ from farandole.pipelining import (
     ScheduleDualPipe,
     ScheduleFromPlan,
     ScheduleGPipe,
+    auto_plan,
     get_schedule_class,
     plan,
 )
@@ -98,6 +99,33 @@ def _train_with_a_skip(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_connection_that_skips_stages_trains_as_in_one_process(backend: str, world_size: int) -> None:
     run_ranks(_train_with_a_skip, world_size, backend)
+
+
+def _train_by_the_plan_that_was_found(rank: int, world_size: int) -> None:
+    net = Net()
+    # Stage 1 is long: what has the same time for each stage is not what is fastest.
+    made = auto_plan(4, 5, [(1, 2, 1, 1), (3, 6, 3, 3), (1, 2, 1, 1), (1, 2, 1, 1)], num_ranks=world_size, edges=EDGES)
+    stages = [
+        PipelineStage(net.stages[i], i, 4, "cpu") for i, owner in enumerate(made.plan.rank_of_stage) if owner == rank
+    ]
+    outputs_to = {(edge[0], edge[1]): edge[2] for edge in EDGES if len(edge) == 3}
+    schedule = ScheduleFromPlan(stages, made.plan, nn.MSELoss(), outputs_to=outputs_to)
+    for rows in (10, 13):
+        batch, target = torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)
+        net.zero_grad()
+        trained, losses, _ = train_alone([copy.deepcopy(net)], nn.MSELoss(), batch, target, 5)
+        mine: list[Any] = []
+        schedule.step(batch, target=target, losses=mine)
+        for stage in stages:
+            index = stage.stage_index
+            assert_same_gradients(net.stages[index], trained[0].stages[index], made.chosen.name, tolerance=2e-5)
+        if 3 in [stage.stage_index for stage in stages]:
+            assert torch.equal(torch.stack(mine), torch.stack(losses)), made.chosen.name
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_plan_that_was_found_for_a_graph_trains_it(world_size: int) -> None:
+    run_ranks(_train_by_the_plan_that_was_found, world_size, BACKENDS[-1])
 
 
 class Decoder(nn.Module):
