@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <map>
 
 #include "bindings/csrc/layers.h"
@@ -48,10 +49,26 @@ PairList microbatchPairs(const Plan& plan) {
   return pairs;
 }
 
-// What the texts of a plan do not say.
+PairList sorted(PairList pairs) {
+  if (pairs) std::ranges::sort(*pairs);
+  return pairs;
+}
+
+// What is given beside a text that may say it, too.
+void checkSame(const char* name, const PairList& given, const PairList& read) {
+  if (!given || !read) return;
+  if (*given == *read) return;
+  throw py::value_error(std::string(name) + " is " + std::string(py::repr(py::cast(*given))) +
+                        ", expected None or those that the text names, " + std::string(py::repr(py::cast(*read))));
+}
+
+// What the texts of a plan do not say, or do not have to.
 void setGraph(Plan& plan, const PairList& edges, const PairList& microbatchesOfStage) {
-  plan.edges = edgesOf(edges);
+  checkSame("edges", sorted(edges), sorted(edgePairs(plan)));
+  if (edges) plan.edges = edgesOf(edges);
   if (!microbatchesOfStage) return;
+  checkSame("microbatches_of_stage", microbatchesOfStage, microbatchPairs(plan));
+  plan.microbatchesOfStage.clear();
   for (const auto& [begin, end] : *microbatchesOfStage) plan.microbatchesOfStage.push_back({begin, end});
 }
 

@@ -38,6 +38,36 @@ def test_stages_form_any_graph_that_goes_up() -> None:
         plan("1F1B", 3, 4, edges=[(2, 1)])
 
 
+def test_csv_names_the_graph_of_stages_which_may_also_be_given_beside_it() -> None:
+    edges = [(0, 1), (0, 2), (1, 2)]
+    made = lower(plan("1F1B", 3, 4, edges=edges))
+    text = made.to_csv()
+    bare = "".join(line for line in text.splitlines(keepends=True) if not line.startswith("edges"))
+    assert Plan.from_csv(text) == made
+    assert Plan.from_csv(bare, edges=edges) == made
+    assert Plan.from_csv(text, edges=edges[::-1]).edges == edges[::-1], "the same ones in another order"
+    with pytest.raises(
+        ValueError, match=r"edges is \[\(0, 1\)\], expected None or those that the text names, \[\(0, 1\), "
+    ):
+        Plan.from_csv(text, edges=[(0, 1)])
+    with pytest.raises(ValueError, match="0SEND_F0>2"):
+        validate(Plan.from_csv(bare))
+    both = plan("DualPipe", 4, 4, num_ranks=2)
+    assert Plan.from_csv(both.to_csv()) == both
+    with pytest.raises(ValueError, match=r"microbatches_of_stage is .*, expected None or those that the text names, "):
+        Plan.from_csv(both.to_csv(), microbatches_of_stage=[(0, 4)] * 4)
+
+
+def test_torch_refuses_a_csv_of_a_graph_rather_than_running_it_as_a_chain() -> None:
+    from torch.distributed.pipelining.schedules import _Action
+
+    made = plan("1F1B", 2, 2)
+    assert [_Action.from_str(cell) for cell in made.to_csv().splitlines()[0].split(",")]
+    graph = plan("1F1B", 2, 2, edges=[(0, 1)]).to_csv().splitlines()[-1]
+    with pytest.raises(RuntimeError, match="Invalid action string: edges"):
+        _Action.from_str(graph.split(",")[0])
+
+
 def test_dual_pipe_gives_each_copy_half_of_the_microbatches() -> None:
     made = plan("DualPipe", 4, 4, num_ranks=2)
     assert made.edges == [(0, 1), (2, 3)]
