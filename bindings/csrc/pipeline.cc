@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <map>
 
 #include "bindings/csrc/layers.h"
@@ -48,10 +49,26 @@ PairList microbatchPairs(const Plan& plan) {
   return pairs;
 }
 
-// What the texts of a plan do not say.
+PairList sorted(PairList pairs) {
+  if (pairs) std::ranges::sort(*pairs);
+  return pairs;
+}
+
+// What is given beside a text that may say it, too.
+void checkSame(const char* name, const PairList& given, const PairList& read) {
+  if (!given || !read) return;
+  if (*given == *read) return;
+  throw py::value_error(std::string(name) + " is " + std::string(py::repr(py::cast(*given))) +
+                        ", expected None or those that the text names, " + std::string(py::repr(py::cast(*read))));
+}
+
+// What the texts of a plan do not say, or do not have to.
 void setGraph(Plan& plan, const PairList& edges, const PairList& microbatchesOfStage) {
-  plan.edges = edgesOf(edges);
+  checkSame("edges", sorted(edges), sorted(edgePairs(plan)));
+  if (edges) plan.edges = edgesOf(edges);
   if (!microbatchesOfStage) return;
+  checkSame("microbatches_of_stage", microbatchesOfStage, microbatchPairs(plan));
+  plan.microbatchesOfStage.clear();
   for (const auto& [begin, end] : *microbatchesOfStage) plan.microbatchesOfStage.push_back({begin, end});
 }
 
@@ -112,13 +129,14 @@ std::tuple<Plan, CandidateTuple, std::vector<CandidateTuple>, std::string> autoP
     int numRanks, int numStages, int numMicrobatches, bool forwardOnly,
     const std::vector<std::array<double, 4>>& seconds, double transfer,
     const std::vector<std::array<double, 2>>& memory, double memoryLimit,
-    const std::optional<std::vector<std::int32_t>>& rankOfStage) {
+    const std::optional<std::vector<std::int32_t>>& rankOfStage, const PairList& edges) {
+  pipeline::ScheduleOptions options{numRanks, numStages, numMicrobatches, forwardOnly};
+  options.edges = edgesOf(edges);
   pipeline::MeasuredCosts costs;
   costs.times = costsOf(seconds, transfer);
   for (const auto& [activations, forWeights] : memory) costs.memory.push_back({activations, forWeights});
   costs.memoryLimit = memoryLimit;
-  pipeline::AutoPlan made =
-      valueOf(pipeline::makeAutoPlan({numRanks, numStages, numMicrobatches, forwardOnly}, costs, rankOfStage));
+  pipeline::AutoPlan made = valueOf(pipeline::makeAutoPlan(options, costs, rankOfStage));
   std::vector<CandidateTuple> candidates;
   for (const pipeline::PlanCandidate& candidate : made.candidates) candidates.push_back(tupleOf(candidate));
   return {std::move(made.plan), tupleOf(made.chosen), std::move(candidates), std::move(made.reason)};
@@ -205,7 +223,7 @@ void bindPipeline(py::module_& module) {
       py::arg("edges") = py::none());
   module.def("auto_plan", &autoPlan, py::arg("num_ranks"), py::arg("num_stages"), py::arg("num_microbatches"),
              py::arg("forward_only"), py::arg("seconds"), py::arg("transfer"), py::arg("memory"),
-             py::arg("memory_limit"), py::arg("rank_of_stage"));
+             py::arg("memory_limit"), py::arg("rank_of_stage"), py::arg("edges") = py::none());
   module.def(
       "validate_plan",
       [](const Plan& plan, pipeline::ChannelModel channel) {

@@ -124,6 +124,7 @@ def auto_plan(
     memory: Sequence[tuple[float, float]],
     memory_limit: float,
     rank_of_stage: Sequence[int] | None,
+    edges: Sequence[tuple[int, int]] | None = None,
 ) -> tuple[Plan, tuple[str, float, float, bool], list[tuple[str, float, float, bool]], str]: ...
 def validate_plan(plan: Plan, channel: ChannelModel) -> None: ...
 @overload

@@ -5,6 +5,7 @@
 #include "pipeline/ir/validate.h"
 #include "pipeline/passes/fuse_batches.h"
 #include "pipeline/passes/insert_communication.h"
+#include "pipeline/passes/queue_messages.h"
 
 namespace farandole::pipeline {
 
@@ -13,8 +14,12 @@ Result<Plan> lower(const Plan& plan, ChannelModel model) {
   if (!withMessages) return withMessages;
   Plan lowered = fuseBatches(std::move(*withMessages));
   const Status proven = validate(lowered, model);
-  if (!proven) return proven.wrap("the lowered plan cannot run");
-  return lowered;
+  if (proven) return lowered;
+  if (model == ChannelModel::kOneQueuePerRank) {
+    Result<Plan> queued = queueMessages(plan);
+    if (queued && validate(*queued, model)) return queued;
+  }
+  return proven.wrap("the lowered plan cannot run");
 }
 
 }  // namespace farandole::pipeline

@@ -27,7 +27,7 @@ class Channel final : public P2pChannel {
  private:
   void start(int peer, Message& message) {
     const at::Tensor& tensor = message.tensor[0];
-    if (lines_ != nullptr && !message.isOnce && tensor.is_cpu()) return startLine(peer, message);
+    if (lines_ != nullptr && tensor.is_cpu()) return startLine(peer, message);
     message.work = message.isSend ? backend_->send(message.tensor, peer, message.tag)
                                   : backend_->recv(message.tensor, peer, message.tag);
   }
@@ -82,7 +82,6 @@ Message& Message::operator=(Message&& other) {
   if (this == &other) return *this;
   release();
   isSend = other.isSend;
-  isOnce = other.isOnce;
   tag = other.tag;
   tensor.swap(other.tensor);
   work = std::move(other.work);

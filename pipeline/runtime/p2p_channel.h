@@ -18,7 +18,6 @@ namespace farandole::pipeline {
 // to step with its tensor replaced, which stays until the message is done.
 struct Message {
   bool isSend = false;
-  bool isOnce = false;  // not sent again in later steps
   std::int32_t tag = 0;
   std::vector<at::Tensor> tensor{at::Tensor()};  // one element: the form in which c10d takes it
 

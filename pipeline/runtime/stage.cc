@@ -5,16 +5,16 @@
 namespace farandole::pipeline {
 
 void Transfer::wait() {
-  if (header) header->wait();
+  if (hasHeader) header.wait();
   for (Message& message : messages) message.wait();
 }
 
 void Transfer::waitHeader() {
-  if (header) header->wait();
+  if (hasHeader) header.wait();
 }
 
 bool Transfer::isDone() const {
-  return (!header || header->isDone()) && std::ranges::all_of(messages, &Message::isDone);
+  return (!hasHeader || header.isDone()) && std::ranges::all_of(messages, &Message::isDone);
 }
 
 void Transfer::releaseTensors() {
@@ -23,7 +23,8 @@ void Transfer::releaseTensors() {
 }
 
 void Transfer::release() {
-  header.reset();
+  header.release();
+  hasHeader = false;
   for (Message& message : messages) message.release();
   posted = false;
 }

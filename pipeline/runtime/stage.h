@@ -66,7 +66,8 @@ struct StageSpec {
 
 // One send or receive of all tensors of one edge and microbatch.
 struct Transfer {
-  std::optional<Message> header;  // only while learning
+  Message header;
+  bool hasHeader = false;  // only while learning
   std::vector<Message> messages;
   bool posted = false;
 

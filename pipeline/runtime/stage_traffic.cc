@@ -6,13 +6,12 @@ namespace farandole::pipeline {
 
 namespace {
 
-Message headerMessage(bool isSend, at::Tensor header, std::int32_t edge, std::int32_t microbatch) {
-  Message message;
+void setHeader(Transfer& transfer, bool isSend, at::Tensor header, std::int32_t edge, std::int32_t microbatch) {
+  Message& message = transfer.header;
+  transfer.hasHeader = true;
   message.isSend = isSend;
-  message.isOnce = true;
   message.tag = messageTag(Traffic::kHeader, edge, microbatch, 0);
   message.tensor[0] = std::move(header);
-  return message;
 }
 
 // One message of a transfer after another; those of earlier steps are used again.
@@ -84,8 +83,8 @@ void StageTraffic::addToBatch(const TransferRef& ref, std::int32_t peer) {
       const std::int32_t number = stage.program.into[ref.link].edge;
       Transfer& transfer = edge.receiveActivation;
       if (learning_) {
-        transfer.header = headerMessage(false, emptyHeader(), number, ref.microbatch);
-        batch_.push_back(&*transfer.header);
+        setHeader(transfer, false, emptyHeader(), number, ref.microbatch);
+        batch_.push_back(&transfer.header);
       } else {
         prepareActivation(edge, number, ref.microbatch);
         addMessages(transfer);
@@ -117,8 +116,8 @@ void StageTraffic::addActivation(Stage& stage, const TransferRef& ref) {
       }
     }
     at::Tensor header = slot.outputPoisoned ? poisonedHeader() : *encodeHeader(metas);
-    transfer.header = headerMessage(true, std::move(header), stage.program.outOf[ref.link].edge, ref.microbatch);
-    batch_.push_back(&*transfer.header);
+    setHeader(transfer, true, std::move(header), stage.program.outOf[ref.link].edge, ref.microbatch);
+    batch_.push_back(&transfer.header);
   }
   if (!slot.outputPoisoned) addMessages(transfer);
   sending_.push_back(&transfer);
@@ -179,7 +178,7 @@ Status StageTraffic::receive(const StageLink& link, IncomingEdge& edge, std::int
   Transfer& transfer = edge.receiveActivation;
   if (learning_) {
     transfer.waitHeader();
-    auto metas = decodeHeader(transfer.header->tensor[0]);
+    auto metas = decodeHeader(transfer.header.tensor[0]);
     if (!metas) return metas.status();
     edge.isPoisoned = !metas->has_value();
     if (edge.isPoisoned) return Status::ok();

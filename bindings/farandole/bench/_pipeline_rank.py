@@ -14,6 +14,8 @@ from torch.distributed import pipelining as torch_pipelining
 
 from farandole import pipelining
 from farandole.bench._ranks import RANKS, Rank
+from farandole.pipelining._rows import parse
+from farandole.pipelining._stage_edges import Ends
 
 SEQUENCE = 64
 MICROBATCH = 2  # rows
@@ -28,7 +30,7 @@ class Step:
     start: float
     end: float
     durations: dict[str, float]  # of "0F3", "1B7"
-    losses: list[float]  # of each microbatch, on the last stage
+    losses: list[float]  # of each microbatch that ends on this rank
 
 
 @dataclass(frozen=True)
@@ -80,9 +82,9 @@ class Stopwatch:
 class _Prepared:
     schedule: Any
     modules: list[nn.Module]
-    actions: set[str]  # of compute, on this rank
-    inputs: list[torch.Tensor]  # args of step(): on the first stage's rank
-    target: torch.Tensor | None  # on the last stage's rank
+    actions: set[str]  # of compute, on this rank, those of an OVERLAP_F_B each by itself
+    inputs: list[torch.Tensor]  # args of step(): on a rank with a first stage (DualPipe has two)
+    target: torch.Tensor | None  # on a rank with a last stage
     durations: Callable[[], dict[str, float]]  # of the last step
 
 
@@ -122,12 +124,17 @@ def _prepare(rank: Rank, peer: str, case: Case, width: int) -> _Prepared:
     batch, target = torch.randn(2, MICROBATCH * MICROBATCHES, SEQUENCE, width, generator=generator)
     make = {"farandole": _ours, "torch": _torchs}[peer]
     schedule, durations = make(rank, case, modules, plan.num_stages)
+    ends = Ends.of(plan)
     return _Prepared(
         schedule,
         list(modules.values()),
-        set(plan.actions[rank.rank]),
-        [batch] if 0 in mine else [],
-        target if plan.num_stages - 1 in mine else None,
+        {
+            f"{leaf.stage}{leaf.kind}{leaf.microbatch}"
+            for action in map(parse, plan.actions[rank.rank])
+            for leaf in action.parts or (action,)
+        },
+        [batch] if ends.first.intersection(mine) else [],
+        target if set(ends.last).intersection(mine) else None,
         durations,
     )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from farandole import _C
+from farandole.pipelining._stage_edges import Edge, pairs_of
 
 _CHANNELS = {
     "tagged": _C.ChannelModel.TAGGED,
@@ -30,7 +31,7 @@ def plan(
     forward_only: bool = False,
     warmup_per_stage: int = 1,
     microbatch_group: int | None = None,
-    edges: Sequence[tuple[int, int]] | None = None,
+    edges: Sequence[Edge] | None = None,
 ) -> _C.Plan:
     """The compute plan of a schedule: which rank runs what in which order, without communication.
 
@@ -46,14 +47,14 @@ def plan(
             goes on to the next one (Megatron-LM's microbatch_group_size_per_vp_stage); as many as ranks by default.
         edges: (from, to) for each stage whose output is another one's input, from lower to higher stages; by default
             each stage's goes to the next one. DualPipe, whose ``num_stages`` are those of two copies, takes those of one.
+            (from, to, outputs), as schedules take them, is the same here.
 
     Raises:
         ValueError: an unknown name, counts that the schedule cannot run, or edges that are no such graph.
     """
     ranks = num_stages if num_ranks is None else num_ranks
     group = 0 if microbatch_group is None else microbatch_group
-    graph = None if edges is None else list(edges)
-    return _C.make_plan(name, ranks, num_stages, n_microbatches, forward_only, warmup_per_stage, group, graph)
+    return _C.make_plan(name, ranks, num_stages, n_microbatches, forward_only, warmup_per_stage, group, pairs_of(edges))
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ def auto_plan(
     memory_limit: float | None = None,
     rank_of_stage: Sequence[int] | None = None,
     forward_only: bool = False,
+    edges: Sequence[Edge] | None = None,
 ) -> AutoPlan:
     """The fastest plan found for measured stages, by simulation, within a limit of memory.
 
@@ -104,10 +106,13 @@ def auto_plan(
         memory_limit: bytes on each rank; none by default.
         rank_of_stage: where the stages are. By default they go round the ranks, or, with two for each, form a V.
         forward_only: leave out the backwards.
+        edges: the graph of stages, as :func:`plan` takes it; by default each stage's output goes to the next one. Stages
+            that do not need each other may then run at the same time; plans of list scheduling look for that, the others
+            keep the chain's order on each rank.
 
     Raises:
-        ValueError: counts and costs that do not fit each other; no plan within the limit (it names the one that
-            needs least).
+        ValueError: counts and costs that do not fit each other; edges that are no graph from lower to higher stages; no
+            plan within the limit (it names the one that needs least).
     """
     held = [(0.0, 0.0)] * num_stages if memory is None else memory
     made, chosen, candidates, reason = _C.auto_plan(
@@ -120,6 +125,7 @@ def auto_plan(
         [_numbers("memory", stage, 2) for stage in held],
         math.inf if memory_limit is None else memory_limit,
         rank_of_stage,
+        pairs_of(edges),
     )
     return AutoPlan(made, PlanCandidate(*chosen), tuple(PlanCandidate(*one) for one in candidates), reason)
 

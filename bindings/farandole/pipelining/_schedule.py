@@ -17,7 +17,7 @@ from farandole.pipelining._inputs import Batch, Inputs, InputSplitter
 from farandole.pipelining._loss_weights import LossWeights, loss_scales
 from farandole.pipelining._microbatches import merge_outputs
 from farandole.pipelining._stage import PipelineStage
-from farandole.pipelining._stage_edges import Edge, Ends, outputs_by_stage, selected_outputs
+from farandole.pipelining._stage_edges import Edge, Ends, outputs_by_stage, pairs_of, selected_outputs
 
 
 @dataclass
@@ -70,7 +70,7 @@ class PipelineSchedule:
         self._n_microbatches = n_microbatches
         self._loss_fn = loss_fn
         self._config = config
-        self._edges = None if config.edges is None else [(edge[0], edge[1]) for edge in config.edges]
+        self._edges = pairs_of(config.edges)
         self._selected = selected_outputs(config.edges)
         self.scale_grads = config.scale_grads
         self._lowered: dict[bool, _C.Plan] = {}  # by whether it is forward only

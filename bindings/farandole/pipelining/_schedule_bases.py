@@ -123,7 +123,7 @@ class PipelineScheduleMulti(PipelineSchedule):
     def compute_plan(self, *, forward_only: bool) -> _C.Plan:
         plan = self._plan
         if plan is None and self._order:
-            plan = _plan_of_order(self._order, self._edges)
+            plan = _plan_of_order(self._order, *self._graph())
         if plan is not None:
             return plan.forwards() if forward_only else plan
         if not self.schedule_name:
@@ -151,16 +151,20 @@ class PipelineScheduleMulti(PipelineSchedule):
     def load_csv(self, filename: str | Path, format: str = "compute_only") -> None:
         """Takes the plan of torch.distributed.pipelining's CSV: a line per rank, an action per cell.
 
+        What the schedule was given as ``edges`` is the graph of its stages. ``Plan.to_csv`` writes the graph of a plan
+        that has one into the file, which is then enough.
+
         Args:
             filename: of the file, the same on all ranks.
             format: "compute_only", where the communication is inserted, or "compute_comms", where it is there already.
 
         Raises:
-            ValueError: the plan is wrong, or not for these stages, ranks and microbatches.
+            ValueError: the plan is wrong, or not for these stages, ranks and microbatches, or names other edges than the
+                schedule was given.
         """
         if format not in ("compute_only", "compute_comms"):
             raise ValueError(f"format is {format!r}, expected 'compute_only' or 'compute_comms'")
-        plan = _C.Plan.from_csv(Path(filename).read_text(), edges=self._edges)
+        plan = _C.Plan.from_csv(Path(filename).read_text(), None, *self._graph())
         if plan.has_communication != (format == "compute_comms"):
             raise ValueError(
                 f"{filename} has {'' if plan.has_communication else 'no '}communication, expected it "
@@ -169,6 +173,10 @@ class PipelineScheduleMulti(PipelineSchedule):
         self._use(plan)
 
     _load_csv = load_csv  # torch's name
+
+    def _graph(self) -> tuple[list[tuple[int, int]] | None, list[tuple[int, int]] | None]:
+        """Edges and ranges of microbatches of the plans that are given, where those do not say."""
+        return self._edges, None
 
     def _use(self, plan: _C.Plan) -> None:
         if plan.num_microbatches != self._n_microbatches:
@@ -185,11 +193,13 @@ class PipelineScheduleMulti(PipelineSchedule):
         self._runs.clear()
 
 
-def _plan_of_order(order: dict[int, list[Any]], edges: list[tuple[int, int]] | None) -> _C.Plan:
+def _plan_of_order(
+    order: dict[int, list[Any]], edges: list[tuple[int, int]] | None, ranges: list[tuple[int, int]] | None
+) -> _C.Plan:
     if sorted(order) != list(range(len(order))):
         raise ValueError(f"pipeline_order has the ranks {sorted(order)}, expected 0 to {len(order) - 1}")
     rows = [[str(action) for action in order[rank] if action is not None] for rank in range(len(order))]
-    return _C.Plan.from_csv("\n".join(",".join(row) for row in rows), edges=edges)
+    return _C.Plan.from_csv("\n".join(",".join(row) for row in rows), None, edges, ranges)
 
 
 def _check_stages(stages: Any) -> None:

@@ -158,6 +158,12 @@ class ScheduleDualPipe(PipelineScheduleMulti):
             (begin + half, end + half): outputs for (begin, end), outputs in self._selected.items()
         }  # of the second copy
 
+    def _graph(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        copy, count = self._stages[0].num_stages // 2, self._n_microbatches // 2
+        edges = [(stage, stage + 1) for stage in range(copy - 1)] if self._edges is None else self._edges
+        both = [*edges, *((begin + copy, end + copy) for begin, end in edges)]
+        return both, [(0, count)] * copy + [(count, 2 * count)] * copy
+
 
 _CLASSES: dict[str, type[PipelineSchedule]] = {
     "1F1B": Schedule1F1B,

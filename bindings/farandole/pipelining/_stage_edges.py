@@ -52,6 +52,20 @@ def edges_of(plan: _C.Plan) -> list[tuple[int, int]]:
     return [(stage, stage + 1) for stage in range(plan.num_stages - 1)] if edges is None else edges
 
 
+def pairs_of(edges: Sequence[Edge] | None) -> list[tuple[int, int]] | None:
+    """(from, to) of each: which outputs it takes is what stages do, and not the plan's."""
+    if edges is None:
+        return None
+    for number, edge in enumerate(edges):
+        if (
+            not isinstance(edge, (tuple, list))
+            or len(edge) not in (2, 3)
+            or not all(type(end) is int for end in edge[:2])
+        ):
+            raise ValueError(f"edges[{number}] is {edge!r}, expected (from, to) or (from, to, outputs), by stage")
+    return [(edge[0], edge[1]) for edge in edges]
+
+
 def selected_outputs(edges: Sequence[Edge] | None) -> dict[tuple[int, int], list[int]]:
     """By edge, where it takes only some of the outputs, which."""
     return {(edge[0], edge[1]): list(edge[2]) for edge in edges or () if len(edge) == 3}

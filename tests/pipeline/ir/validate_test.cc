@@ -14,7 +14,7 @@ namespace {
 
 constexpr ChannelModel kModels[] = {ChannelModel::kTagged, ChannelModel::kFifoPerEdge, ChannelModel::kOneQueuePerRank};
 
-// One queue for a rank takes more than the passes can do yet, where a rank's next message is not its peer's.
+// With messages beside what they are for; lower() has another way for the others, see the tests of queueMessages().
 bool runsOnOneQueue(std::string_view schedule) {
   return schedule == "none" || schedule == "GPipe" || schedule == "1F1B";
 }

@@ -87,7 +87,8 @@ TEST(AutoPlan, IsNeverWorseThanTheBestScheduleUnderTheSameLimitAndRuns) {
     for (std::int32_t rank = 0; rank < p; ++rank) {
       EXPECT_LE(heldAtMost(made->plan, rank, costs.memory), costs.memoryLimit + 1e-9);
     }
-    for (const ChannelModel model : {ChannelModel::kTagged, ChannelModel::kFifoPerEdge}) {
+    for (const ChannelModel model :
+         {ChannelModel::kTagged, ChannelModel::kFifoPerEdge, ChannelModel::kOneQueuePerRank}) {
       const auto lowered = lower(made->plan, model);
       EXPECT_TRUE(lowered) << made->chosen.name << ": " << lowered.status().toString();
     }

@@ -17,7 +17,7 @@
 namespace farandole::pipeline {
 namespace {
 
-constexpr ChannelModel kModels[] = {ChannelModel::kTagged, ChannelModel::kFifoPerEdge};
+constexpr ChannelModel kModels[] = {ChannelModel::kTagged, ChannelModel::kFifoPerEdge, ChannelModel::kOneQueuePerRank};
 
 // Proves the lowered plan, and lets the oracle run it.
 void checkRuns(const Plan& compute, std::mt19937_64& random) {
@@ -29,15 +29,10 @@ void checkRuns(const Plan& compute, std::mt19937_64& random) {
     ASSERT_TRUE(lowered) << lowered.status().toString();
     EXPECT_EQ(runRandomly(*lowered, model, random), "") << toString(model);
     EXPECT_DOUBLE_EQ(simulate(*lowered, costs)->makespan, simulated->makespan);
+    if (model == ChannelModel::kOneQueuePerRank) continue;
     const Plan preposted = prepostReceives(*insertCommunication(compute), static_cast<std::int32_t>(1 + random() % 3));
     const Status proof = validate(preposted, model);
     EXPECT_TRUE(proof) << toString(model) << ": " << proof.toString();
-  }
-  const Result<Plan> oneQueue = lower(compute, ChannelModel::kOneQueuePerRank);
-  if (oneQueue) {
-    EXPECT_EQ(runRandomly(*oneQueue, ChannelModel::kOneQueuePerRank, random), "");
-  } else {
-    EXPECT_NE(oneQueue.status().toString().find("deadlock under kOneQueuePerRank"), std::string::npos);
   }
 }
 

@@ -216,9 +216,9 @@ def test_sparse_steps_are_measured_beside_one_stage_and_torchrecs(tmp_path, caps
 def test_steps_are_measured_beside_what_was_predicted(tmp_path, capsys):
     report = measure(tmp_path, capsys, "predicted")
     ratios = {peer: value for (_, peer, quantity), value in medians_of(report).items() if quantity == "ratio"}
-    assert len(ratios) == 11
+    assert len(ratios) == 12
     assert all(0.2 < value < 5 for value in ratios.values()), ratios
-    assert len(report["targets"]) == 22
+    assert len(report["targets"]) == 24
 
 
 def test_sleeping_stages_take_no_less_than_was_simulated(tmp_path, capsys):

@@ -21,6 +21,7 @@ from farandole.pipelining import (
     ScheduleZBVZeroBubble,
     auto_plan,
     get_schedule_class,
+    lower,
     plan,
     schedule_names,
 )
@@ -135,7 +136,7 @@ def _run_plans(rank: int, world_size: int, folder: str) -> None:
         return [PipelineStage(stages[i], i, 4, "cpu") for i, owner in owned if owner == rank]
 
     chosen = auto_plan(4, 6, [(1.0, 2.0, 1.0, 1.0)] * 4, num_ranks=2).plan
-    for made in (theirs, theirs.lower(), chosen):
+    for made in (theirs, theirs.lower(), lower(theirs, "one_queue_per_rank"), chosen):
         schedule = ScheduleFromPlan(mine(made), made, nn.MSELoss())
         _compare(schedule, stages, made.rank_of_stage, rank, 6, "a plan")
 

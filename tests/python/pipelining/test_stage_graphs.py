@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +13,14 @@ from torch import nn
 
 from farandole.ddp import DistributedDataParallel
 from farandole.pipelining import (
+    PipelineScheduleMulti,
     PipelineStage,
     ScheduleDualPipe,
     ScheduleFromPlan,
     ScheduleGPipe,
+    auto_plan,
     get_schedule_class,
+    lower,
     plan,
 )
 from pipelining.pipeline_support import BACKENDS, assert_same_gradients, train_alone
@@ -98,6 +102,71 @@ def _train_with_a_skip(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_connection_that_skips_stages_trains_as_in_one_process(backend: str, world_size: int) -> None:
     run_ranks(_train_with_a_skip, world_size, backend)
+
+
+def _train_by_the_plan_that_was_found(rank: int, world_size: int) -> None:
+    net = Net()
+    # Stage 1 is long: what has the same time for each stage is not what is fastest.
+    made = auto_plan(4, 5, [(1, 2, 1, 1), (3, 6, 3, 3), (1, 2, 1, 1), (1, 2, 1, 1)], num_ranks=world_size, edges=EDGES)
+    stages = [
+        PipelineStage(net.stages[i], i, 4, "cpu") for i, owner in enumerate(made.plan.rank_of_stage) if owner == rank
+    ]
+    outputs_to = {(edge[0], edge[1]): edge[2] for edge in EDGES if len(edge) == 3}
+    schedule = ScheduleFromPlan(stages, made.plan, nn.MSELoss(), outputs_to=outputs_to)
+    for rows in (10, 13):
+        batch, target = torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)
+        net.zero_grad()
+        trained, losses, _ = train_alone([copy.deepcopy(net)], nn.MSELoss(), batch, target, 5)
+        mine: list[Any] = []
+        schedule.step(batch, target=target, losses=mine)
+        for stage in stages:
+            index = stage.stage_index
+            assert_same_gradients(net.stages[index], trained[0].stages[index], made.chosen.name, tolerance=2e-5)
+        if 3 in [stage.stage_index for stage in stages]:
+            assert torch.equal(torch.stack(mine), torch.stack(losses)), made.chosen.name
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_plan_that_was_found_for_a_graph_trains_it(world_size: int) -> None:
+    run_ranks(_train_by_the_plan_that_was_found, world_size, BACKENDS[-1])
+
+
+def _load_graphs(rank: int, world_size: int, folder: str) -> None:
+    net = Net()
+    made = lower(plan("ZBV", 4, 5, num_ranks=2, edges=EDGES))
+    stages = [PipelineStage(net.stages[i], i, 4, "cpu") for i, owner in enumerate(made.rank_of_stage) if owner == rank]
+    file = Path(folder) / f"zbv.{rank}.csv"
+    file.write_text(made.to_csv())
+    with pytest.raises(
+        ValueError, match=r"edges is \[\(0, 1\), \(0, 2\)\], expected None or those that the text names"
+    ):
+        PipelineScheduleMulti(stages, 5, nn.MSELoss(), edges=[(0, 1), (0, 2)]).load_csv(file, "compute_comms")
+    schedule = PipelineScheduleMulti(stages, 5, nn.MSELoss(), edges=EDGES)
+    schedule.load_csv(file, "compute_comms")
+    batch, target = torch.randn(10, WIDTH), torch.randn(10, WIDTH)
+    trained, _, _ = train_alone([copy.deepcopy(net)], nn.MSELoss(), batch, target, 5)
+    schedule.step(batch, target=target)
+    for stage in stages:
+        index = stage.stage_index
+        assert_same_gradients(net.stages[index], trained[0].stages[index], f"stage {index}", tolerance=2e-5)
+
+    # A schedule knows the graph of its two copies, so that a file that does not say will do.
+    model: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    two = [PipelineStage(model[i % 2], i, 4, "cpu") for i in (rank, 3 - rank)]
+    _, losses, _ = train_alone(model, nn.MSELoss(), batch[:8], target[:8], 4)
+    both = plan("DualPipe", 4, 4, num_ranks=2)
+    for lowered in (both, lower(both)):
+        for text in (lowered.to_csv(), "".join(",".join(row) + "\n" for row in lowered.actions)):
+            file.write_text(text)
+            dual = ScheduleDualPipe(two, 4, nn.MSELoss())
+            dual.load_csv(file, "compute_comms" if lowered.has_communication else "compute_only")
+            mine: list[Any] = []
+            dual.step(batch[:8], target=target[:8], losses=mine)
+            assert torch.equal(torch.stack(mine), torch.stack(losses[2:] if rank == 0 else losses[:2]))
+
+
+def test_graphs_are_loaded_from_csv(tmp_path: Path) -> None:
+    run_ranks(_load_graphs, 2, BACKENDS[-1], folder=str(tmp_path))
 
 
 class Decoder(nn.Module):
