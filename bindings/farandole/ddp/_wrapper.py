@@ -75,7 +75,8 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs):
             ``backward()`` on every rank that names it; "zero_fill" goes on, and ``.grad`` is the average with zero in
             its place; "skip" leaves ``.grad`` what it was where no rank has a gradient.
         disable_bucketing: one bucket for all gradients of a type.
-        overlap_grad_reduce: reduce buckets while backward runs, else after it.
+        overlap_grad_reduce: reduce buckets while backward runs, else after it; over farandole on the CPU all gradients
+            then keep their own memory until they are reduced, beside the buffers.
         grad_reduce_in_fp32: accumulate and reduce in float32 what parameters have in a shorter type.
         use_distributed_optimizer: each rank gets its part of the gradients, see above.
         overlap_param_gather: with it, the parameters that other ranks have updated come while the next forward runs,
