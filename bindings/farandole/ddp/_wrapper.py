@@ -68,8 +68,9 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs):
             reentrant checkpoints may share parameters. What it leaves out is skipped.
         bucket_size: elements after which a bucket is closed; by default max(40e6, 1e6 x size). Smaller models than
             that overlap nothing unless this is smaller, too. "auto": the first backwards are measured with the default,
-            or ``bucket_cap_mb``, then the size is tried that is predicted to leave the least exposed, and kept unless
-            backwards are slower with it. Rank 0 prints the choice with the reason (:meth:`bucket_tuning`).
+            or ``bucket_cap_mb``, then the size is tried that is predicted to leave the least exposed, and kept if
+            backwards show a quarter of what it was to save. Rank 0 prints the choice with the reason
+            (:meth:`bucket_tuning`).
         unused_parameters: what to do about a parameter that gets no gradient in a backward that synchronizes. Its
             bucket is reduced with what it holds, so that no rank hangs; then "error" raises a RuntimeError from
             ``backward()`` on every rank that names it; "zero_fill" goes on, and ``.grad`` is the average with zero in
