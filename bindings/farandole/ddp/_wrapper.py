@@ -222,6 +222,12 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs):
         if self._param_sync is not None:
             self._param_sync.before_forward()
         if torch.is_grad_enabled():
+            if torch.compiler.is_compiling():
+                # With fullgraph=True an error that has the text.
+                torch._dynamo.graph_break(
+                    msg="fullgraph=True of farandole.ddp.DistributedDataParallel, which calls its reducer before the module: "
+                    "expected fullgraph=False, or the module inside to be compiled"
+                )
             self._reducer.prepare_forward(self.require_backward_grad_sync)
         broadcasts = self.broadcast_buffers and self.require_forward_param_sync
         source = 0
