@@ -8,10 +8,11 @@
 namespace farandole::ddp {
 namespace {
 
-constexpr double kStep = 1.25;          // from one candidate to the next
-constexpr int64_t kSmallest = 1 << 10;  // elements: less is all latency
-constexpr double kEqual = 0.005;        // of the backward and what is exposed: a difference that is none
-constexpr double kWorthwhile = 0.02;    // of that: what measured times can be trusted in
+constexpr double kStep = 1.25;                     // from one candidate to the next
+constexpr int64_t kSmallest = 1 << 10;             // elements: less is all latency
+constexpr int kEqualBuckets[] = {1, 2, 4, 8, 16};  // before a small last one
+constexpr double kEqual = 0.001;                   // of the backward and what is exposed: a difference that is none
+constexpr double kWorthwhile = 0.02;               // of that: what measured times can be trusted in
 
 Status check(const TuningFacts& facts) {
   const std::size_t count = facts.parameters.size();
@@ -21,7 +22,9 @@ Status check(const TuningFacts& facts) {
                                  std::to_string(facts.ready.size()) + " times: expected equal numbers, at least 1");
 }
 
-double lastOf(const std::vector<double>& ready) { return *std::max_element(ready.begin(), ready.end()); }
+double endOf(const TuningFacts& facts) {
+  return std::max(facts.end, *std::max_element(facts.ready.begin(), facts.ready.end()));
+}
 
 Result<Prediction> predict(const TuningFacts& facts, const ReductionCost& cost, int64_t bucketSize) {
   LayoutOptions options = facts.layout;
@@ -45,18 +48,32 @@ double exposedBy(const Layout& layout, const TuningFacts& facts, const Reduction
   std::stable_sort(reductions.begin(), reductions.end(),
                    [](const auto& left, const auto& right) { return left.first < right.first; });
   double end = 0;
-  for (const auto& [ready, seconds] : reductions) end = std::max(end, ready) + seconds;
-  return std::max(0.0, end - lastOf(facts.ready));
+  double late = 0;  // the backward, for what it has started
+  for (const auto& [ready, seconds] : reductions) {
+    late += facts.start;
+    end = std::max(end, ready + late) + seconds;
+  }
+  return std::max(end, endOf(facts) + late) - endOf(facts);
 }
 
 std::vector<int64_t> candidateSizes(const TuningFacts& facts) {
-  int64_t total = 1;
+  int64_t total = 0;
   for (const ParameterSpec& parameter : facts.parameters) total += parameter.numel;
-  std::vector<int64_t> sizes;
-  for (auto size = static_cast<double>(kSmallest); size < static_cast<double>(total); size *= kStep) {
+  std::vector<int64_t> sizes = {total + 1};
+  for (auto size = static_cast<double>(kSmallest); size <= static_cast<double>(total); size *= kStep) {
     sizes.push_back(static_cast<int64_t>(size));
   }
-  sizes.push_back(total);
+  int64_t tail = 0;
+  double next = 1;
+  for (const ParameterSpec& parameter : facts.parameters) {
+    tail += parameter.numel;
+    if (tail > total / 2) break;
+    if (static_cast<double>(tail) < next) continue;
+    next = static_cast<double>(tail) * kStep;
+    for (const int count : kEqualBuckets) sizes.push_back((total - tail + count - 1) / count);
+  }
+  std::sort(sizes.begin(), sizes.end());
+  sizes.erase(std::unique(sizes.begin(), sizes.end()), sizes.end());
   return sizes;
 }
 
@@ -64,7 +81,7 @@ Result<TuningChoice> chooseBucketSize(const TuningFacts& facts, const ReductionC
   FARANDOLE_RETURN_IF_ERROR(check(facts));
   const std::vector<int64_t> sizes = candidateSizes(facts);
   TuningChoice choice;
-  choice.backward = lastOf(facts.ready) - *std::min_element(facts.ready.begin(), facts.ready.end());
+  choice.backward = endOf(facts) - *std::min_element(facts.ready.begin(), facts.ready.end());
   const Result<Prediction> now = predict(facts, cost, facts.layout.bucketSize.value_or(sizes.back()));
   if (!now) return now.status();
   std::vector<Prediction> predictions;

@@ -18,29 +18,32 @@ struct TuningFacts {
   std::vector<int> gradBytes;             // by parameter: of an element
   std::vector<double> ready;              // by parameter: when its gradient is there
   LayoutOptions layout;                   // its bucket size is what there is now
+  double end = 0;                         // when the backward ends, where that is after the last gradient
+  double start = 0;                       // that the backward is held up by the start of a reduction
 };
 
 struct Prediction {
   int64_t bucketSize = 0;
   int buckets = 0;
-  double exposed = 0;  // seconds from the last gradient to the end of the last reduction
+  double exposed = 0;  // seconds that a backward and its reductions take beyond the backward alone
 };
 
 struct TuningChoice {
   Prediction now;
   Prediction best;
   bool isWorthwhile = false;  // to lay buckets out anew
-  double backward = 0;        // seconds from the first gradient to the last one
+  double backward = 0;        // seconds from the first gradient to the end
 };
 
 // How a backward with these buckets would end: each is reduced when its gradients are there and the one before it, in
-// that order, is done.
+// that order, is done. What starts them comes out of the backward.
 double exposedBy(const Layout& layout, const TuningFacts& facts, const ReductionCost& cost);
 
-// The bucket size whose reductions end first, of sizes that are a constant factor apart; of equal ones the largest.
+// The bucket size whose reductions end first; of equal ones the largest.
 Result<TuningChoice> chooseBucketSize(const TuningFacts& facts, const ReductionCost& cost);
 
-// The sizes it chooses from, ascending: up to one bucket for all.
+// The sizes it chooses from, ascending: a constant factor apart, up to one bucket for all; and those that leave a few
+// parameters, whose gradients come last, to a small bucket after one or several equal ones.
 std::vector<int64_t> candidateSizes(const TuningFacts& facts);
 
 }  // namespace farandole::ddp

@@ -171,8 +171,7 @@ void GradReducer::onGradReady(int parameter, const at::Tensor& brought) {
 }
 
 bool GradReducer::borrows(int parameter) const {
-  return options_.overlaps && !options_.checks.isEnabled() && !isCounting_ && expected_[parameter] == 1 &&
-         issuer_.takesInput(parameter);
+  return !options_.checks.isEnabled() && !isCounting_ && expected_[parameter] == 1 && issuer_.takesInput(parameter);
 }
 
 // Where gradients come inside inner backwards alone, nothing else queues the callback of the outer one.

@@ -143,14 +143,16 @@ void bindTimeline(py::module_& module) {
       });
 }
 
-// `ready`: by parameter, `points`: (bytes, seconds) of a reduction.
-ddp::TuningChoice chooseBucketSize(const ddp::GradReducer& reducer, std::vector<double> ready,
-                                   std::vector<std::pair<double, double>> points) {
+// `ready`: by parameter, and `end` of the backward, `points`: (bytes, seconds) of a reduction, `start`: of its start.
+ddp::TuningChoice chooseBucketSize(const ddp::GradReducer& reducer, std::vector<double> ready, double end,
+                                   std::vector<std::pair<double, double>> points, double start) {
   const ddp::ModelBuffers& buffers = *reducer.buffers();
   ddp::TuningFacts facts;
   facts.parameters = ddp::specsOf(buffers);
   for (const at::Tensor& grad : buffers.mainGrads()) facts.gradBytes.push_back(static_cast<int>(grad.element_size()));
   facts.ready = std::move(ready);
+  facts.end = end;
+  facts.start = start;
   facts.layout.bucketSize = ddp::bucketSizeOf(reducer.options().buffers, reducer.groups());
   return valueOf(ddp::chooseBucketSize(facts, valueOf(ddp::ReductionCost::fromMeasured(std::move(points)))));
 }
@@ -165,7 +167,8 @@ void bindTuning(py::module_& module) {
       .def_readonly("best", &ddp::TuningChoice::best)
       .def_readonly("is_worthwhile", &ddp::TuningChoice::isWorthwhile)
       .def_readonly("backward", &ddp::TuningChoice::backward);
-  module.def("choose_bucket_size", &chooseBucketSize, py::arg("reducer"), py::arg("ready"), py::arg("points"));
+  module.def("choose_bucket_size", &chooseBucketSize, py::arg("reducer"), py::arg("ready"), py::arg("end"),
+             py::arg("points"), py::arg("start"));
 }
 
 void bindReducer(py::module_& module) {

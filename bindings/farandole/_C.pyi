@@ -305,7 +305,7 @@ class TuningChoice:
     def backward(self) -> float: ...
 
 def choose_bucket_size(
-    reducer: GradReducer, ready: Sequence[float], points: Sequence[tuple[float, float]]
+    reducer: GradReducer, ready: Sequence[float], end: float, points: Sequence[tuple[float, float]], start: float
 ) -> TuningChoice: ...
 
 class ParamGather:

@@ -11,7 +11,7 @@ namespace farandole::ddp {
 namespace {
 
 constexpr uint64_t kSeeds = 200;
-constexpr double kEqual = 0.005;  // of the round: the choice may be so much worse
+constexpr double kEqual = 0.001;  // of the round: the choice may be so much worse
 
 struct Case {
   TuningFacts facts;
@@ -35,6 +35,8 @@ Case randomCase(uint64_t seed) {
     result.facts.ready.push_back(step * late);
   }
   result.facts.layout.bucketSize = 1 + below(4 * largest);
+  if (below(2) == 0) result.facts.end = step * static_cast<double>(below(2 * static_cast<int64_t>(count)));
+  if (below(2) == 0) result.facts.start = 1e-6 * static_cast<double>(below(500));
   const double latency = 1e-6 * static_cast<double>(1 + below(1000));
   const double rate = 1e7 * static_cast<double>(1 + below(1000));
   for (double bytes = 8; bytes < 1e8; bytes *= 64) result.points.emplace_back(bytes, latency + bytes / rate);
@@ -58,6 +60,11 @@ double simulate(const TuningFacts& facts, int64_t bucketSize, const ReductionCos
     numel = 0;
     ready = 0;
   }
+  // Who starts the i-th in turn does so once more late.
+  std::stable_sort(waiting.begin(), waiting.end(),
+                   [](const Pending& left, const Pending& right) { return left.ready < right.ready; });
+  const double late = facts.start * static_cast<double>(waiting.size());
+  for (std::size_t i = 0; i < waiting.size(); ++i) waiting[i].ready += facts.start * static_cast<double>(i + 1);
   double now = 0;
   while (!waiting.empty()) {
     auto next = std::find_if(waiting.begin(), waiting.end(), [&](const Pending& one) { return one.ready <= now; });
@@ -72,7 +79,8 @@ double simulate(const TuningFacts& facts, int64_t bucketSize, const ReductionCos
     now += next->seconds;
     waiting.erase(next);
   }
-  return std::max(0.0, now - *std::max_element(facts.ready.begin(), facts.ready.end()));
+  const double last = std::max(facts.end, *std::max_element(facts.ready.begin(), facts.ready.end()));
+  return std::max(now, last + late) - last;
 }
 
 TEST(BucketTuning, WhatIsExposedIsWhatASimulationSays) {
@@ -140,6 +148,54 @@ TEST(BucketTuning, LatencyAloneMakesOneBucketAndBandwidthAloneMakesMany) {
   ASSERT_TRUE(onlyBandwidth);
   EXPECT_TRUE(onlyBandwidth->isWorthwhile);
   EXPECT_GE(onlyBandwidth->best.buckets, 30);
+}
+
+// Gradients of a million elements every 10 ms; `rate` in bytes a second.
+TuningChoice chooseForEqual(int parameters, double rate, double start) {
+  TuningFacts facts;
+  for (int p = 0; p < parameters; ++p) {
+    facts.parameters.push_back({1'000'000, 0, 0, false, false});
+    facts.gradBytes.push_back(4);
+    facts.ready.push_back(1e-2 * (parameters - 1 - p));
+  }
+  facts.layout.bucketSize = 1'000'000'000;
+  facts.start = start;
+  return *chooseBucketSize(facts, *ReductionCost::fromMeasured({{0, 0}, {1e9, 1e9 / rate}}));
+}
+
+TEST(BucketTuning, WhatComesLastIsInASmallBucketAndTheRestInAsFewAsCanBeHidden) {
+  // One parameter takes 0.4 ms, all but the last one 7.6.
+  const TuningChoice quick = chooseForEqual(20, 1e10, 1e-4);
+  EXPECT_EQ(quick.best.buckets, 2);
+  EXPECT_EQ(quick.best.bucketSize, 19'000'000);
+  EXPECT_NEAR(quick.best.exposed, 4e-4 + 2e-4, 1e-9);
+  // Each takes 6 ms: of two buckets the first one would take 114.
+  const TuningChoice slow = chooseForEqual(20, 4e6 / 6e-3, 1e-4);
+  EXPECT_GE(slow.best.buckets, 6);
+  EXPECT_LT(slow.best.exposed, 13e-3);
+  // Where to start one is dear there are fewer.
+  const TuningChoice dear = chooseForEqual(20, 4e6 / 6e-3, 4e-3);
+  EXPECT_LT(dear.best.buckets, slow.best.buckets);
+}
+
+TEST(BucketTuning, WhatIsHiddenAfterTheLastGradientNeedsNoOtherBuckets) {
+  TuningFacts facts;
+  for (int p = 0; p < 10; ++p) {
+    facts.parameters.push_back({1'000'000, 0, 0, false, false});
+    facts.gradBytes.push_back(4);
+    facts.ready.push_back(1e-2 * (9 - p));
+  }
+  facts.layout.bucketSize = 1'000'000'000;
+  const ReductionCost cost = *ReductionCost::fromMeasured({{0, 0}, {1e9, 0.5}});  // 20 ms for all
+  facts.end = 0.2;
+  const Result<TuningChoice> hidden = chooseBucketSize(facts, cost);
+  EXPECT_FALSE(hidden->isWorthwhile);
+  EXPECT_EQ(hidden->now.exposed, 0);
+  EXPECT_NEAR(hidden->backward, 0.2, 1e-12);
+  facts.end = 0.1;
+  const Result<TuningChoice> half = chooseBucketSize(facts, cost);
+  EXPECT_TRUE(half->isWorthwhile);
+  EXPECT_NEAR(half->now.exposed, 0.01, 1e-9);
 }
 
 TEST(BucketTuning, FactsThatDoNotFitTogetherAreRefused) {

@@ -39,6 +39,32 @@ TEST(Gradients, LargeOnesAreReducedFromWhereAutogradLeftThem) {
   });
 }
 
+TEST(Gradients, WithoutOverlapTheyStayThereUntilTheEndOfTheBackward) {
+  const std::string lent = "allreduce [" + std::to_string(kLarge) + "]";
+  runThreads(2, [&](ThreadRank& self) {
+    const ReducerOptions atEnd{.buffers = {.bucketSize = 1}, .overlaps = false};
+    EXPECT_EQ(takenBy(self, {parameter(kLarge), parameter(kLarge)}, atEnd), (Events{lent, lent}));
+    const ReducerOptions inOne{.buffers = {.isBucketed = false}, .overlaps = false};
+    const std::vector<at::Tensor> tensors = {parameter(10), parameter(kLarge)};
+    EXPECT_EQ(takenBy(self, tensors, inOne), Events{lent + " 10"});
+  });
+}
+
+TEST(Gradients, WhatIsSummedUpBeforeARoundIsInItsBuffer) {
+  runThreads(2, [](ThreadRank& self) {
+    self.backend->gathersTensors = true;
+    const std::vector<at::Tensor> tensors = {parameter(kLarge)};
+    auto reducer = GradReducer::create(self.group, modelOf(tensors),
+                                       {.overlaps = false, .endsWithBackward = false, .averageInCollective = true});
+    self.backend->events.clear();
+    backward(lossOf(tensors, allOf(tensors), self.rank + 1));
+    EXPECT_TRUE(isEverywhere(reducer->buffers()->mainGrads()[0], self.rank + 1));
+    reducer->finishSync();
+    EXPECT_EQ(self.backend->events.front(), "allreduce " + std::to_string(kLarge));
+    EXPECT_TRUE(isEverywhere(reducer->buffers()->mainGrads()[0], 1.5));
+  });
+}
+
 TEST(Gradients, WhatIsCopiedOnOneRankGoesWithWhatIsNotOnAnother) {
   runThreads(2, [](ThreadRank& self) {
     const std::vector<at::Tensor> tensors = {parameter(kLarge)};
@@ -53,7 +79,6 @@ TEST(Gradients, WhatMustBeSeenBeforeOrAddedToIsInItsBuffer) {
   const std::string copied = "allreduce " + std::to_string(kLarge);
   runThreads(2, [&](ThreadRank& self) {
     EXPECT_EQ(takenBy(self, {parameter(kLarge)}, {.checks = {.nan = true}}), Events{copied});
-    EXPECT_EQ(takenBy(self, {parameter(kLarge)}, {.overlaps = false}), Events{copied});
     EXPECT_EQ(takenBy(self, {parameter(kLarge)}, {.isGraphStatic = true}), Events{copied});
     const ReducerOptions widened{.buffers = {.gradType = at::kFloat}, .home = Gradients::Home::kMainGrad};
     EXPECT_EQ(takenBy(self, {parameter(kLarge)}, widened), Events{copied});

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from farandole.bench._ranks import Rank
 from farandole.bench._sleeping_rank import SleepInBackward
 from farandole.ddp import DistributedDataParallel
 
-ALONE, RAW = "alone", "all_reduce"
+ALONE, RAW, OURS = "alone", "all_reduce", "farandole"
+# Hooks in Python that call all_reduce for each gradient, which moves nothing: what c10d itself costs there.
+NOTHING = "hooks over fake"
 _WIDTH, _BLOCKS = 576, 10  # 40 million parameters
 _SMALL, _LAYERS = 16, 1000  # 2000 parameters
 _SLEEPS, _SLEEPING_WIDTH = 20, 1024  # a million parameters in each
@@ -47,24 +50,26 @@ class _Sleeping(nn.Module):
         return SleepInBackward.apply(x, self._seconds) + self.weight[0, 0]
 
 
-def _transformer() -> tuple[nn.Module, torch.Tensor, int]:
-    return nn.Sequential(*(_Block(_WIDTH) for _ in range(_BLOCKS))), torch.randn(2, 16, _WIDTH), 2_000_000
+def _transformer() -> tuple[nn.Module, torch.Tensor]:
+    return nn.Sequential(*(_Block(_WIDTH) for _ in range(_BLOCKS))), torch.randn(2, 16, _WIDTH)
 
 
-def _small() -> tuple[nn.Module, torch.Tensor, int]:
-    return nn.Sequential(*(nn.Linear(_SMALL, _SMALL) for _ in range(_LAYERS))), torch.randn(2, _SMALL), 70_000
+def _small() -> tuple[nn.Module, torch.Tensor]:
+    return nn.Sequential(*(nn.Linear(_SMALL, _SMALL) for _ in range(_LAYERS))), torch.randn(2, _SMALL)
 
 
-def _sleeping() -> tuple[nn.Module, torch.Tensor, int]:
-    return nn.Sequential(*(_Sleeping(0.01) for _ in range(_SLEEPS))), torch.randn(8).requires_grad_(), 1 << 20
+def _sleeping() -> tuple[nn.Module, torch.Tensor]:
+    return nn.Sequential(*(_Sleeping(0.01) for _ in range(_SLEEPS))), torch.randn(8).requires_grad_()
 
 
-# The module, its input, and the bucket size in elements.
-CASES: dict[str, Callable[[], tuple[nn.Module, torch.Tensor, int]]] = {
+# The module and its input.
+CASES: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
     "transformer, 40M": _transformer,
     "2000 parameters": _small,
     "sleeping": _sleeping,
 }
+# Arguments of farandole's wrapper, where it does not go with its defaults: one bucket for each stage.
+OPTIONS: dict[str, dict[str, int]] = {"sleeping": {"bucket_size": _SLEEPING_WIDTH**2}}
 
 
 def time_backwards(rank: Rank, case: str, peers: list[str], count: int) -> dict[str, list[float]]:
@@ -91,13 +96,17 @@ def time_backwards(rank: Rank, case: str, peers: list[str], count: int) -> dict[
 
 def _step_of(rank: Rank, case: str, peer: str) -> Callable[[], float]:
     torch.manual_seed(0)
-    module, x, bucket_size = CASES[case]()
+    module, x = CASES[case]()
     if peer == RAW:
         flat = torch.zeros(sum(parameter.numel() for parameter in module.parameters()))
         return lambda: _timed(lambda: dist.all_reduce(flat, group=rank.groups["farandole"]))
     wrapped: nn.Module = module
-    if peer == "farandole":
-        wrapped = DistributedDataParallel(module, process_group=rank.groups["farandole"], bucket_size=bucket_size)
+    if peer == OURS:
+        options: dict[str, Any] = OPTIONS.get(case, {})
+        wrapped = DistributedDataParallel(module, process_group=rank.groups["farandole"], **options)
+    elif peer == NOTHING:
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(partial(_start_nothing, rank.groups["fake"]))
     elif peer != ALONE:
         backend = peer.removeprefix("torch over ")
         wrapped = nn.parallel.DistributedDataParallel(module, process_group=rank.groups[backend])
@@ -108,6 +117,10 @@ def _step_of(rank: Rank, case: str, peer: str) -> Callable[[], float]:
         return _timed(lambda: wrapped(x).square().mean().backward())
 
     return step
+
+
+def _start_nothing(group: dist.ProcessGroup, parameter: torch.Tensor) -> None:
+    dist.all_reduce(parameter.grad, group=group, async_op=True)
 
 
 def _timed(fn: Callable[[], Any]) -> float:

@@ -2,7 +2,9 @@
 
 "exposed" is the time of a forward and backward less that of the same module without a wrapper, in the same turn. Two
 ranks on two cores hide nothing, so what is exposed is compared with one all_reduce of as many elements ("all_reduce");
-where backward sleeps a core is free, and communication can be hidden.
+where backward sleeps a core is free, and communication can be hidden. "hooks over fake" are hooks that start one
+all_reduce for each gradient there, over torch's backend that moves nothing. farandole's wrapper has its defaults, but
+for the arguments that the report names.
 
 "a parameter" is what the host takes for one beyond autograd's own work: parameters of one element whose
 gradients are there, in a group of one rank. It is (backward - backward without a wrapper) / parameters.
@@ -13,13 +15,13 @@ from __future__ import annotations
 import statistics
 
 from farandole.bench import _data_parallel_rank as on_rank
-from farandole.bench._data_parallel_rank import ALONE, RAW
+from farandole.bench._data_parallel_rank import ALONE, NOTHING, OPTIONS, OURS, RAW
 from farandole.bench._hook_cost_rank import PARAMETERS, time_hooks
 from farandole.bench._ranks import RANKS, RankPair
 from farandole.bench._series import Measurement, Report, Sample, Series, Target, interleave, ratio
 from farandole.bench._settings import Settings
 
-_PEERS = ["farandole", "torch over gloo", "torch over farandole"]
+_PEERS = [OURS, "torch over gloo", "torch over farandole"]
 # By case: what is exposed is at most so much of that.
 _LIMITS = {
     "transformer, 40M": {"torch's over gloo": 0.45, RAW: 1.15},
@@ -36,13 +38,17 @@ _HOOK_LIMIT = 2e-6  # of a parameter
 
 def measure(settings: Settings, pair: RankPair) -> Report:
     report = Report("data_parallel", f"forward and backward on {RANKS} ranks, beyond the same without communication")
+    for case, options in OPTIONS.items():
+        given = ", ".join(f"{name}={value}" for name, value in options.items())
+        report.notes.append(f"{case}: farandole's wrapper with {given}, elsewhere with its defaults")
     for case in on_rank.CASES:
-        exposed = {peer: Series(case, peer, quantity="exposed") for peer in _PEERS}
-        steps = {peer: Series(case, peer, quantity="step") for peer in (ALONE, *_PEERS)}
+        compared_with = [*_PEERS, NOTHING] if case == "sleeping" else _PEERS
+        exposed = {peer: Series(case, peer, quantity="exposed") for peer in compared_with}
+        steps = {peer: Series(case, peer, quantity="step") for peer in (ALONE, *compared_with)}
         raw = Series(case, RAW, quantity="time")
         interleave(settings.rounds, [_measurement(settings, pair, case, exposed, steps, raw)], settings.tick)
         report.series += [*steps.values(), *exposed.values(), raw]
-        ours = exposed["farandole"]
+        ours = exposed[OURS]
         under = {
             "torch's over gloo": exposed["torch over gloo"],
             "torch's over farandole": exposed["torch over farandole"],
@@ -80,7 +86,7 @@ def _per_parameter(ranks: list[dict[str, list[float]]], peer: str) -> Sample:
 def _measurement(
     settings: Settings, pair: RankPair, case: str, exposed: dict[str, Series], steps: dict[str, Series], raw: Series
 ) -> Measurement:
-    peers = [ALONE, *_PEERS, RAW]
+    peers = [*steps, RAW]
 
     def one_round() -> list[list[Sample]]:
         ranks = pair.call(on_rank.time_backwards, case=case, peers=peers, count=settings.count(_STEPS[case]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 TUNED_ROUNDS = 4  # of which the first one is not like the others
 _REPETITIONS = 3
+_PAUSE = 1e-3  # seconds, after which a core has gone idle
+_SHOWN = 0.25  # of what was predicted to be saved: less may be chance
 _SIZES = tuple(1 << power for power in range(10, 27, 2))  # bytes: to 64 MiB
 
 
@@ -42,12 +45,13 @@ def is_auto(bucket_size: Any, **others: bool) -> bool:
 
 class BucketTuner:
     """Measures the first backwards that synchronize, gives the model a reducer with the bucket size that is predicted to
-    be best, and takes the old one again if as many backwards with it are slower.
+    be best, and takes the old one again unless as many backwards with it show a quarter of what it was to save.
 
-    When each gradient comes is the median over rounds of what the slowest rank saw; what a reduction takes, by size, is
-    measured once over the model's group, of the slowest rank, too. So all ranks know the same, and rank 0 says what
-    follows. Reducers are made at the start of a forward that will be differentiated and reduced, which all ranks have
-    alike: a collective. Gradients that are there stay. Threads: the one that runs forwards.
+    When each gradient comes, and when backward ends, is the median over rounds of what the slowest rank saw; what a
+    reduction takes, by size, and what its start takes of the thread that computes, are measured once over the model's
+    group, of the slowest rank, too. So all ranks know the same, and rank 0 says what follows. Reducers are made at the
+    start of a forward that will be differentiated and reduced, which all ranks have alike: a collective. Gradients that
+    are there stay. Threads: the one that runs forwards.
     """
 
     def __init__(self, model: DistributedDataParallel, options: _C.ReducerOptions) -> None:
@@ -82,13 +86,16 @@ class BucketTuner:
         total = sum(grad.numel() * grad.element_size() for grad in grads)
         sizes = [size for size in _SIZES if size < total] or [_SIZES[0]]
         costs = [_time_reduction(model.replicas, widest, size) for size in sizes]
-        before, *known = _slowest(model, [_round_seconds(events), *_ready_times(events, len(grads)), *costs])
+        start = _time_start(model.replicas.group, widest)
+        before, end, start, *known = _slowest(
+            model, [_round_seconds(events), _end_time(events), start, *_ready_times(events, len(grads)), *costs]
+        )
         points = list(zip(sizes, known[len(grads) :], strict=True))
-        choice = _C.choose_bucket_size(model._reducer, known[: len(grads)], points)
+        choice = _C.choose_bucket_size(model._reducer, known[: len(grads)], end, points, start)
         if not _told(model, choice.is_worthwhile):
-            self._finish(model, f"{_name(choice.now)} stays: {_predicted(choice)}; {_because(choice, points)}")
+            self._finish(model, f"{_name(choice.now)} stays: {_predicted(choice)}; {_because(choice, points, start)}")
             return
-        self._trial = _Trial(choice, before, _because(choice, points))
+        self._trial = _Trial(choice, before, _because(choice, points, start))
         _rebuild(model, self._options, _told(model, choice.best.bucket_size))
         self._recorded = _C.GradTimeline()
         model._record(self._recorded)
@@ -98,7 +105,7 @@ class BucketTuner:
         now, best = trial.choice.now, trial.choice.best
         said = f"predicted {_ms(best.exposed)} exposed, against {_ms(now.exposed)}"
         measured = f"measured {_ms(after)} for a backward, against {_ms(trial.before)}"
-        if _told(model, after > trial.before):
+        if _told(model, trial.before - after < _SHOWN * (now.exposed - best.exposed)):
             _rebuild(model, self._options, now.bucket_size)
             self._finish(model, f"{_name(now)} stays: {_name(best)} was {said}, but {measured}; {trial.because}")
         else:
@@ -179,6 +186,20 @@ def _time_reduction(replicas: Replicas, like: torch.Tensor, size: int) -> float:
     return statistics.median(taken[1:])
 
 
+def _time_start(group: dist.ProcessGroup, like: torch.Tensor) -> float:
+    """Seconds until a small reduction is under way, on a core that has been idle."""
+    data = torch.zeros(1, dtype=torch.float32 if like.is_complex() else like.dtype, device=like.device)
+    taken = []
+    for _ in range(1 + _REPETITIONS):
+        time.sleep(_PAUSE)
+        start = time.perf_counter()
+        work = dist.all_reduce(data, group=group, async_op=True)
+        taken.append(time.perf_counter() - start)
+        if work is not None:
+            work.wait()
+    return statistics.median(taken[1:])
+
+
 def _groups(replicas: Replicas) -> list[dist.ProcessGroup]:
     return [replicas.group] if replicas.instances is None else [replicas.group, replicas.instances]
 
@@ -204,15 +225,25 @@ def _device(model: DistributedDataParallel) -> torch.device:
 
 
 def _round_seconds(events: list[Any]) -> float:
-    """From the first gradient of a round to its end; the median over rounds without the first one. 0: none was seen."""
+    """From the first gradient of a round to its end."""
+    return _median_round(events, lambda start, end: end)
+
+
+def _end_time(events: list[Any]) -> float:
+    """From the first gradient of a round to the end of its backward, where the wait for reductions begins."""
+    return _median_round(events, lambda start, end: start)
+
+
+def _median_round(events: list[Any], of_wait: Callable[[float, float], float]) -> float:
+    """Seconds, the median over rounds without the first one. 0: none was seen."""
     began: dict[int, float] = {}
-    ended: dict[int, float] = {}
+    waited: dict[int, float] = {}
     for kind, _, number, start, end, _ in events:
         if kind == _C.GradEvent.ready:
             began.setdefault(number, start)
         elif kind == _C.GradEvent.wait and end is not None:
-            ended[number] = end
-    taken = [ended[number] - began[number] for number in sorted(began) if number in ended]
+            waited[number] = of_wait(start, end)
+    taken = [waited[number] - began[number] for number in sorted(began) if number in waited]
     return statistics.median(taken[1:] or taken or [0.0])
 
 
@@ -228,7 +259,7 @@ def _predicted(choice: _C.TuningChoice) -> str:
     return f"predicted {_ms(choice.now.exposed)} exposed, and no other is better by 2% of a backward"
 
 
-def _because(choice: _C.TuningChoice, points: list[tuple[int, float]]) -> str:
+def _because(choice: _C.TuningChoice, points: list[tuple[int, float]], start: float) -> str:
     (first, latency), (last, slowest) = points[0], points[-1]
     rate = f" + {(last - first) / (slowest - latency) / 1e9:.3g} GB/s" if slowest > latency else ""
-    return f"a reduction takes {_ms(latency)}{rate}, gradients come within {_ms(choice.backward)}"
+    return f"a reduction takes {_ms(latency)}{rate}, its start {_ms(start)}, a backward {_ms(choice.backward)}"

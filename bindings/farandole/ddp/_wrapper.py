@@ -68,14 +68,16 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs):
             reentrant checkpoints may share parameters. What it leaves out is skipped.
         bucket_size: elements after which a bucket is closed; by default max(40e6, 1e6 x size). Smaller models than
             that overlap nothing unless this is smaller, too. "auto": the first backwards are measured with the default,
-            or ``bucket_cap_mb``, then the size is tried that is predicted to leave the least exposed, and kept unless
-            backwards are slower with it. Rank 0 prints the choice with the reason (:meth:`bucket_tuning`).
+            or ``bucket_cap_mb``, then the size is tried that is predicted to leave the least exposed, and kept if
+            backwards show a quarter of what it was to save. Rank 0 prints the choice with the reason
+            (:meth:`bucket_tuning`).
         unused_parameters: what to do about a parameter that gets no gradient in a backward that synchronizes. Its
             bucket is reduced with what it holds, so that no rank hangs; then "error" raises a RuntimeError from
             ``backward()`` on every rank that names it; "zero_fill" goes on, and ``.grad`` is the average with zero in
             its place; "skip" leaves ``.grad`` what it was where no rank has a gradient.
         disable_bucketing: one bucket for all gradients of a type.
-        overlap_grad_reduce: reduce buckets while backward runs, else after it.
+        overlap_grad_reduce: reduce buckets while backward runs, else after it; over farandole on the CPU all gradients
+            then keep their own memory until they are reduced, beside the buffers.
         grad_reduce_in_fp32: accumulate and reduce in float32 what parameters have in a shorter type.
         use_distributed_optimizer: each rank gets its part of the gradients, see above.
         overlap_param_gather: with it, the parameters that other ranks have updated come while the next forward runs,
@@ -220,6 +222,12 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs):
         if self._param_sync is not None:
             self._param_sync.before_forward()
         if torch.is_grad_enabled():
+            if torch.compiler.is_compiling():
+                # With fullgraph=True an error that has the text.
+                torch._dynamo.graph_break(
+                    msg="fullgraph=True of farandole.ddp.DistributedDataParallel, which calls its reducer before the module: "
+                    "expected fullgraph=False, or the module inside to be compiled"
+                )
             self._reducer.prepare_forward(self.require_backward_grad_sync)
         broadcasts = self.broadcast_buffers and self.require_forward_param_sync
         source = 0

@@ -191,6 +191,8 @@ def test_data_parallelism_is_measured_beside_torchs(tmp_path, capsys):
             assert medians[case, peer, "step"] > 0
         assert medians[case, "all_reduce", "time"] > 0
         assert (case, "farandole", "exposed") in medians
+    assert ("sleeping", "hooks over fake", "exposed") in medians
+    assert report["notes"] == ["sleeping: farandole's wrapper with bucket_size=1048576, elsewhere with its defaults"]
     assert {("a parameter", peer, "exposed") for peer in ("farandole", "torch over gloo")} <= set(medians)
     assert [target["unit"] for target in report["targets"]] == ["ratio"] * 5 + ["s"]
 

@@ -93,12 +93,21 @@ def test_a_size_with_which_backwards_are_slower_is_not_kept():
     assert printed == f"farandole.ddp: {reason}\n"
 
 
+def test_a_size_with_which_less_than_a_quarter_of_what_was_predicted_shows_is_not_kept():
+    # About 5 ms were.
+    (reason, layout, before, _), other = run_ranks(_tune, 2, BACKENDS[0], measured=[0.1, 0.0995])
+    assert layout.count("\n") == before == 1
+    assert other[:2] == (reason, layout)
+    assert reason.startswith("bucket_size=40000000 (1 bucket) stays: ")
+    assert "but measured 99.5 ms for a backward, against 100 ms" in reason
+
+
 def _choose_small_buckets(seconds: list[float]) -> None:
     """The choice shall change the buckets, whatever this machine measures."""
     now = SimpleNamespace(bucket_size=40_000_000, buckets=1, exposed=1.0)
     best = SimpleNamespace(bucket_size=16, buckets=2, exposed=0.5)
     choice = SimpleNamespace(now=now, best=best, is_worthwhile=True, backward=1.0)
-    _C.choose_bucket_size = lambda reducer, ready, points: choice
+    _C.choose_bucket_size = lambda reducer, ready, end, points, start: choice
     _tuning._round_seconds = lambda events: seconds.pop(0)
 
 

@@ -61,13 +61,14 @@ def _train_both(rank: int, world_size: int, seeds: list[int]) -> int:
         expected_model = copy.deepcopy(model)
         perturb(model, rank)
         expected = TorchDdp(expected_model, process_group=oracle_group)
-        actual = DistributedDataParallel(model, bucket_size=rng.choice([1, 100, 1000, None]))
+        bucket_size, overlaps = rng.choice([1, 100, 1000, None]), rng.random() < 0.7
+        actual = DistributedDataParallel(model, bucket_size=bucket_size, overlap_grad_reduce=overlaps)
         momentum = rng.choice([0.0, 0.9])
         optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3, momentum=momentum) for m in (expected, actual)]
         accumulate = rng.randint(1, 3)
         zero = rng.choice(["none", "zero", "buffer"])
         for step in range(STEPS):
-            where = f"seed {seed} step {step} rank {rank} accumulate {accumulate} zero {zero}"
+            where = f"seed {seed} step {step} rank {rank} accumulate {accumulate} zero {zero} overlaps {overlaps}"
             batches = [model.batch(seed, step, rank, i) for i in range(accumulate)]
             scale = _local_scale(model, batches) if world_size > 2 else {}
             want = _step(expected, optimizers[0], batches, zero)

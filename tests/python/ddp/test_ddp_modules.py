@@ -67,9 +67,19 @@ def _compiled(rank: int, world_size: int, compiler: str, static: bool) -> None:
         elif order == "wrapper":
             ours = torch.compile(DistributedDataParallel(module, **options), backend=compiler)
         else:
-            module.compile(backend=compiler)
+            module.compile(backend=compiler, fullgraph=True)
             ours = DistributedDataParallel(module, **options)
         _compare([theirs, ours], rank)
+
+
+def _whole_graph(rank: int, world_size: int) -> None:
+    model = torch.compile(DistributedDataParallel(_Net()), backend="eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match=r"fullgraph=True of farandole\.ddp.*or the module inside to be compiled"):
+        model(torch.randn(3, 6))
+
+
+def test_a_wrapper_in_one_graph_is_refused_by_name():
+    run_ranks(_whole_graph, 1, "gloo", timeout=60)
 
 
 @pytest.mark.sample(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -22,11 +23,11 @@ COUNT = 4
 
 
 class _TiedChunk(support.Chunk):
-    """With a weight that the first and the last chunk share, and a norm that every rank of a tensor group has."""
+    """With a weight that the first and the last chunk share, or those that are named."""
 
-    def __init__(self, config: Any, stage: int, num_stages: int):
+    def __init__(self, config: Any, stage: int, num_stages: int, sharing: Sequence[int] = ()):
         super().__init__(config, stage, num_stages)
-        if self.is_first or self.is_last:
+        if stage in (sharing or (0, num_stages - 1)):
             self.tied = nn.Parameter(torch.linspace(0.5, 1.5, support.HIDDEN, dtype=torch.double))
             self.tied.shared_embedding = True  # type: ignore[attr-defined]
 
@@ -34,16 +35,18 @@ class _TiedChunk(support.Chunk):
         if self.is_first:
             assert x is not None
             return super().forward(x * self.tied)
-        if self.is_last:
+        if hasattr(self, "tied"):
             assert self.input_tensor is not None
             self.input_tensor = self.input_tensor * self.tied
         return super().forward(x)
 
 
-def _alone(num_stages: int, per_token: bool, seeds: list[int]) -> list[_TiedChunk]:
+def _alone(num_stages: int, per_token: bool, seeds: list[int], sharing: Sequence[int] = ()) -> list[_TiedChunk]:
     """Gradients of all chunks from all batches, in one process; the tied weight is one."""
-    chunks = [_TiedChunk(support.config_of(), stage, num_stages) for stage in range(num_stages)]
-    chunks[-1].tied = chunks[0].tied
+    chunks = [_TiedChunk(support.config_of(), stage, num_stages, sharing) for stage in range(num_stages)]
+    owners = [chunk for chunk in chunks if hasattr(chunk, "tied")]
+    for chunk in owners[1:]:
+        chunk.tied = owners[0].tied
     tokens = 0
     for seed in seeds:
         for batch in support.batches(seed, COUNT):
@@ -134,6 +137,44 @@ def test_a_pipeline_of_two_with_two_replicas_has_the_gradients_of_one_process(ba
     seed = random.SystemRandom().randrange(2**31)
     print(f"seed {seed}")
     run_ranks(_compare, 4, backend, timeout=120, cases=10, seed=seed)
+
+
+def _three_share(rank: int, world_size: int, sharing: list[int]) -> None:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=world_size)
+    # As Megatron's get_embedding_ranks may have it; who is not in the group has None.
+    embedding = dist.new_group(sharing)
+    groups = SimpleNamespace(
+        tp=None,
+        pp=parallel_state.get_pipeline_model_parallel_group(),
+        embd=embedding if rank in sharing else None,
+        pos_embd=embedding if rank in sharing else None,
+        dp_cp=parallel_state.get_data_parallel_group(),
+    )
+    config = support.config_of()
+    model = megatron.DistributedDataParallel(
+        config, megatron.DistributedDataParallelConfig(), _TiedChunk(config, rank, world_size, sharing)
+    )
+    expected = _alone(world_size, False, [7], sharing)[rank]
+    for _ in range(2):
+        model.zero_grad_buffer()
+        step = support.arguments(
+            model,
+            COUNT,
+            forward_step_func=partial(support.forward_step, "mean", []),
+            data_iterator=support.batches(7, COUNT),
+        )
+        megatron.get_forward_backward_func()(**step)
+        megatron.finalize_model_grads([model], pg_collection=groups)
+        for (name, mine), other in zip(model.module.named_parameters(), expected.parameters()):
+            assert torch.allclose(mine.main_grad, other.grad, rtol=1e-6, atol=1e-9), (rank, name)
+    parallel_state.destroy_model_parallel()
+    await_all(rank, world_size)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "farandole"])
+@pytest.mark.parametrize("sharing", [[0, 1, 3], [0, 1, 2, 3]])
+def test_an_embedding_that_more_than_two_stages_hold_has_the_sum_of_all(backend, sharing):
+    run_ranks(_three_share, 4, backend, timeout=60, sharing=sharing)
 
 
 class _Norms(nn.Module):
