@@ -1,7 +1,7 @@
 // Collectives that move data, on one host. In two steps: each rank tells what it has for whom, and
 // the others take it, from its slot or out of its own memory; then they say that they have it. Nobody but the
-// rank that gives needs to know beforehand how much it is. Two ranks that give each other more than a slot has
-// room for pass it through their windows.
+// rank that gives needs to know beforehand how much it is. Two ranks know how much they give each other, and pass it
+// through their slots, or through their windows when there is no room.
 #include <algorithm>
 
 #include "backend/collective/host_algorithms.h"
@@ -75,13 +75,6 @@ void forOthers(const HostSegment& host, const Run& run) {
   for (int i = 1; i < host.size(); ++i) run((host.index() + i) % host.size());
 }
 
-// Of two ranks, what is too long for a slot passes through the windows, each one's for the other: faster than reading
-// it where it is at every size (256 KiB kept and taken 18 us against 28, 2 MiB 210 against 270, 32 MiB 7.3 ms
-// against 9.3).
-bool passesWindows(const HostSegment& host, std::size_t bytes) {
-  return host.size() == 2 && bytes > HostSegment::kSlotBytes;
-}
-
 // What one of two ranks gives and gets.
 struct Swap {
   Slice output;
@@ -94,8 +87,19 @@ struct Swap {
 // them (8 MiB for each 1.6 ms -> 1.4, 32 MiB 7.7 -> 6.3; 2 MiB 0.2 -> 0.35).
 constexpr std::size_t kStreamedPartBytes = 8 << 20;
 
-// Both know both lengths.
-void swapOfTwo(Program& program, HostSegment& host, const Contract& contract, const Swap& swap) {
+void swapThroughSlots(Program& program, HostSegment& host, const Contract& contract, const Swap& swap) {
+  const int rank = host.index();
+  const HostTurn turn = beginTurn(program, host, contract, 1);
+  program.copy(host.slot(rank, turn), swap.input.data, swap.input.bytes);
+  program.signal(turn.base + 1);
+  program.copy(swap.kept.data, swap.keptInput.data, swap.kept.bytes);
+  program.meet(turn);
+  program.copyAndClaim(swap.output.data, host.slot(1 - rank, turn), swap.output.bytes);
+}
+
+// Each one's window is for the other: faster than reading it where it is at every size (256 KiB kept and taken 18 us
+// against 28, 2 MiB 210 against 270, 32 MiB 7.3 ms against 9.3).
+void swapThroughWindows(Program& program, HostSegment& host, const Contract& contract, const Swap& swap) {
   const int rank = host.index();
   const std::size_t longest = std::max(swap.output.bytes, swap.input.bytes);
   const auto partOf = [](Slice data, std::size_t i) { return pieceOf(data, i, HostSegment::kWindowBytes); };
@@ -124,6 +128,17 @@ void swapOfTwo(Program& program, HostSegment& host, const Contract& contract, co
   program.copy(swap.kept.data + rest, swap.keptInput.data + rest, swap.kept.bytes - rest);
 }
 
+// Both know both lengths, and compare them when they meet; so both go the same way.
+void swapOfTwo(Program& program, HostSegment& host, Contract contract, const Swap& swap) {
+  contract.given = swap.input.bytes;
+  contract.wanted = swap.output.bytes;
+  if (std::max(contract.given, contract.wanted) <= HostSegment::kSlotBytes) {
+    swapThroughSlots(program, host, contract, swap);
+  } else {
+    swapThroughWindows(program, host, contract, swap);
+  }
+}
+
 }  // namespace
 
 // The own part is copied while the others may not have come yet.
@@ -131,13 +146,10 @@ void allGatherOnHost(Program& program, HostSegment& host, Slice input, std::span
   const std::size_t longest = longestBytes(outputs);
   // Known to all: nothing is read from anybody's memory, and nobody needs to hear that it has been.
   const bool isShort = longest <= HostSegment::kSlotBytes;
-  Contract contract{CollectiveKind::kAllGather, 0, 0, totalBytes(outputs), longest};
+  const Contract contract{CollectiveKind::kAllGather, 0, 0, totalBytes(outputs), longest};
   const int rank = host.index();
-  if (passesWindows(host, longest)) {
-    const Swap swap{outputs[1 - rank], input, outputs[rank], input};
-    contract.given = swap.input.bytes;
-    contract.wanted = swap.output.bytes;
-    return swapOfTwo(program, host, contract, swap);
+  if (host.size() == 2) {
+    return swapOfTwo(program, host, contract, {outputs[1 - rank], input, outputs[rank], input});
   }
   const HostTurn turn = beginTurn(program, host, contract, isShort ? 1 : 2);
   Offers offers(program, host, turn, kAnySize);
@@ -145,7 +157,7 @@ void allGatherOnHost(Program& program, HostSegment& host, Slice input, std::span
   program.signal(turn.base + 1);
   program.copy(outputs[rank].data, input.data, input.bytes);
   forOthers(host, [&](int index) { offers.sendTo(index, 0); });
-  forOthers(host, [&](int index) { takeFrom(program, turn, index, 0, outputs[index], host.size() == 2); });
+  forOthers(host, [&](int index) { takeFrom(program, turn, index, 0, outputs[index], /*isOnlyReader=*/false); });
   if (isShort) return;
   program.signal(turn.base + 2);
   offers.awaitTaken();
@@ -154,14 +166,9 @@ void allGatherOnHost(Program& program, HostSegment& host, Slice input, std::span
 void allToAllOnHost(Program& program, HostSegment& host, std::span<const Slice> outputs,
                     std::span<const Slice> inputs) {
   const int rank = host.index();
-  Contract contract{CollectiveKind::kAllToAll, 0, 0, 0};
+  const Contract contract{CollectiveKind::kAllToAll, 0, 0, 0};
   if (host.size() == 2) {
-    const Swap swap{outputs[1 - rank], inputs[1 - rank], outputs[rank], inputs[rank]};
-    contract.given = swap.input.bytes;
-    contract.wanted = swap.output.bytes;
-    if (passesWindows(host, std::max(contract.given, contract.wanted))) {
-      return swapOfTwo(program, host, contract, swap);
-    }
+    return swapOfTwo(program, host, contract, {outputs[1 - rank], inputs[1 - rank], outputs[rank], inputs[rank]});
   }
   const HostTurn turn = beginTurn(program, host, contract, 2);
   Offers offers(program, host, turn, kAnySize);

@@ -25,6 +25,15 @@ struct Rounds {
   std::uint64_t reduced(std::uint64_t piece) const { return turn.base + 2 * piece + 4; }
 };
 
+// Before what another rank has put in is used: until all have.
+inline void awaitPutIn(Program& program, const Rounds& rounds, std::uint64_t piece) {
+  if (piece == 0) {
+    program.meet(rounds.turn);
+  } else {
+    program.await(rounds.putIn(piece));
+  }
+}
+
 template <typename TakeOut, typename PutIn, typename Reduce>
 void pipeline(Program& program, HostSegment& host, const Contract& contract, std::size_t pieces, const TakeOut& takeOut,
               const PutIn& putIn, const Reduce& reduce) {
@@ -35,11 +44,7 @@ void pipeline(Program& program, HostSegment& host, const Contract& contract, std
       program.signal(rounds.putIn(i));
     }
     if (i >= 1 && i <= pieces) {
-      if (i == 1) {
-        program.meet(rounds.turn);
-      } else {
-        program.await(rounds.putIn(i - 1));
-      }
+      awaitPutIn(program, rounds, i - 1);
       reduce(i - 1);
       program.signal(rounds.reduced(i - 1));
     }
@@ -65,11 +70,7 @@ void passWindows(Program& program, HostSegment& host, const Contract& contract, 
       meanwhile(i);
     }
     if (i == 0) continue;
-    if (i == 1) {
-      program.meet(rounds.turn);
-    } else {
-      program.await(rounds.putIn(i - 1));
-    }
+    awaitPutIn(program, rounds, i - 1);
     take(i - 1);
     program.signal(rounds.reduced(i - 1));
   }

@@ -1,0 +1,114 @@
+// The half of the progress engine that runs on the event loop.
+#include <algorithm>
+#include <cassert>
+
+#include "backend/transport/progress_engine.h"
+
+namespace farandole::transport {
+namespace {
+
+// In vain, before it sleeps.
+constexpr int kLoopSpins = 300;
+constexpr auto kLongestTick = std::chrono::milliseconds(4);
+constexpr auto kDeadlineInterval = std::chrono::milliseconds(250);
+
+}  // namespace
+
+void ProgressEngine::sleepFromLoop() {
+  assert(loop_.inLoop());
+  // Waiting is begun before arming: the event that follows arming is seen for sure.
+  if (!waitingForEvent_) {
+    waitingForEvent_ = true;
+    descriptor_.async_wait(boost::asio::posix::stream_descriptor::wait_read, [this](boost::system::error_code error) {
+      if (!error) onEventFromLoop();
+    });
+  }
+  acquire();
+  loopTicking_ = false;
+  while (!owner_.load() && !sleeperArmed_) {
+    if (arm()) {
+      sleeperArmed_ = true;
+    } else {
+      progress();
+      runDeferred();
+      yieldToContenders();
+    }
+  }
+  release();
+}
+
+void ProgressEngine::onEventFromLoop() {
+  assert(loop_.inLoop());
+  waitingForEvent_ = false;
+  acquire();
+  if (loopTicking_) {  // the event was under way when the owner chose the timer
+    release();
+    return;
+  }
+  if (owner_.load()) {
+    loopTicking_ = true;
+    release();
+    startTickFromLoop();
+    return;
+  }
+  sleeperArmed_ = false;
+  for (int idle = 0; idle < kLoopSpins && !owner_.load();) {
+    idle = progress() ? 0 : idle + 1;
+    runDeferred();
+    yieldToContenders();
+  }
+  release();
+  sleepFromLoop();
+}
+
+void ProgressEngine::startTickFromLoop() {
+  assert(loop_.inLoop());
+  tickAgainFromLoop(kTick);
+}
+
+void ProgressEngine::tickAgainFromLoop(Clock::duration interval) {
+  tickInterval_ = interval;
+  tick_.expires_after(interval);  // replaces a tick that is outstanding
+  tick_.async_wait([this](boost::system::error_code error) {
+    if (!error) onTickFromLoop();
+  });
+}
+
+void ProgressEngine::onTickFromLoop() {
+  assert(loop_.inLoop());
+  const auto later = std::min<Clock::duration>(tickInterval_ * 2, kLongestTick);
+  // Where somebody is at work there is nothing to do, and no reason to make him wait.
+  if (owner_.load() || !mutex_.try_lock()) return tickAgainFromLoop(later);
+  const bool isTicking = loopTicking_;
+  const bool waited = waits_ != waitsSeen_;
+  const bool isWanted = isTicking && numPending_ > 0 && !owner_.load();
+  waitsSeen_ = waits_;
+  if (isWanted) {
+    progress();
+    lookAround();
+    runDeferred();
+  }
+  release();
+  if (!isTicking) return;
+  if (!waited && !owner_.load()) {
+    tick_.cancel();
+    sleepFromLoop();
+    return;
+  }
+  tickAgainFromLoop(isWanted ? kTick : later);
+}
+
+void ProgressEngine::startDeadlineTimerFromLoop() {
+  deadlineTimer_.expires_after(kDeadlineInterval);
+  deadlineTimer_.async_wait([this](boost::system::error_code error) {
+    if (error) return;
+    {
+      Access access(*this);
+      const auto now = Clock::now();
+      for (Listener* listener : listeners_) listener->checkDeadlines(now);
+    }
+    startDeadlineTimerFromLoop();
+  });
+}
+
+}  // namespace farandole::transport
