@@ -87,13 +87,12 @@ class RepeatedOperation final : public collective::Operation, public std::enable
 
   // Its owner keeps it alive.
   void retain() override {}
-  void release() override {
-    kept_.clear();
-    const auto self = std::move(self_);
-  }
-  // Nothing to let go of is the rule, and then costs nothing.
+  void release() override {}
+  // Nothing to let go of is the rule, and then costs nothing. What there is is taken out here: once the transport is
+  // let go of, the owner may be gone, or have started it again.
   void letGo() override {
-    if (self_ != nullptr || !kept_.empty()) communicator_->engine().defer([this] { release(); });
+    if (self_ == nullptr && kept_.empty()) return;
+    communicator_->engine().defer([kept = std::exchange(kept_, {}), self = std::exchange(self_, nullptr)] {});
   }
 
  private:

@@ -59,8 +59,8 @@ struct Offer {
 };
 
 // Memory that the ranks of a group share that are on one host. Each has an area
-// that it alone writes (two ranks reduce in each other's windows), and a counter
-// that says how far it is. Ranks are named by their index among those of the host,
+// that it alone writes (but two ranks reduce in each other's windows, and only
+// readers claim lines), and a counter that says how far it is. Ranks are named by their index among those of the host,
 // which is the rank when the group is all there.
 //
 // The collectives of a group run one after the other, and each counts every

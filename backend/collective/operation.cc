@@ -4,6 +4,14 @@
 #include "backend/transport/coarse_clock.h"
 
 namespace farandole::collective {
+namespace {
+
+// Ticks of the kernel do not matter for a second or more.
+transport::Clock::time_point nowFor(std::chrono::milliseconds timeout) {
+  return timeout >= std::chrono::seconds(1) ? transport::coarseNow() : transport::Clock::now();
+}
+
+}  // namespace
 
 void Operation::start() {
   if (const Status& usable = communicator_->usable(); !usable) {
@@ -14,7 +22,7 @@ void Operation::start() {
   if (outstanding_ > 0 || (isBlocked() && !isDone())) {
     registered_ = true;
     // What is done at once, as most sends are, never looks at the clock.
-    if (timeout_ != std::chrono::milliseconds::max()) deadline_ = transport::coarseNow() + timeout_;
+    if (timeout_ != std::chrono::milliseconds::max()) deadline_ = nowFor(timeout_) + timeout_;
     retain();
     communicator_->add(*this);
     communicator_->engine().notePending();

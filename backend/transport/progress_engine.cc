@@ -137,7 +137,7 @@ void ProgressEngine::yieldToContenders() {
   if (contenders_.load(std::memory_order_relaxed) == 0) return;
   mutex_.unlock();
   for (int i = 0; i < 1000 && contenders_.load(std::memory_order_relaxed) != 0; ++i) sched_yield();
-  mutex_.lock();
+  acquire();  // counted: who has it meanwhile may wait for long, and lets this one in
 }
 
 void ProgressEngine::announceCompletions() {

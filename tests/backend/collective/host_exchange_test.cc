@@ -32,9 +32,23 @@ Data randomData(std::mt19937_64& random, std::size_t bytes) {
   return data;
 }
 
-// What one collective takes and gives, for all ranks.
+std::byte added(std::byte a, std::byte b) {
+  return static_cast<std::byte>(std::to_integer<unsigned>(a) + std::to_integer<unsigned>(b));
+}
+
+constexpr Reduction kSumOfBytes{[](void* dst, const void* const* sources, int numSources, std::size_t count) {
+                                  for (std::size_t i = 0; i < count; ++i) {
+                                    std::byte sum{0};
+                                    for (int s = 0; s < numSources; ++s)
+                                      sum = added(sum, static_cast<const std::byte*>(sources[s])[i]);
+                                    static_cast<std::byte*>(dst)[i] = sum;
+                                  }
+                                },
+                                1};
+
+// What one collective takes and gives, for all ranks. A reduction adds bytes.
 struct Exchange {
-  enum class Kind : std::uint8_t { kAllGather, kGather, kScatter, kAllToAll };
+  enum class Kind : std::uint8_t { kAllGather, kGather, kScatter, kAllToAll, kReduceScatter };
   Kind kind;
   int root;
   std::vector<std::vector<Data>> given;  // by rank; of what has one piece only, the first counts
@@ -43,13 +57,23 @@ struct Exchange {
 
   static Exchange draw(std::mt19937_64& random, int size) {
     Exchange e{
-        static_cast<Kind>(random() % 4), static_cast<int>(random() % static_cast<std::size_t>(size)), {}, {}, {}};
+        static_cast<Kind>(random() % 5), static_cast<int>(random() % static_cast<std::size_t>(size)), {}, {}, {}};
     e.given.resize(size);
+    std::vector<std::size_t> summed;  // bytes
+    for (int to = 0; to < size; ++to) summed.push_back(randomSize(random));
     for (auto& pieces : e.given) {
-      for (int to = 0; to < size; ++to) pieces.push_back(randomData(random, randomSize(random)));
+      for (int to = 0; to < size; ++to) {
+        pieces.push_back(randomData(random, e.kind == Kind::kReduceScatter ? summed[to] : randomSize(random)));
+      }
     }
     e.expected.resize(size);
     for (int rank = 0; rank < size; ++rank) {
+      if (e.kind == Kind::kReduceScatter) {
+        Data& sum = e.expected[rank].emplace_back(summed[rank]);
+        for (const auto& pieces : e.given) {
+          for (std::size_t i = 0; i < sum.size(); ++i) sum[i] = added(sum[i], pieces[rank][i]);
+        }
+      }
       for (int from = 0; from < size; ++from) {
         const bool takes = e.kind == Kind::kAllGather || e.kind == Kind::kAllToAll ||
                            (e.kind == Kind::kGather && rank == e.root) || (e.kind == Kind::kScatter && from == e.root);
@@ -72,6 +96,7 @@ struct Exchange {
       case Kind::kGather: return gather(program, t, root, inputs[0], outputs);
       case Kind::kScatter: return scatter(program, t, root, outputs[0], inputs);
       case Kind::kAllToAll: return allToAll(program, t, outputs, inputs);
+      case Kind::kReduceScatter: return reduceScatter(program, t, kSumOfBytes, outputs[0], inputs);
     }
   }
 };
@@ -153,25 +178,26 @@ TEST_P(HostExchangeTest, LongPartsOfTwoRanksArriveWhereTheyBelong) {
 }
 
 TEST_P(HostExchangeTest, APieceOfAnotherSizeThanExpectedIsAnErrorThatNamesBothSizes) {
-  for (const std::size_t sent : {std::size_t{8}, std::size_t{20'000}, std::size_t{600'000}}) {
-    for (const std::size_t wanted : {std::size_t{30}, std::size_t{100}, std::size_t{700'000}}) {
-      // What a transport may still be sending after an early end must outlive it.
-      std::vector<std::vector<Data>> inputs(2, std::vector<Data>(2, Data(600'000)));
-      std::vector<std::vector<Data>> outputs = inputs;
-      Group group(2, GetParam());
-      inputs[0][1].resize(sent);
-      outputs[1][0].resize(wanted);
-      const auto errors = errorsOf(
-          group, [&](Program& p, Topology t) { allToAll(p, t, slicesOf(outputs[t.rank]), slicesOf(inputs[t.rank])); });
-      const std::string theirs = std::to_string(sent) + " bytes";
-      const std::string ours = std::to_string(wanted);
-      EXPECT_NE(errors[1].find("rank 0 (host host, pid 0) sent " + theirs), std::string::npos) << errors[1];
-      EXPECT_NE(errors[1].find("the buffer here has " + ours), std::string::npos) << errors[1];
-      // What is small the sender may have handed out, and be done.
-      if (sent > HostSegment::kSlotBytes || errors[0] != "ok") {
-        EXPECT_NE(errors[0].find(theirs), std::string::npos) << errors[0];
-        EXPECT_NE(errors[0].find(ours), std::string::npos) << errors[0];
-      }
+  const auto check = [](std::size_t sent, std::size_t wanted, std::size_t back) {
+    SCOPED_TRACE(std::to_string(sent) + " for " + std::to_string(wanted) + ", back " + std::to_string(back));
+    // What a transport may still be sending after an early end must outlive it.
+    std::vector<std::vector<Data>> inputs(2, std::vector<Data>(2, Data(back)));
+    std::vector<std::vector<Data>> outputs = inputs;
+    Group group(2, GetParam());
+    inputs[0][1].resize(sent);
+    outputs[1][0].resize(wanted);
+    const auto errors = errorsOf(
+        group, [&](Program& p, Topology t) { allToAll(p, t, slicesOf(outputs[t.rank]), slicesOf(inputs[t.rank])); });
+    const std::string theirs = std::to_string(sent) + " bytes";
+    const std::string ours = std::to_string(wanted);
+    EXPECT_NE(errors[1].find("rank 0 (host host, pid 0) sent " + theirs), std::string::npos) << errors[1];
+    EXPECT_NE(errors[1].find("the buffer here has " + ours), std::string::npos) << errors[1];
+    EXPECT_NE(errors[0].find(theirs), std::string::npos) << errors[0];
+    EXPECT_NE(errors[0].find(ours), std::string::npos) << errors[0];
+  };
+  for (const std::size_t sent : {8, 20'000, 600'000}) {
+    for (const std::size_t wanted : {30, 100, 700'000}) {
+      for (const std::size_t back : {50'000, 600'000}) check(sent, wanted, back);
     }
   }
 }
@@ -203,6 +229,8 @@ TEST_P(HostExchangeTest, RanksThatCallDifferentCollectivesAreToldWhoCalledWhat) 
   };
   Data data(100'000);
   std::vector<Data> pieces(2, Data(100'000));
+  std::vector<Data> few(2, Data(100));
+  const std::vector<Slice> shortSlices = slicesOf(few);
   const std::vector<Slice> slices = slicesOf(pieces);
   const auto gatherTo = [&](int root) {
     return [&, root](Program& p, Topology t) { gather(p, t, root, sliceOf(data), slices); };
@@ -212,8 +240,12 @@ TEST_P(HostExchangeTest, RanksThatCallDifferentCollectivesAreToldWhoCalledWhat) 
   };
   const Build all = [&](Program& p, Topology t) { allToAll(p, t, slices, slices); };
   const Build gatherAll = [&](Program& p, Topology t) { allGather(p, t, sliceOf(data), slices); };
+  const Build allOfFew = [&](Program& p, Topology t) { allToAll(p, t, shortSlices, shortSlices); };
+  const Build gatherAllOfFew = [&](Program& p, Topology t) { allGather(p, t, shortSlices[0], shortSlices); };
   const Case cases[] = {
       {{all, gatherAll}, {"all_to_all", "all_gather of 200000 bytes"}},
+      {{allOfFew, gatherAll}, {"all_to_all", "all_gather of 200000 bytes"}},
+      {{gatherAllOfFew, all}, {"all_gather of 200 bytes", "all_to_all"}},
       {{gatherTo(0), gatherTo(1)}, {"gather with root 0", "gather with root 1"}},
       {{gatherTo(1), gatherTo(0)}, {"gather with root 1", "gather with root 0"}},
       {{scatterFrom(0), scatterFrom(1)}, {"scatter with root 0", "scatter with root 1"}},
@@ -252,18 +284,6 @@ TEST_P(HostExchangeTest, NothingIsTakenFromARankThatHasGivenUp) {
   EXPECT_NE(text.find("rank 0 (host host, pid 0) has left or given up the group"), std::string::npos) << text;
   EXPECT_NE(text.find("not done after 20 ms"), std::string::npos) << text;
 }
-
-constexpr Reduction kSumOfBytes{
-    [](void* dst, const void* const* sources, int numSources, std::size_t count) {
-      for (std::size_t i = 0; i < count; ++i) {
-        std::uint8_t sum = 0;
-        for (int s = 0; s < numSources; ++s) {
-          sum = static_cast<std::uint8_t>(sum + static_cast<const std::uint8_t*>(sources[s])[i]);
-        }
-        static_cast<std::uint8_t*>(dst)[i] = sum;
-      }
-    },
-    1};
 
 TEST_P(HostExchangeTest, AReduceScatterMayPutItsResultIntoItsOwnInput) {
   for (const std::size_t bytes : {std::size_t{1}, std::size_t{8192}, std::size_t{8193}, std::size_t{64} << 10,
