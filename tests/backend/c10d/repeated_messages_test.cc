@@ -6,12 +6,14 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>
 #include <iostream>
 #include <new>
 #include <random>
+#include <thread>
 
 #include "tests/backend/c10d/rank_processes.h"
 
@@ -162,6 +164,45 @@ TEST(RepeatedMessages, WhatIsGivenUpReceivesNothingMore) {
       group.recv(data, 1, 6)->wait();
       EXPECT_EQ(data[0].item<int>(), 42);
     }
+  });
+}
+
+// Another thread, which waits for something else, completes them meanwhile.
+TEST(RepeatedMessages, WhatIsKeptIsLetGoOfOnceHoweverSoonTheMessageIsGivenUp) {
+  const auto seed = std::random_device{}();
+  std::cout << "seed " << seed << "\n";
+  runRanks(2, 60s, [seed](ProcessGroupFarandole& group) {
+    constexpr int kMessages = 3000;
+    constexpr int kLast = kMessages;
+    if (group.getRank() == 0) {
+      for (int tag = 0; tag <= kLast; ++tag) {
+        std::vector<at::Tensor> data{at::ones({2})};
+        group.send(data, 1, tag)->wait();
+      }
+      return;
+    }
+    std::thread waiter([&] {
+      std::vector<at::Tensor> data{at::zeros({2})};
+      group.recv(data, 0, kLast)->wait();
+    });
+    std::mt19937 random(seed);
+    std::atomic<int> released{0};
+    for (int tag = 0; tag < kMessages; ++tag) {
+      at::Tensor data = at::zeros({2});
+      auto message = make(group, false, data, tag);
+      message->start(data.data_ptr());
+      message->keep(std::shared_ptr<void>(new at::Tensor(data), [&](void* kept) {
+        delete static_cast<at::Tensor*>(kept);
+        ++released;
+      }));
+      const auto until = std::chrono::steady_clock::now() + std::chrono::nanoseconds(random() % 3000);
+      while (std::chrono::steady_clock::now() < until) {
+      }
+    }
+    waiter.join();
+    const auto end = std::chrono::steady_clock::now() + 10s;
+    while (released < kMessages && std::chrono::steady_clock::now() < end) std::this_thread::yield();
+    EXPECT_EQ(released, kMessages);
   });
 }
 
