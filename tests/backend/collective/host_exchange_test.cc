@@ -59,8 +59,8 @@ struct Exchange {
     Exchange e{
         static_cast<Kind>(random() % 5), static_cast<int>(random() % static_cast<std::size_t>(size)), {}, {}, {}};
     e.given.resize(size);
-    std::vector<std::size_t> summed;  // bytes
-    for (int to = 0; to < size; ++to) summed.push_back(randomSize(random));
+    std::vector<std::size_t> summed(size);  // bytes
+    for (std::size_t& bytes : summed) bytes = randomSize(random);
     for (auto& pieces : e.given) {
       for (int to = 0; to < size; ++to) {
         pieces.push_back(randomData(random, e.kind == Kind::kReduceScatter ? summed[to] : randomSize(random)));

@@ -34,7 +34,9 @@ TEST_P(TransportConformance, AMessageOfAnotherSizeOrElementIsAnErrorAndNothingEl
       {{3'000'000, 1}, {3'000'000, 0}},
   };
   for (const std::uint64_t mask : {p2p::kAnyElementMask, p2p::kAnySourceMask}) {
-    for (const auto& [sent, wanted] : cases) {
+    for (const std::pair<Side, Side>& sides : cases) {
+      const Side& sent = sides.first;
+      const Side& wanted = sides.second;
       for (const bool recvFirst : {false, true}) {
         SCOPED_TRACE(std::to_string(sent.bytes) + " bytes of " + std::to_string(sent.element) + " for " +
                      std::to_string(wanted.bytes) + " of " + std::to_string(wanted.element) +
