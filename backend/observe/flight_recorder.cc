@@ -32,13 +32,6 @@ std::uint64_t packOutcome(std::uint64_t round, FlightState state, std::uint64_t 
          static_cast<std::uint64_t>(state);
 }
 
-// The lines that most entries take, before they are claimed: a ring of them is larger than the nearest cache.
-void fetchAhead(const void* slot) {
-  constexpr int kToWrite = 1;
-  __builtin_prefetch(slot, kToWrite);
-  __builtin_prefetch(static_cast<const char*>(slot) + 64, kToWrite);
-}
-
 void setWord(FlightRecord& record, std::size_t index, std::uint64_t word) {
   std::memcpy(reinterpret_cast<char*>(&record) + index * sizeof(word), &word, sizeof(word));
 }
@@ -65,7 +58,6 @@ void FlightRecorder::write(std::uint64_t number, const FlightRecord& record, Fli
   const std::size_t numWords = kHead + record.numSizes;
   for (std::size_t i = 0; i < numWords; ++i) slot.words[i].store(wordOf(record, i), std::memory_order_release);
   slot.version.store(version, std::memory_order_release);
-  fetchAhead(&slotOf(number + 1));
 }
 
 void FlightRecorder::end(std::uint64_t number, FlightState state) noexcept {

@@ -4,8 +4,9 @@
 
 namespace farandole::transport {
 
-// A std::mutex whose free case is inline: one locked operation to take it, one to let go of it, and no call.
-// (std::mutex: 66 instructions more, of the 1150 between a message's arrival and the answer.)
+// A std::mutex whose free case is inline: one locked operation to take it, one to let go of it, and no call. Both take
+// 9 ns, std::mutex 11, and a message that is waited for takes it three times there and back (8 B through
+// c10d::ProcessGroup 594 ns, with std::mutex 601).
 class InlineMutex {
  public:
   bool try_lock() {  // NOLINT(readability-identifier-naming): the standard's names

@@ -8,10 +8,8 @@
 namespace farandole::transport {
 namespace {
 
-constexpr std::size_t kLine = 64;
-
 bool isInline(std::size_t bytes) { return bytes <= Cell::kInlineBytes; }
-std::size_t wholeLines(std::size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
+std::size_t wholeLines(std::size_t bytes) { return (bytes + kCacheLine - 1) / kCacheLine * kCacheLine; }
 
 }  // namespace
 

@@ -151,7 +151,7 @@ bool ShmTransport::advancePulls() {
 bool ShmTransport::advance(Pull& pull) {
   std::size_t begin = pull.come;
   if (pull.slot != kNoSlot) {
-    if (pull.patience > 0 && isAtHand()) {  // who is not would count for long
+    if (pull.patience > 0 && isAtHand()) {  // who is not looks too seldom to count
       --pull.patience;
       return false;
     }
