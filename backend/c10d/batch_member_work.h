@@ -3,8 +3,9 @@
 #include <functional>
 #include <mutex>
 #include <utility>
+#include <vector>
 
-#include "backend/c10d/work.h"
+#include "backend/c10d/joint_work.h"
 
 namespace farandole::backend {
 
@@ -38,6 +39,15 @@ class BatchMemberWork final : public ::c10d::Work {
   // Overrides where torch has it (2.15).
   // NOLINTNEXTLINE(modernize-use-override)
   virtual void blockCurrentStream() { blockStreamFor(*ended()); }
+  void abort() override { ended()->abort(); }
+  std::vector<at::Tensor> result() override { return ended()->result(); }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return ended()->getFuture(); }
+  c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override { return ended()->getFutureResult(); }
+  float getDuration() const override { return ended()->getDuration(); }
+  std::uint64_t getSequencenumber() const override { return ended()->getSequencenumber(); }
+  // Overrides from torch 2.12 on.
+  // NOLINTNEXTLINE(modernize-use-override)
+  virtual std::chrono::milliseconds getTimeout() const { return timeoutOf(*ended()); }
 
  private:
   // The batch, which somebody is about to wait for.

@@ -4,6 +4,7 @@
 
 #include "backend/c10d/batches.h"
 #include "backend/c10d/errors.h"
+#include "backend/c10d/joint_work.h"
 #include "backend/c10d/process_group.h"
 #include "backend/c10d/repeated_messages.h"
 #include "backend/c10d/tensor_checks.h"

@@ -9,6 +9,7 @@
 #include "backend/c10d/callback_threads.h"
 #include "backend/c10d/cuda_group.h"
 #include "backend/c10d/cuda_transport.h"
+#include "backend/collective/buffer_pool.h"
 #include "backend/common/settings.h"
 #include "backend/transport/shm/shm_transport.h"
 #include "backend/transport/ucx/ucx_transport.h"
@@ -18,6 +19,7 @@ namespace {
 
 // torch gives its flight recorder 15 s to write its dump with stack traces, and goes on without.
 constexpr std::chrono::seconds kAbortHooksAtExit{30};
+constexpr std::uint64_t kMostScratch = std::uint64_t{1} << 40;
 
 std::mutex currentMutex;
 std::weak_ptr<ProcessContext>& current() {
@@ -63,6 +65,9 @@ Result<std::shared_ptr<ProcessContext>> ProcessContext::acquire() {
   std::lock_guard lock(currentMutex);
   if (auto context = current().lock(); context != nullptr && context->isOurs()) return context;
   [[maybe_unused]] static const int registered = std::atexit(&ProcessContext::leaveAtExit);
+  const auto scratch = byteSetting("FARANDOLE_SCRATCH_BYTES", collective::BufferPool::kKeptBytes, 0, kMostScratch);
+  if (!scratch) return scratch.status();
+  collective::BufferPool::instance().keepUpTo(*scratch);
   auto transport = openTransports();
   if (!transport) return transport.status();
   std::shared_ptr<ProcessContext> context(new ProcessContext, [](ProcessContext* gone) {

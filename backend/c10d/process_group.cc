@@ -13,6 +13,17 @@ T valueOrThrow(Result<T> result) {
   return std::move(result).value();
 }
 
+// Why a group is over.
+::c10d::ErrorType errorTypeOf(const Status& status) {
+  switch (status.code()) {
+    case StatusCode::kOk: return ::c10d::ErrorType::SUCCESS;
+    case StatusCode::kTimeout: return ::c10d::ErrorType::TIMEOUT;
+    case StatusCode::kPeerFailed:
+    case StatusCode::kPeerLeft: return ::c10d::ErrorType::REMOTE_ERROR;
+    default: return ::c10d::ErrorType::COMM_ERROR;
+  }
+}
+
 }  // namespace
 
 ProcessGroupFarandole::ProcessGroupFarandole(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int size,
@@ -29,6 +40,7 @@ ProcessGroupFarandole::ProcessGroupFarandole(const c10::intrusive_ptr<::c10d::St
   const std::shared_ptr<const GroupFlight> flight = startFlight();
   auto table = valueOrThrow(collective::AlgorithmTable::fromEnvironment());
   const std::string cudaMessages = valueOrThrow(choiceSetting("FARANDOLE_CUDA_MESSAGES", "nccl", {"nccl", "ucx"}));
+  const std::size_t windowBytes = valueOrThrow(collective::HostSegment::windowBytesSetting());
   context_ = valueOrThrow(ProcessContext::acquire());
   const std::uint32_t group = valueOrThrow(context_->takeGroupNumber());
   // The number is free again once nothing that carries it is in flight.
@@ -42,7 +54,7 @@ ProcessGroupFarandole::ProcessGroupFarandole(const c10::intrusive_ptr<::c10d::St
     watch_ = valueOrThrow(ControlWatch::join(context_, communicator_, met, counts_));
     communicator_->setWatch(watch_);
   }
-  throwIfError(communicator_->connectHost(transport::Clock::now() + options_->timeout));
+  throwIfError(communicator_->connectHost(transport::Clock::now() + options_->timeout, windowBytes));
   if (cudaMessages == "ucx") meetForCudaMessages(met.members, std::move(lease));
 }
 
@@ -82,10 +94,9 @@ void ProcessGroupFarandole::describeFlight() {
 std::uint64_t ProcessGroupFarandole::getSequenceNumberForGroup() { return counts_->collectives.load(); }
 
 ::c10d::ErrorType ProcessGroupFarandole::getError() {
-  if (const auto cuda = cudaIfAny(); cuda != nullptr && !cuda->status()) return ::c10d::ErrorType::COMM_ERROR;
+  if (const auto cuda = cudaIfAny(); cuda != nullptr && !cuda->status()) return errorTypeOf(cuda->status());
   transport::ProgressEngine::Access access(context_->connections().engine());
-  const Status& status = communicator_->usable();
-  return status.isOk() ? ::c10d::ErrorType::SUCCESS : ::c10d::ErrorType::COMM_ERROR;
+  return errorTypeOf(communicator_->usable());
 }
 
 void ProcessGroupFarandole::abort() {

@@ -174,38 +174,4 @@ class CollectiveWork final : public WorkOf<CollectiveOperation> {
   std::string describe() const override;
 };
 
-// What Work::blockCurrentStream() does, where torch has it.
-template <typename W>
-void blockStreamFor(W& work) {
-  if constexpr (requires { work.blockCurrentStream(); }) {
-    work.blockCurrentStream();
-  } else {
-    work.synchronize();
-  }
-}
-
-// Several works as one: done when all are.
-class JointWork final : public ::c10d::Work {
- public:
-  JointWork(int rank, ::c10d::OpType type, std::vector<c10::intrusive_ptr<::c10d::Work>> works)
-      : Work(rank, type), works_(std::move(works)) {}
-
-  bool isCompleted() override;
-  bool isSuccess() const override;
-  std::exception_ptr exception() const override;
-  std::vector<at::Tensor> result() override;
-  void synchronize() override { wait(); }
-  // Overrides where torch has it (2.15).
-  // NOLINTNEXTLINE(modernize-use-override)
-  virtual void blockCurrentStream() {
-    for (const auto& work : works_) blockStreamFor(*work);
-  }
-  bool wait(milliseconds timeout = kNoTimeout) override;
-  void abort() override;
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
-
- private:
-  const std::vector<c10::intrusive_ptr<::c10d::Work>> works_;
-};
-
 }  // namespace farandole::backend

@@ -36,10 +36,15 @@ BufferPool::Buffer BufferPool::take(std::size_t bytes) {
   return buffer;
 }
 
+void BufferPool::keepUpTo(std::size_t bytes) {
+  std::lock_guard lock(mutex_);
+  keptBytes_ = bytes;
+}
+
 void BufferPool::put(Buffer&& buffer) {
   Buffer moved = std::move(buffer);
   std::unique_lock lock(mutex_);
-  if (freeBytes_ + moved.size_ > kKeptBytes) {
+  if (freeBytes_ + moved.size_ > keptBytes_) {
     lock.unlock();
     moved.memory_.reset();  // freed, not put back again
     return;

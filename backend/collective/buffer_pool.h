@@ -11,7 +11,6 @@ namespace farandole::collective {
 // reduction that uses them. Any thread.
 class BufferPool {
  public:
-  // What stays allocated while nobody uses it, in bytes.
   static constexpr std::size_t kKeptBytes = std::size_t{128} << 20;
 
   class Buffer {
@@ -32,6 +31,8 @@ class BufferPool {
   static BufferPool& instance();
   // At least `bytes`, not cleared.
   Buffer take(std::size_t bytes);
+  // What stays allocated while nobody uses it, in bytes; kKeptBytes unless it is called.
+  void keepUpTo(std::size_t bytes);
 
  private:
   void put(Buffer&& buffer);
@@ -39,6 +40,7 @@ class BufferPool {
   std::mutex mutex_;
   std::vector<Buffer> free_;
   std::size_t freeBytes_ = 0;
+  std::size_t keptBytes_ = kKeptBytes;
 };
 
 }  // namespace farandole::collective

@@ -93,7 +93,7 @@ std::string Communicator::describePendingHere() const {
   return oldest->describe() + (count == 1 ? " is" : " and " + std::to_string(count - 1) + " more are") + " pending";
 }
 
-Status Communicator::connectHost(transport::Clock::time_point deadline) {
+Status Communicator::connectHost(transport::Clock::time_point deadline, std::size_t windowBytes) {
   const std::vector<int>& here = localRanks();
   if (here.size() == 1) return Status::ok();
   {
@@ -105,7 +105,7 @@ Status Communicator::connectHost(transport::Clock::time_point deadline) {
       hostNeighbours_.push_back(*peer);
     }
   }
-  Result<transport::SharedMemory> memory = meetHost(deadline);
+  Result<transport::SharedMemory> memory = meetHost(deadline, windowBytes);
   if (!memory) {
     return memory.status().wrap("sharing memory among the " + std::to_string(here.size()) + " ranks of host " +
                                 members_[rank_].host);
@@ -121,12 +121,12 @@ Status Communicator::connectHost(transport::Clock::time_point deadline) {
 }
 
 // The first rank of the host makes the memory and passes it to the others, who know it by their number for the group.
-Result<transport::SharedMemory> Communicator::meetHost(transport::Clock::time_point deadline) {
+Result<transport::SharedMemory> Communicator::meetHost(transport::Clock::time_point deadline, std::size_t windowBytes) {
   const std::vector<int>& here = localRanks();
-  const std::size_t bytes = HostSegment::bytes(static_cast<int>(here.size()));
+  const int size = static_cast<int>(here.size());
   const int first = here[0];
   if (rank_ == first) {
-    Result<transport::SharedMemory> memory = transport::SharedMemory::create("farandole-group", bytes);
+    Result<transport::SharedMemory> memory = HostSegment::create(size, windowBytes);
     for (std::size_t i = 1; memory && i < here.size(); ++i) {
       ProgressEngine::Access access(engine());
       const Result<transport::PeerId> peer = peerOf(here[i]);
@@ -143,7 +143,7 @@ Result<transport::SharedMemory> Communicator::meetHost(transport::Clock::time_po
       const Result<transport::PeerId> peer = peerOf(first);
       if (!peer) return peer.status();
       transport::Descriptor descriptor = access.transport().takeSharedMemory(*peer, members_[rank_].group);
-      if (descriptor) return transport::SharedMemory::open(std::move(descriptor), bytes);
+      if (descriptor) return HostSegment::open(std::move(descriptor), size);
       FARANDOLE_RETURN_IF_ERROR(access.transport().failure(*peer).wrapUnlessOk(describe(first)));
     }
     std::this_thread::sleep_for(std::chrono::microseconds(50));

@@ -66,8 +66,8 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   std::string describePending();
   // Connects to the ranks of this host, so that the death of any of them is seen,
   // and shares memory with them when there are any. Before the first operation, on
-  // every rank; waits for the others until `deadline`. Nothing held.
-  Status connectHost(transport::Clock::time_point deadline);
+  // every rank; waits for the others until `deadline`. Nothing held. `windowBytes` counts on the host's first rank.
+  Status connectHost(transport::Clock::time_point deadline, std::size_t windowBytes = HostSegment::kWindowBytes);
   // What collectives are built for. Valid as long as the communicator; after connectHost().
   const Topology& topology() const { return topology_; }
   const AlgorithmTable& algorithms() const { return table_; }
@@ -139,7 +139,7 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   Status abortOf(int rank) const;
   bool poll() override;
   bool isReady() const override;
-  Result<transport::SharedMemory> meetHost(transport::Clock::time_point deadline);
+  Result<transport::SharedMemory> meetHost(transport::Clock::time_point deadline, std::size_t windowBytes);
   const std::vector<int>& localRanks() const { return layout_.ranksOf(layout_.hostOf(rank_)); }
   void nudgeHost();
   int culpritOf(const Status& status) const;

@@ -124,7 +124,7 @@ void reduceOnHost(Program& program, HostSegment& host, const Reduction& reductio
   if (output.bytes <= (size == 2 ? kFlatBytesOfTwo : kFlatBytes)) {
     return reduceFlat(program, host, reduction, root, input, output);
   }
-  const std::size_t pieceBytes = HostSegment::kWindowBytes / reduction.elementSize * reduction.elementSize;
+  const std::size_t pieceBytes = host.windowBytes() / reduction.elementSize * reduction.elementSize;
   const auto shard = [&](int owner, std::size_t bytes) { return shardOf(owner, size, reduction.elementSize, bytes); };
   // Of two ranks, where the other one has put its part, and from where it alone takes it out.
   const auto result = [&](int owner, const Shard& part, std::size_t i) {
@@ -193,7 +193,7 @@ void reduceScatterOnHost(Program& program, HostSegment& host, const Reduction& r
   }
   std::vector<std::size_t> begins(size, 0);
   std::partial_sum(bytes.begin(), bytes.end() - 1, begins.begin() + 1);
-  const std::size_t share = HostSegment::kWindowBytes / size;  // of a window, for each rank's piece
+  const std::size_t share = host.windowBytes() / size;  // of a window, for each rank's piece
   const std::size_t pieceBytes = share / reduction.elementSize * reduction.elementSize;
   const auto lengthOf = [&](int owner, std::size_t i) {
     return std::min(pieceBytes, bytes[owner] - std::min(i * pieceBytes, bytes[owner]));

@@ -102,7 +102,8 @@ void swapThroughSlots(Program& program, HostSegment& host, const Contract& contr
 void swapThroughWindows(Program& program, HostSegment& host, const Contract& contract, const Swap& swap) {
   const int rank = host.index();
   const std::size_t longest = std::max(swap.output.bytes, swap.input.bytes);
-  const auto partOf = [](Slice data, std::size_t i) { return pieceOf(data, i, HostSegment::kWindowBytes); };
+  const std::size_t pieceBytes = host.windowBytes();
+  const auto partOf = [=](Slice data, std::size_t i) { return pieceOf(data, i, pieceBytes); };
   const auto keep = [&](Slice to, const std::byte* from) {
     if (longest < kStreamedPartBytes) {
       program.copy(to.data, from, to.bytes);
@@ -122,9 +123,9 @@ void swapThroughWindows(Program& program, HostSegment& host, const Contract& con
     program.stream(piece.data, window, piece.bytes);
     program.claim(window, piece.bytes);
   };
-  const std::size_t pieces = (longest + HostSegment::kWindowBytes - 1) / HostSegment::kWindowBytes;
+  const std::size_t pieces = (longest + pieceBytes - 1) / pieceBytes;
   passWindows(program, host, contract, pieces, putIn, keepOwn, take);
-  const std::size_t rest = std::min(pieces * HostSegment::kWindowBytes, swap.kept.bytes);
+  const std::size_t rest = std::min(pieces * pieceBytes, swap.kept.bytes);
   program.copy(swap.kept.data + rest, swap.keptInput.data + rest, swap.kept.bytes - rest);
 }
 

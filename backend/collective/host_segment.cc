@@ -2,24 +2,48 @@
 
 #include <utility>
 
+#include "backend/common/settings.h"
+
 namespace farandole::collective {
 namespace {
 
 constexpr std::size_t kPage = 4096;
-constexpr std::size_t kDataBytes =
-    2 * HostSegment::kSlotBytes + HostSegment::kWindows * (HostSegment::kWindowBytes + HostSegment::kResultBytes);
 
 std::size_t roundUp(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
 }  // namespace
 
-std::size_t HostSegment::bytes(int size) {
+Result<std::size_t> HostSegment::windowBytesSetting() {
+  const auto bytes = byteSetting("FARANDOLE_SHM_WINDOW_BYTES", kWindowBytes, kSmallestWindow, kLargestWindow);
+  if (!bytes) return bytes.status();
+  return *bytes / (2 * kPage) * (2 * kPage);
+}
+
+std::size_t HostSegment::bytes(int size, std::size_t windowBytes) {
   const auto ranks = static_cast<std::size_t>(size);
-  return roundUp(ranks * sizeof(Line)) + ranks * areaBytes(size);
+  return roundUp(ranks * sizeof(Line)) + ranks * areaBytes(size, windowBytes);
+}
+
+Result<transport::SharedMemory> HostSegment::create(int size, std::size_t windowBytes) {
+  auto memory = transport::SharedMemory::create("farandole-group", bytes(size, windowBytes));
+  if (memory) reinterpret_cast<Line*>(memory->data())->windowBytes = windowBytes;
+  return memory;
+}
+
+Result<transport::SharedMemory> HostSegment::open(transport::Descriptor descriptor, int size) {
+  auto memory = transport::SharedMemory::open(std::move(descriptor), bytes(size, kSmallestWindow));
+  if (!memory) return memory;
+  const std::size_t windowBytes = reinterpret_cast<const Line*>(memory->data())->windowBytes;
+  if (memory->bytes() != bytes(size, windowBytes)) {
+    return Status::internal("shared memory of " + std::to_string(memory->bytes()) + " bytes for " +
+                            std::to_string(size) + " ranks and windows of " + std::to_string(windowBytes) +
+                            "; expected " + std::to_string(bytes(size, windowBytes)));
+  }
+  return memory;
 }
 
 HostSegment::HostSegment(transport::SharedMemory memory, int index, int size)
-    : memory_(std::move(memory)), index_(index), size_(size) {}
+    : memory_(std::move(memory)), index_(index), size_(size), windowBytes_(line(0).windowBytes) {}
 
 HostTurn HostSegment::nextTurn(std::uint64_t steps) {
   const HostTurn turn{nextBase_, static_cast<int>(turns_++ % 2)};
@@ -55,16 +79,16 @@ bool HostSegment::everybodyReads() {
 }
 
 Offer& HostSegment::offer(int index, HostTurn turn, int entry) const {
-  return reinterpret_cast<Offer*>(area(index) + kDataBytes)[turn.parity * size_ + entry];
+  return reinterpret_cast<Offer*>(area(index) + dataBytes(windowBytes_))[turn.parity * size_ + entry];
 }
 
-std::size_t HostSegment::areaBytes(int size) {
-  return kDataBytes + roundUp(2 * static_cast<std::size_t>(size) * sizeof(Offer));
+std::size_t HostSegment::areaBytes(int size, std::size_t windowBytes) {
+  return dataBytes(windowBytes) + roundUp(2 * static_cast<std::size_t>(size) * sizeof(Offer));
 }
 
 std::byte* HostSegment::area(int index) const {
   return memory_.data() + roundUp(static_cast<std::size_t>(size_) * sizeof(Line)) +
-         static_cast<std::size_t>(index) * areaBytes(size_);
+         static_cast<std::size_t>(index) * areaBytes(size_, windowBytes_);
 }
 
 }  // namespace farandole::collective

@@ -73,16 +73,24 @@ class HostSegment {
   // when everybody has begun the collective in between. Windows are for data
   // that passes by in pieces, in turn inside one collective.
   static constexpr std::size_t kSlotBytes = 64 << 10;
-  static constexpr std::size_t kWindowBytes = 128 << 10;
-  static constexpr std::size_t kResultBytes = kWindowBytes / 2;
-  static constexpr std::size_t kWindows = 3;  // and results: one for each stage of the pipeline
+  static constexpr std::size_t kWindows = 3;  // and results, half as large: one for each stage of the pipeline
 
-  static std::size_t bytes(int size);
-  // Over zeroed memory of bytes(size), which all ranks of the host map.
+  // How large windows are is up to the rank that makes the memory, which writes it there.
+  static constexpr std::size_t kWindowBytes = 128 << 10;
+  static constexpr std::size_t kSmallestWindow = 8 << 10;
+  static constexpr std::size_t kLargestWindow = 64 << 20;
+  // The setting FARANDOLE_SHM_WINDOW_BYTES; rounded down so that results are whole pages.
+  static Result<std::size_t> windowBytesSetting();
+
+  // Zeroed memory for `size` ranks, which all ranks of the host are to map.
+  static Result<transport::SharedMemory> create(int size, std::size_t windowBytes);
+  // What another rank created.
+  static Result<transport::SharedMemory> open(transport::Descriptor descriptor, int size);
   HostSegment(transport::SharedMemory memory, int index, int size);
 
   int index() const { return index_; }
   int size() const { return size_; }
+  std::size_t windowBytes() const { return windowBytes_; }
 
   // In the order in which the collectives are called, equal on all ranks.
   HostTurn nextTurn(std::uint64_t steps);
@@ -119,10 +127,10 @@ class HostSegment {
 
   std::byte* slot(int index, HostTurn turn) const { return area(index) + turn.parity * kSlotBytes; }
   std::byte* window(int index, std::size_t piece) const {
-    return area(index) + 2 * kSlotBytes + piece % kWindows * kWindowBytes;
+    return area(index) + 2 * kSlotBytes + piece % kWindows * windowBytes_;
   }
   std::byte* result(int index, std::size_t piece) const {
-    return area(index) + 2 * kSlotBytes + kWindows * kWindowBytes + piece % kWindows * kResultBytes;
+    return area(index) + 2 * kSlotBytes + kWindows * windowBytes_ + piece % kWindows * (windowBytes_ / 2);
   }
 
  private:
@@ -131,6 +139,7 @@ class HostSegment {
     std::atomic<std::uint64_t> counter;
     std::atomic<int> abandonedFor;  // 0: it goes on; else the culprit, plus 2
     std::atomic<int> abortedBy;     // of the first line alone, for all: the rank, plus 1; or 0
+    std::uint64_t windowBytes;      // of the first line alone, for all
     Contract contracts[2];
     char reason[kReasonBytes];  // ends with a zero
     std::atomic<bool> reads;    // it can read the memory of all the others
@@ -138,12 +147,15 @@ class HostSegment {
 
   void noteReason(std::string_view reason);
   Line& line(int index) const { return reinterpret_cast<Line*>(memory_.data())[index]; }
-  static std::size_t areaBytes(int size);
+  static std::size_t dataBytes(std::size_t windowBytes) { return 2 * kSlotBytes + kWindows * windowBytes * 3 / 2; }
+  static std::size_t areaBytes(int size, std::size_t windowBytes);
+  static std::size_t bytes(int size, std::size_t windowBytes);
   std::byte* area(int index) const;
 
   const transport::SharedMemory memory_;
   const int index_;
   const int size_;
+  const std::size_t windowBytes_;
   std::uint64_t nextBase_ = 0;
   std::uint64_t turns_ = 0;
   bool everybodyReads_ = false;

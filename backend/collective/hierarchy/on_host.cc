@@ -25,7 +25,7 @@ void reduceToOwners(Program& program, HostSegment& host, const Contract& contrac
   const auto own = std::find(owners.begin(), owners.end(), index) - owners.begin();
   const bool isOwner = static_cast<std::size_t>(own) < owners.size();
   // Each owner has a share of every window.
-  const std::size_t share = HostSegment::kWindowBytes / owners.size();
+  const std::size_t share = host.windowBytes() / owners.size();
   const std::size_t pieceBytes = share / sum.elementSize() * sum.elementSize();
   const auto putIn = [&](std::size_t i) {
     for (std::size_t o = 0; o < owners.size(); ++o) {
@@ -55,9 +55,9 @@ void reduceToOwners(Program& program, HostSegment& host, const Contract& contrac
 // In round i a rank takes out piece i - 1, puts in piece i and signals both: a window is
 // written again when all have taken out what was in it.
 void shareBlocks(Program& program, HostSegment& host, const Contract* contract, std::span<const Stream> blocks) {
-  constexpr std::size_t kPiece = HostSegment::kWindowBytes;
+  const std::size_t pieceBytes = host.windowBytes();
   const int index = host.index();
-  const std::size_t pieces = numPieces(longest(blocks), kPiece);
+  const std::size_t pieces = numPieces(longest(blocks), pieceBytes);
   HostTurn turn;
   if (contract != nullptr) {
     turn = beginTurn(program, host, *contract, pieces + 1);
@@ -73,12 +73,12 @@ void shareBlocks(Program& program, HostSegment& host, const Contract* contract, 
     }
     for (std::size_t owner = 0; i >= 1 && owner < blocks.size(); ++owner) {
       if (static_cast<int>(owner) == index) continue;
-      blocks[owner].forEach((i - 1) * kPiece, kPiece, [&](Slice slice, std::size_t offset) {
+      blocks[owner].forEach((i - 1) * pieceBytes, pieceBytes, [&](Slice slice, std::size_t offset) {
         program.copy(slice.data, host.window(static_cast<int>(owner), i - 1) + offset, slice.bytes);
       });
     }
     if (i < pieces && static_cast<std::size_t>(index) < blocks.size()) {
-      blocks[index].forEach(i * kPiece, kPiece, [&](Slice slice, std::size_t offset) {
+      blocks[index].forEach(i * pieceBytes, pieceBytes, [&](Slice slice, std::size_t offset) {
         program.copy(host.window(index, i) + offset, slice.data, slice.bytes);
       });
     }

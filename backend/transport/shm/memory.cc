@@ -35,11 +35,11 @@ Result<SharedMemory> SharedMemory::open(Descriptor descriptor, std::size_t bytes
   memory.descriptor_ = std::move(descriptor);
   struct stat status = {};
   if (fstat(memory.descriptor(), &status) != 0) return systemError("fstat of shared memory");
-  if (static_cast<std::size_t>(status.st_size) < bytes) {
-    return Status::internal("shared memory of " + std::to_string(status.st_size) + " bytes; expected " +
-                            std::to_string(bytes));
+  const auto size = static_cast<std::size_t>(status.st_size);
+  if (size < bytes) {
+    return Status::internal("shared memory of " + std::to_string(size) + " bytes; expected " + std::to_string(bytes));
   }
-  FARANDOLE_RETURN_IF_ERROR(memory.map(bytes));
+  FARANDOLE_RETURN_IF_ERROR(memory.map(size));
   return memory;
 }
 

@@ -23,10 +23,11 @@ class SharedMemory {
 
   // All zero; pages cost memory once they are touched.
   static Result<SharedMemory> create(const char* name, std::size_t bytes);
-  // What somebody else created. Fails when it is smaller than `bytes`.
+  // What somebody else created, all of it. Fails when it is smaller than `bytes`.
   static Result<SharedMemory> open(Descriptor descriptor, std::size_t bytes);
 
   std::byte* data() const { return data_; }
+  std::size_t bytes() const { return bytes_; }
   int descriptor() const { return descriptor_.get(); }
   // The mapping stays.
   void closeDescriptor() { descriptor_ = Descriptor(); }

@@ -1,0 +1,84 @@
+"""The one Work of a batch with several peers."""
+
+import datetime
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support.processes import await_all, run_ranks
+
+
+def _receive_from_all(rank, world_size, into):
+    return dist.batch_isend_irecv([dist.P2POp(dist.irecv, into[peer], peer) for peer in range(1, world_size)])
+
+
+def _wait_in_vain(rank, world_size):
+    if rank == 0:
+        (work,) = _receive_from_all(rank, world_size, torch.zeros(world_size, 4))
+        result = work.get_future_result()
+        start = time.monotonic()
+        with pytest.raises(dist.DistBackendError, match=r"recv from rank 1 .*not done after \d+ ms"):
+            work.wait(datetime.timedelta(milliseconds=400))
+        seconds = time.monotonic() - start
+        assert work.is_completed() and not work.is_success()
+        assert result.wait() == 1  # TIMEOUT
+        await_all(rank, world_size)
+        return seconds
+    await_all(rank, world_size)
+    return 0
+
+
+def test_a_time_limit_is_for_all_peers_of_a_batch_together():
+    seconds = run_ranks(_wait_in_vain, 4, "farandole")[0]
+    assert 0.4 <= seconds < 0.8, seconds  # one after the other: 1.2
+
+
+def _facts(rank, world_size):
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    backend.set_timeout(datetime.timedelta(seconds=11))
+    backend._enable_collectives_timing()
+    if rank == 0:
+        into = torch.zeros(world_size, 4)
+        works = [_receive_from_all(rank, world_size, into)[0] for _ in range(2)]
+        for work in works:
+            work.wait()
+        assert [x[0].item() for x in into[1:]] == [1, 2]
+        assert [x.tolist() for x in works[1].result()] == into[1:].tolist()
+        assert works[0].get_future_result().wait() == 0 and works[0]._get_duration() >= 0
+        if hasattr(works[0], "timeout"):  # torch 2.11 does not show it
+            assert works[0].timeout == datetime.timedelta(seconds=11)
+    else:
+        for _ in range(2):
+            dist.send(torch.full((4,), float(rank)), 0)
+    return True
+
+
+def test_the_work_of_a_batch_tells_what_a_work_tells():
+    assert all(run_ranks(_facts, 3, "farandole"))
+
+
+def _kinds_of_ends(rank, world_size, end):
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    assert backend.get_error().name == "SUCCESS"
+    dist.barrier()
+    if end == "timeout" and rank == 1:
+        return await_all(rank, world_size)
+    if end == "death" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    backend.set_timeout(datetime.timedelta(milliseconds=300 if end == "timeout" else 20_000))
+    with pytest.raises(dist.DistBackendError):
+        dist.all_reduce(torch.ones(1))
+    if end == "timeout":
+        await_all(rank, world_size)
+    return backend.get_error().name
+
+
+@pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="torch 2.11 has no get_error")
+@pytest.mark.parametrize(("end", "name"), [("timeout", "TIMEOUT"), ("death", "REMOTE_ERROR")])
+def test_a_group_tells_why_it_is_over(end, name):
+    outcomes = run_ranks(_kinds_of_ends, 2, "farandole", may_die={1} if end == "death" else (), end=end)
+    assert outcomes[0] == name
