@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <array>
 #include <cassert>
+#include <iterator>
+
+#include "backend/collective/host_algorithms.h"
 
 namespace farandole::collective {
 namespace {
@@ -90,8 +93,8 @@ Algorithm AlgorithmTable::choose(CollectiveKind operation, const Situation& situ
 }
 
 std::vector<std::string> AlgorithmTable::describe() const {
-  std::vector<std::string> lines{"every operation: 1 host: shared memory"};
-  lines.reserve(1 + overriding_.size() + kRules.size());
+  std::vector<std::string> lines = describeReductionsOnHost();
+  std::ranges::move(describeMovementOnHost(), std::back_inserter(lines));
   for (const Rule& rule : overriding_) lines.push_back(describeRule(rule) + " (FARANDOLE_ALGORITHMS)");
   for (const Rule& rule : kRules) lines.push_back(describeRule(rule));
   return lines;

@@ -81,6 +81,18 @@ void reduceScatterFlat(Program& program, HostSegment& host, const Reduction& red
 
 }  // namespace
 
+std::vector<std::string> describeReductionsOnHost() {
+  const std::string slots = std::to_string(kFlatBytes);
+  const std::string slotsOfTwo = std::to_string(kFlatBytesOfTwo);
+  const std::string two = std::to_string(HostSegment::kSlotBytes);
+  return {"all_reduce, reduce: 1 host, up to " + slots + " bytes (2 ranks: " + slotsOfTwo +
+              "): slots, everybody reduces everything",
+          "all_reduce, reduce: 1 host, more: windows, each rank reduces its part; from " +
+              std::to_string(kStreamedResultBytes) + " bytes on results go past the caches",
+          "reduce_scatter: 1 host, 2 ranks, parts up to " + two + " bytes: slots",
+          "reduce_scatter: 1 host, else: windows"};
+}
+
 std::size_t totalBytes(std::span<const Slice> slices) {
   std::size_t bytes = 0;
   for (const Slice& slice : slices) bytes += slice.bytes;

@@ -1,5 +1,8 @@
 #pragma once
 
+#include <string>
+#include <vector>
+
 #include "backend/collective/algorithms.h"
 
 // The forms of the collectives over memory that the ranks of a host share. Those of
@@ -12,6 +15,10 @@ HostTurn beginTurn(Program& program, HostSegment& host, const Contract& contract
 void announce(Program& program, const Topology& topology, const Contract& contract);
 std::size_t totalBytes(std::span<const Slice> slices);
 std::size_t longestBytes(std::span<const Slice> slices);
+
+// The limits that choose between the forms below, for people: a line for each operation and range.
+std::vector<std::string> describeReductionsOnHost();
+std::vector<std::string> describeMovementOnHost();
 
 // Up to HostSegment::kSlotBytes.
 void broadcastOnHost(Program& program, HostSegment& host, const Contract& contract, int root, Slice data);

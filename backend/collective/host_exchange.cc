@@ -142,6 +142,18 @@ void swapOfTwo(Program& program, HostSegment& host, Contract contract, const Swa
 
 }  // namespace
 
+std::vector<std::string> describeMovementOnHost() {
+  const std::string slot = std::to_string(HostSegment::kSlotBytes);
+  return {"broadcast: 1 host, up to " + slot + " bytes: slots",
+          "broadcast: 1 host, more: messages, binomial",
+          "all_gather, all_to_all: 1 host, 2 ranks, parts up to " + slot + " bytes: slots",
+          "all_gather, all_to_all: 1 host, 2 ranks, more: windows; from " + std::to_string(kStreamedPartBytes) +
+              " bytes on past the caches",
+          "all_gather, all_to_all, gather, scatter: 1 host, else: slots while " + slot +
+              " bytes have room, then read from the memory of the rank that has it",
+          "gather, scatter: 1 host, parts from " + std::to_string(kSharedBytes) + " bytes on: messages"};
+}
+
 // The own part is copied while the others may not have come yet.
 void allGatherOnHost(Program& program, HostSegment& host, Slice input, std::span<const Slice> outputs) {
   const std::size_t longest = longestBytes(outputs);

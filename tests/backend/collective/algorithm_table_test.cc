@@ -61,10 +61,13 @@ TEST(AlgorithmTable, WhatCannotBeUnderstoodIsRefusedWithWhatWasExpected) {
 
 TEST(AlgorithmTable, TheDescriptionHasALineForEachRuleAndTellsOverrides) {
   const std::size_t rules = AlgorithmTable::defaultRules().size();
-  EXPECT_EQ(AlgorithmTable().describe().size(), rules + 1);
+  const auto plain = AlgorithmTable().describe();
+  const auto onHost = static_cast<std::size_t>(
+      std::ranges::count_if(plain, [](const std::string& line) { return line.find(": 1 host, ") != line.npos; }));
+  EXPECT_EQ(plain.size(), onHost + rules);
   const auto lines = AlgorithmTable::withOverrides("all_reduce:64K-=ring").value().describe();
-  EXPECT_EQ(lines.size(), rules + 2);
-  EXPECT_EQ(lines[1],
+  EXPECT_EQ(lines.size(), onHost + rules + 1);
+  EXPECT_EQ(lines[onHost],
             "all_reduce: 65536 bytes or more, any ranks, any hosts, any ranks on a host: ring (FARANDOLE_ALGORITHMS)");
 }
 
