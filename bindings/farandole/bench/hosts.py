@@ -67,8 +67,11 @@ def _measure_two_each(report: Report, settings: Settings, hosts: Hosts) -> None:
             peers[algorithm] = on_ranks(others, reduce_often, backend="farandole")
         series = _measure(report, settings, peers, _FAST_SIZE, "2 hosts x 2 ranks, {}")
     ours = series["farandole"]
-    for peer in ("gloo", "direct", "flat"):
-        report.ratios.append(ratio(f"{peer} / farandole", series[peer], ours))
+    above = {peer: ratio(f"{peer} / farandole", series[peer], ours) for peer in ("gloo", "direct", "flat")}
+    report.ratios += above.values()
+    for peer in ("direct", "flat"):
+        name = f"all_reduce of {size_name(_FAST_SIZE)} over 2 hosts x 2 ranks, hierarchical, times faster than {peer}"
+        report.targets.append(Target(name, above[peer].median(), 1.0, at_most=False))
 
 
 def _measure_slow_link(report: Report, settings: Settings, hosts: Hosts) -> None:

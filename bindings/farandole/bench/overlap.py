@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from farandole.bench._ranks import Rank, RankPair
-from farandole.bench._series import Report, Sample, Series, interleave, ratio
+from farandole.bench._series import Report, Sample, Series, Target, interleave, ratio
 from farandole.bench._settings import Settings
 from farandole.bench._work import multiply
 
@@ -98,4 +98,10 @@ def measure(settings: Settings, pair: RankPair) -> Report:
         loop, everything, _ = series[what]
         report.ratios.append(ratio("loop / alone", loop, series["nothing"][0]))
         report.ratios.append(ratio("all / memcpy's", everything, series["memcpy"][1]))
+    beside_memory = ratio("loop / beside memcpy", series["farandole"][0], series["memcpy"][0])
+    report.ratios.append(beside_memory)
+    # Single loops differ by some percent.
+    report.targets.append(
+        Target("overlap: a loop beside an all_reduce / beside memcpy", beside_memory.median(), 1.05, at_most=True)
+    )
     return report
