@@ -110,8 +110,10 @@ class PythonExecutor {
  public:
   PythonExecutor(const pipeline::Plan& plan, int rank, const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                  const std::vector<std::shared_ptr<PythonStage>>& stages, double lossScale, std::string description,
-                 std::string rankName, bool areShapesDeclared, std::uint64_t alike) {
+                 std::string rankName, bool areShapesDeclared, std::uint64_t alike, at::Device device) {
     pipeline::ExecutorConfig config;
+    config.device = device;
+    if (group && !device.is_cpu()) config.deviceBackend = group->getBackend(device.type());
     for (const auto& stage : stages) config.stages.push_back(PythonStage::bind(stage, &inputs_));
     config.lossScale = lossScale;
     config.description = std::move(description);
@@ -224,10 +226,10 @@ void bindPipelineExecutor(py::module_& module) {
   py::class_<PythonExecutor>(module, "PipelineExecutor")
       .def(py::init<const pipeline::Plan&, int, const c10::intrusive_ptr<c10d::ProcessGroup>&,
                     const std::vector<std::shared_ptr<PythonStage>>&, double, std::string, std::string, bool,
-                    std::uint64_t>(),
+                    std::uint64_t, at::Device>(),
            py::kw_only(), py::arg("plan"), py::arg("rank"), py::arg("group").none(true), py::arg("stages"),
            py::arg("loss_scale"), py::arg("description"), py::arg("rank_name"), py::arg("shapes_declared") = false,
-           py::arg("alike") = 0)
+           py::arg("alike") = 0, py::arg("device") = at::Device(at::kCPU))
       .def("step", &PythonExecutor::step, py::kw_only(), py::arg("args"), py::arg("kwargs"), py::arg("targets"),
            py::arg("loss_kwargs"), py::arg("outputs"), py::arg("losses"), py::arg("relearn"),
            py::arg("loss_scales") = py::none())

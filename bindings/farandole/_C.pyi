@@ -172,6 +172,7 @@ class PipelineExecutor:
         rank_name: str,
         shapes_declared: bool = False,
         alike: int = 0,
+        device: torch.device = ...,
     ) -> None: ...
     def step(
         self,

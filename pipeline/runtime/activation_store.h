@@ -13,8 +13,8 @@ namespace farandole::pipeline {
 // an accumulated gradient that aliases it) is never handed out again.
 class ActivationStore {
  public:
-  // A contiguous CPU tensor with undefined contents, without gradient.
-  at::Tensor take(const TensorMeta& meta);
+  // A contiguous tensor on the device with undefined contents, without gradient.
+  at::Tensor take(const TensorMeta& meta, at::Device device);
 
   // Gives back a tensor that take() returned.
   void give(at::Tensor buffer);

@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
 
@@ -15,6 +16,9 @@ Result<std::unique_ptr<Executor>> Executor::create(const Plan& lowered, int rank
   if (lowered.numRanks() > 1 && !backend) {
     return Status::invalidArgument("backend is null, expected one that reaches " + std::to_string(lowered.numRanks()) +
                                    " ranks");
+  }
+  if (lowered.numRanks() > 1 && !config.device.is_cpu() && !config.deviceBackend) {
+    return Status::invalidArgument("deviceBackend is null, expected one that sends tensors on " + config.device.str());
   }
   bool same = config.stages.size() == program->stages.size();
   for (std::size_t i = 0; same && i < config.stages.size(); ++i) {
@@ -46,7 +50,7 @@ Executor::Executor(Program program, const c10::intrusive_ptr<c10d::Backend>& bac
     : program_(std::move(program)),
       config_(std::move(config)),
       agreement_(backend, backend ? backend->getSize() : 1),
-      traffic_(program_, stages_, makeChannel(backend)),
+      traffic_(program_, stages_, makeChannel(backend, config_.deviceBackend), config_.device),
       failure_(config_.rankName.empty() ? "rank " + std::to_string(program_.rank) : config_.rankName, stages_,
                program_.hasBackward),
       compute_(program_, config_, traffic_, failure_) {
@@ -71,6 +75,7 @@ Status Executor::step(bool relearn, std::span<const double> lossScales) {
   agreed_ = false;
   failure_.beginStep();
   const at::AutoGradMode gradMode(program_.hasBackward);
+  const c10::OptionalDeviceGuard device(config_.device.is_cpu() ? std::nullopt : std::optional(config_.device));
   std::uint32_t at = 0;
   try {
     agreement_.postVote({false, relearn || !learned_, program_.digest});

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
 #include "pipeline/runtime/stage.h"
@@ -17,9 +18,14 @@ void warn(const std::string& text);
 
 struct ExecutorConfig {
   std::vector<StageSpec> stages;  // this rank's, ascending
-  double lossScale = 1;           // the gradient of each microbatch's loss, in a step that is given no other
-  std::string description;        // of what is run: shown when ranks run different things
-  std::string rankName;           // in errors; by default "rank N", of the plan
+  // Where the stages are, with all that they get and return.
+  at::Device device{at::kCPU};
+  // Sends and receives what is there; null on the CPU. Headers, packets, votes and, in steps that learn shapes,
+  // tensors, too, go over the executor's own backend, between the hosts' memories.
+  c10::intrusive_ptr<c10d::Backend> deviceBackend;
+  double lossScale = 1;     // the gradient of each microbatch's loss, in a step that is given no other
+  std::string description;  // of what is run: shown when ranks run different things
+  std::string rankName;     // in errors; by default "rank N", of the plan
 
   // What is declared holds from the first step on, so that none learns shapes unless one has failed: each stage has at
   // most one before and one after it and declares what passes between them. Of what is floating-point gradients flow.

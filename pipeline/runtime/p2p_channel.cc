@@ -12,8 +12,10 @@ void throwIfError(const Status& status) {
 
 class Channel final : public P2pChannel {
  public:
-  explicit Channel(c10::intrusive_ptr<c10d::Backend> backend)
-      : backend_(std::move(backend)), lines_(dynamic_cast<RepeatedMessages*>(backend_.get())) {}
+  Channel(c10::intrusive_ptr<c10d::Backend> onHost, c10::intrusive_ptr<c10d::Backend> onDevice)
+      : onHost_(std::move(onHost)),
+        onDevice_(std::move(onDevice)),
+        lines_(dynamic_cast<RepeatedMessages*>(onHost_.get())) {}
 
   void post(int peer, std::span<Message* const> batch) override {
     // Receives first: a rendezvous send finds its match the sooner.
@@ -28,8 +30,9 @@ class Channel final : public P2pChannel {
   void start(int peer, Message& message) {
     const at::Tensor& tensor = message.tensor[0];
     if (lines_ != nullptr && tensor.is_cpu()) return startLine(peer, message);
-    message.work = message.isSend ? backend_->send(message.tensor, peer, message.tag)
-                                  : backend_->recv(message.tensor, peer, message.tag);
+    c10d::Backend& backend = tensor.is_cpu() ? *onHost_ : *onDevice_;
+    message.work = message.isSend ? backend.send(message.tensor, peer, message.tag)
+                                  : backend.recv(message.tensor, peer, message.tag);
   }
 
   void startLine(int peer, Message& message) {
@@ -46,8 +49,8 @@ class Channel final : public P2pChannel {
     message.line->start(tensor.data_ptr());
   }
 
-  const c10::intrusive_ptr<c10d::Backend> backend_;
-  RepeatedMessages* const lines_;  // of backend_; null where it has none
+  const c10::intrusive_ptr<c10d::Backend> onHost_, onDevice_;
+  RepeatedMessages* const lines_;  // of onHost_; null where it has none
 };
 
 }  // namespace
@@ -91,8 +94,9 @@ Message& Message::operator=(Message&& other) {
   return *this;
 }
 
-std::unique_ptr<P2pChannel> makeChannel(c10::intrusive_ptr<c10d::Backend> backend) {
-  return std::make_unique<Channel>(std::move(backend));
+std::unique_ptr<P2pChannel> makeChannel(c10::intrusive_ptr<c10d::Backend> onHost,
+                                        c10::intrusive_ptr<c10d::Backend> onDevice) {
+  return std::make_unique<Channel>(std::move(onHost), std::move(onDevice));
 }
 
 }  // namespace farandole::pipeline

@@ -52,7 +52,10 @@ class P2pChannel {
 };
 
 // The channel over any c10d backend that sends CPU tensors with tags: by its
-// repeated messages where it has them, else one send or recv per message.
-std::unique_ptr<P2pChannel> makeChannel(c10::intrusive_ptr<c10d::Backend> backend);
+// repeated messages where it has them, else one send or recv per message. What is
+// on a device goes over `onDevice`, where waiting may be the current stream's and
+// messages may match in the order in which they are posted.
+std::unique_ptr<P2pChannel> makeChannel(c10::intrusive_ptr<c10d::Backend> onHost,
+                                        c10::intrusive_ptr<c10d::Backend> onDevice);
 
 }  // namespace farandole::pipeline

@@ -12,17 +12,18 @@ namespace farandole::pipeline {
 
 namespace {
 
-// What a stage may send: defined, dense, on the CPU.
-Status checkSendable(const std::vector<at::Tensor>& outputs) {
+// What a stage may send: defined, dense, on its device, but for a packet at the end.
+Status checkSendable(const std::vector<at::Tensor>& outputs, at::Device stage, bool hasPacket) {
   for (std::size_t i = 0; i < outputs.size(); ++i) {
     const at::Tensor& output = outputs[i];
-    if (!output.defined() || output.layout() != at::kStrided || output.is_nested() || !output.device().is_cpu()) {
+    const at::Device device = hasPacket && i + 1 == outputs.size() ? at::Device(at::kCPU) : stage;
+    if (!output.defined() || output.layout() != at::kStrided || output.is_nested() || output.device() != device) {
       return Status::invalidArgument("output " + std::to_string(i) + " is " +
                                      (output.defined() ? (output.is_nested() ? "a nested " : "a ") +
                                                              std::string(c10::str(output.layout())) + " tensor on " +
                                                              output.device().str()
                                                        : std::string("undefined")) +
-                                     ", expected a dense tensor on the stage's device cpu");
+                                     ", expected a dense tensor on the stage's device " + stage.str());
     }
   }
   return Status::ok();
@@ -139,7 +140,7 @@ void StageCompute::handOver(Stage& stage, std::int32_t microbatch) {
       outputs_.clear();
       slot.outputPoisoned = !slot.outputsKnown;
       if (!slot.outputPoisoned) {
-        for (const TensorMeta& meta : slot.outputMetas) outputs_.push_back(meta.zeros());
+        for (const TensorMeta& meta : slot.outputMetas) outputs_.push_back(meta.zeros(config_.device));
       }
     } else if (program_.hasBackward) {
       for (std::size_t link = 0; link < slot.outOf.size(); ++link) {
@@ -186,10 +187,10 @@ void StageCompute::seedLoss(MicrobatchSlot& slot, const at::Tensor& loss, double
 void StageCompute::checkOutputs(Stage& stage, std::int32_t microbatch) {
   MicrobatchSlot& slot = stage.slots[microbatch];
   if (failure_.isFailed()) return;
-  if (Status status = checkSendable(outputs_); !status.isOk()) {
+  const bool hasPacket = stage.spec.packets && stage.spec.packets->returned;
+  if (Status status = checkSendable(outputs_, config_.device, hasPacket); !status.isOk()) {
     return failure_.fail(stage, microbatch, std::string(status.message()));
   }
-  const bool hasPacket = stage.spec.packets && stage.spec.packets->returned;
   if (!slot.outputsKnown) {
     // Room to grow: what is in a packet may differ from step to step.
     if (hasPacket) static_cast<void>(fitPacket(outputs_.back(), 2 * outputs_.back().numel()));
@@ -294,7 +295,7 @@ void StageCompute::returnInputGrads(Stage& stage, std::int32_t microbatch) {
       at::Tensor grad;
       // Taken out, since the input itself may live on until W.
       if (meta.requiresGrad && !failure_.isFailed()) grad = std::move(slot.inputs[grads_.size()].mutable_grad());
-      if (meta.requiresGrad && !grad.defined()) grad = meta.zeros();
+      if (meta.requiresGrad && !grad.defined()) grad = meta.zeros(config_.device);
       // Autograd may have given the same memory to a parameter, whose gradient later backwards add to.
       if (grad.defined() && grad.has_storage() && grad.storage().use_count() > 1) grad = grad.clone();
       grads_.push_back(std::move(grad));

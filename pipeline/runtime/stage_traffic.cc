@@ -40,9 +40,6 @@ class MessageWriter {
   std::size_t count_ = 0;
 };
 
-// The bytes that the peer expects: dense, and not a lazy conjugate or negative.
-at::Tensor wireForm(const at::Tensor& tensor) { return tensor.detach().resolve_conj().resolve_neg().contiguous(); }
-
 void giveBack(Transfer& transfer, ActivationStore& store) {
   for (Message& message : transfer.messages) {
     if (message.tensor[0].defined()) store.give(std::move(message.tensor[0]));
@@ -53,7 +50,17 @@ void giveBack(Transfer& transfer, ActivationStore& store) {
 
 }  // namespace
 
+at::Tensor StageTraffic::wireForm(const at::Tensor& tensor) const {
+  const at::Tensor dense = tensor.detach().resolve_conj().resolve_neg().contiguous();
+  return learning_ ? dense.to(at::kCPU) : dense;
+}
+
+at::Tensor StageTraffic::fromWire(const at::Tensor& tensor, const TensorMeta& meta) const {
+  return learning_ ? tensor.to(meta.deviceOn(device_)) : tensor;
+}
+
 void StageTraffic::beginStep(bool learning) {
+  if (learning_ && !device_.is_cpu()) store_.clear();  // they are the host's
   learning_ = learning;
   if (learning) reset(true);
 }
@@ -135,7 +142,9 @@ void StageTraffic::flushBatch(std::int32_t peer) {
 
 void StageTraffic::prepareActivation(IncomingEdge& edge, std::int32_t number, std::int32_t microbatch) {
   MessageWriter writer(edge.receiveActivation, false, Traffic::kActivation, number, microbatch);
-  for (std::size_t i = 0; i < edge.metas.size(); ++i) writer.add(store_.take(edge.metas[i]), i);
+  for (std::size_t i = 0; i < edge.metas.size(); ++i) {
+    writer.add(store_.take(edge.metas[i], wireDevice(edge.metas[i])), i);
+  }
 }
 
 void StageTraffic::prepareGradients(Stage& stage, std::size_t link, std::int32_t microbatch) {
@@ -145,7 +154,7 @@ void StageTraffic::prepareGradients(Stage& stage, std::size_t link, std::int32_t
                        microbatch);
   for (std::size_t i = 0; i < outputs.size(); ++i) {
     const TensorMeta& meta = slot.outputMetas[outputs[i]];
-    if (meta.requiresGrad) writer.add(store_.take(meta), i);
+    if (meta.requiresGrad) writer.add(store_.take(meta, wireDevice(meta)), i);
   }
 }
 
@@ -160,7 +169,10 @@ Status StageTraffic::awaitActivations(Stage& stage, std::int32_t microbatch) {
     } else {
       FARANDOLE_RETURN_IF_ERROR(receive(link, edge, microbatch));
       if (edge.isPoisoned) continue;
-      for (const Message& message : edge.receiveActivation.messages) slot.inputs.push_back(message.tensor[0].detach());
+      for (std::size_t place = 0; place < edge.metas.size(); ++place) {
+        const at::Tensor& came = edge.receiveActivation.messages[place].tensor[0];
+        slot.inputs.push_back(fromWire(came, edge.metas[place]).detach());
+      }
     }
   }
   if (slot.isInputPoisoned() || !program_.hasBackward) return Status::ok();
@@ -216,7 +228,9 @@ void StageTraffic::awaitGradients(Stage& stage, std::int32_t microbatch) {
     OutgoingEdge& edge = slot.outOf[i];
     if (!stage.program.outOf[i].isLocal()) {
       awaitGradient(stage, i, microbatch);
-      for (const Message& message : edge.receiveGradient.messages) slot.outputGrads.push_back(message.tensor[0]);
+      for (const Message& message : edge.receiveGradient.messages) {
+        slot.outputGrads.push_back(fromWire(message.tensor[0], {}));
+      }
     }
     for (at::Tensor& grad : edge.grads) slot.outputGrads.push_back(std::move(grad));
     edge.grads.clear();

@@ -21,8 +21,10 @@ namespace farandole::pipeline {
 // require one; where an activation was poisoned, none does.
 class StageTraffic {
  public:
-  StageTraffic(const Program& program, std::vector<Stage>& stages, std::unique_ptr<P2pChannel> channel)
-      : program_(program), stages_(stages), channel_(std::move(channel)) {}
+  // `device`: where the stages are.
+  StageTraffic(const Program& program, std::vector<Stage>& stages, std::unique_ptr<P2pChannel> channel,
+               at::Device device)
+      : program_(program), stages_(stages), channel_(std::move(channel)), device_(device) {}
 
   // In a step that learns, shapes come with headers and known ones are forgotten.
   void beginStep(bool learning);
@@ -59,6 +61,15 @@ class StageTraffic {
   void takeLocal(const StageLink& link, IncomingEdge& edge, std::int32_t microbatch, std::vector<at::Tensor>& inputs);
   void awaitGradient(Stage& stage, std::size_t link, std::int32_t microbatch);
   void releaseSent();
+  // Where a tensor is sent from, and received. While shapes are learned that is the host's memory, where messages
+  // match by tags: receives are posted late then, in an order that the plan was not proven for.
+  at::Device wireDevice(const TensorMeta& meta) const {
+    return learning_ ? at::Device(at::kCPU) : meta.deviceOn(device_);
+  }
+  // The bytes that the peer expects: dense, and not a lazy conjugate or negative.
+  at::Tensor wireForm(const at::Tensor& tensor) const;
+  // On the stage's device, unless it is a packet.
+  at::Tensor fromWire(const at::Tensor& tensor, const TensorMeta& meta) const;
   void addToBatch(const TransferRef& ref, std::int32_t peer);
   void addActivation(Stage& stage, const TransferRef& ref);
   void prepareActivation(IncomingEdge& edge, std::int32_t number, std::int32_t microbatch);
@@ -69,6 +80,7 @@ class StageTraffic {
   const Program& program_;
   std::vector<Stage>& stages_;
   std::unique_ptr<P2pChannel> channel_;
+  const at::Device device_;
   ActivationStore store_;
   std::vector<Message*> batch_;
   std::deque<Transfer*> sending_;  // activations that were posted and may not have left, in the order of posting

@@ -16,7 +16,11 @@ struct TensorMeta {
   bool isPacket = false;      // see PacketNotes
 
   static TensorMeta of(const at::Tensor& tensor);
-  at::Tensor zeros() const { return at::zeros(sizes, dtype); }
+  // Where it is on a stage of this device: packets are read by the host.
+  at::Device deviceOn(at::Device stage) const { return isPacket ? at::Device(at::kCPU) : stage; }
+  at::Tensor zeros(at::Device stage) const {
+    return at::zeros(sizes, at::TensorOptions(dtype).device(deviceOn(stage)));
+  }
 
   // Same sizes and dtype; whether a gradient flows is not part of the layout.
   bool sameLayout(const TensorMeta& other) const { return dtype == other.dtype && sizes == other.sizes; }

@@ -34,6 +34,7 @@ class Call:
     collect_non_loss_data: bool
     first_val_step: bool | None
     max_outstanding: int | None  # microbatches after which the choice of what to checkpoint repeats; None: no choice
+    device: torch.device
     is_backward_timed: bool = False
 
     def checkpoint_argument(self) -> tuple[bool, ...]:
@@ -81,7 +82,7 @@ class Chunk:
         with timed(config, "forward-compute", 2):
             self._announce(model, microbatch)
             get_attr_wrapped_model(model, "set_input_tensor")(list(inputs) if inputs else [None])
-            with _autocast(config):
+            with _autocast(config, call.device):
                 returned = call.forward_step_func(call.iterators[self._number], model, *checkpoint)
             if not isinstance(returned, (tuple, list)) or len(returned) != 2:
                 raise TypeError(
@@ -98,7 +99,7 @@ class Chunk:
                     call.cp_size,
                     call.collect_non_loss_data,
                 )
-        set_auxiliary_loss_scales(config, call.num_microbatches, call.cp_size)
+        set_auxiliary_loss_scales(config, call.num_microbatches, call.cp_size, call.device)
         if not self._is_last:
             return self._sent(output, inputs)
         if call.forward_only:
@@ -156,7 +157,7 @@ def _differentiable(tensor: Any) -> Any:
     return tensor
 
 
-def _autocast(config: StepConfig) -> contextlib.AbstractContextManager[Any]:
+def _autocast(config: StepConfig, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     if not config.enable_autocast:
         return contextlib.nullcontext()
-    return torch.autocast("cpu", dtype=config.autocast_dtype)
+    return torch.autocast(device.type, dtype=config.autocast_dtype)

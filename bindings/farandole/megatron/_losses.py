@@ -58,7 +58,7 @@ def take_loss(
     return loss
 
 
-def set_auxiliary_loss_scales(config: StepConfig, num_microbatches: int, cp_size: int) -> None:
+def set_auxiliary_loss_scales(config: StepConfig, num_microbatches: int, cp_size: int, device: torch.device) -> None:
     """Of the losses that Megatron-core's MoE and multi-token-prediction layers add by themselves, on every stage."""
     if config.num_moe_experts is None and config.mtp_num_layers is None:
         return
@@ -66,22 +66,22 @@ def set_auxiliary_loss_scales(config: StepConfig, num_microbatches: int, cp_size
     if config.num_moe_experts is not None:
         from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
 
-        scale = _loss_scale(config, "moe_grad_scale_func") / divisor
+        scale = _loss_scale(config, "moe_grad_scale_func", device) / divisor
         MoEAuxLossAutoScaler.set_loss_scale(scale if config.calculate_per_token_loss else scale * cp_size)
     if config.mtp_num_layers is not None:
         from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
-        MTPLossAutoScaler.set_loss_scale(_loss_scale(config, "mtp_grad_scale_func") / divisor)
+        MTPLossAutoScaler.set_loss_scale(_loss_scale(config, "mtp_grad_scale_func", device) / divisor)
 
 
-def _loss_scale(config: StepConfig, name: str) -> torch.Tensor:
+def _loss_scale(config: StepConfig, name: str, device: torch.device) -> torch.Tensor:
     own = getattr(config.source, name, None)
     if own is not None:
         scale = torch.as_tensor(own())
     elif config.grad_scale_func is not None:
-        scale = torch.as_tensor(config.grad_scale_func(torch.ones(1)))
+        scale = torch.as_tensor(config.grad_scale_func(torch.ones(1, device=device)))
     else:
-        scale = torch.ones(1)
+        scale = torch.ones(1, device=device)
     if scale.numel() != 1:
         raise ValueError(f"{name} returned a tensor of {scale.numel()} elements, expected 1")
     return scale

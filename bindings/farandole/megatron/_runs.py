@@ -6,15 +6,17 @@ import hashlib
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from farandole import _C
 from farandole.megatron._chunk import Call, Chunk
 from farandole.megatron._shapes import DeclaredShapes
 from farandole.pipelining import _plans
+from farandole.pipelining._devices import channel_of
 
 _KEPT = 8  # of each group; a batch size that ramps up leaves its earlier ones behind
 
@@ -30,6 +32,7 @@ class RunKey:
     both: bool  # an encoder and a decoder
     confirms: bool  # ranks agree before the step begins, for what all of them take part in
     shapes: Any  # what the shapes are computed from; None where they come with the tensors
+    device: torch.device = field(repr=False)  # of the models; another index on each rank
 
 
 class Run:
@@ -58,7 +61,7 @@ class Run:
         ]
         self._learns = size > 1 and shapes is None
         self._executor = _C.PipelineExecutor(
-            plan=_plans.lower(plan, "tagged"),
+            plan=_plans.lower(plan, channel_of(group, key.device)),
             rank=rank,
             group=group,
             stages=[
@@ -83,6 +86,7 @@ class Run:
             rank_name=rank_name(group),
             shapes_declared=not self._learns,
             alike=int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little"),
+            device=key.device,
         )
         count = key.num_microbatches
         self._args: list[tuple[Any, ...]] = [()] * count

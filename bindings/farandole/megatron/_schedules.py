@@ -20,6 +20,7 @@ from farandole.megatron._shapes import AdjustShapes, Lengths, declared_shapes
 from farandole.megatron._sync import StepSync
 from farandole.megatron._timing import timed
 from farandole.megatron._topology import Topology, parallel_state, topology_of
+from farandole.pipelining._devices import one_device, stage_device
 
 
 class ForwardBackward:
@@ -119,13 +120,14 @@ class ForwardBackward:
                 models=models,
                 config=config,
                 sync=sync,
-                collected=Collected([], torch.zeros([], dtype=torch.int)),
+                collected=Collected([], torch.zeros([], dtype=torch.int, device=run.key.device)),
                 num_microbatches=num_microbatches,
                 cp_size=topology.cp_size,
                 forward_only=forward_only,
                 collect_non_loss_data=collect_non_loss_data,
                 first_val_step=first_val_step,
                 max_outstanding=_max_outstanding(config, run),
+                device=run.key.device,
             )
         if run.key.confirms:  # nobody waits in the timer's barrier for a rank that refuses
             run.confirm()
@@ -178,6 +180,7 @@ class ForwardBackward:
             both=both,
             confirms=config.timers is not None and bool(config.barrier_with_L1_time),
             shapes=None if shapes is None else (lengths, part, config.hidden_size, config.pipeline_dtype),
+            device=one_device([_device_of(model) for model in models]),
         )
         relays = both and topology.is_after_split(topology.pp_rank) and topology.pp_rank < topology.pp_size - 1
         if adjust is not None:  # what it says may change from call to call
@@ -211,12 +214,11 @@ def _check_models(chunks: list[Any]) -> None:
         stage = getattr(chunk, "vp_stage", None)
         if len(chunks) > 1 and stage is not None and stage != number:
             raise ValueError(f"model[{number}] has vp_stage {stage}, expected {number}")
-        for name, tensor in chunk.named_parameters():
-            if tensor.device.type != "cpu":
-                raise NotImplementedError(
-                    f"{name} of the model is on {tensor.device}, expected cpu: other devices are not supported yet"
-                )
-            break
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    first = next(model.parameters(), None)
+    return stage_device("cpu" if first is None else first.device)
 
 
 def _synchronize_param_gather(model: Any) -> None:

@@ -28,8 +28,14 @@ def gather_timeline(schedule: PipelineSchedule) -> _C.SimulationResult:
 
     Raises:
         RuntimeError: a rank has not run a step yet; on all ranks.
+        NotImplementedError: the stages are on a GPU.
     """
     stage, run = schedule._stages[0], schedule._last_run
+    if stage.device.type != "cpu":
+        raise NotImplementedError(
+            f"gather_timeline() of stages on {stage.device}, expected on the CPU: on a GPU an action ends for this rank "
+            "when it has been launched; torch.profiler shows what the device did, by the names of the actions"
+        )
     offset = clock_offset(stage.group, stage.device)
     began = 0.0 if run is None else run.executor.last_step_began - offset
     ranks: list[Any] = [None] * stage.group_size

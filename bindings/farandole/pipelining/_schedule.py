@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from farandole import _C
 from farandole.pipelining import _plans
+from farandole.pipelining._devices import channel_of, one_device
 from farandole.pipelining._grad_sync import GradSync
 from farandole.pipelining._inputs import Batch, Inputs, InputSplitter
 from farandole.pipelining._loss_weights import LossWeights, loss_scales
@@ -67,6 +68,7 @@ class PipelineSchedule:
                     f"stage {stage.stage_index} has a dw_builder and is wrapped for data parallelism, expected one of "
                     "them: a reduction does not see what is added to .grad after a backward"
                 )
+        self._device = one_device([stage.device for stage in self._stages])
         self._n_microbatches = n_microbatches
         self._loss_fn = loss_fn
         self._config = config
@@ -165,10 +167,11 @@ class PipelineSchedule:
         """
         if forward_only not in self._lowered:
             plan = self.compute_plan(forward_only=forward_only)
+            channel = channel_of(self._stages[0].group, self._device)
             if plan.has_communication:
-                _plans.validate(plan, "tagged")
+                _plans.validate(plan, channel)
             else:
-                plan = _plans.lower(plan, "tagged")
+                plan = _plans.lower(plan, channel)
             self._check_placement(plan)
             self._lowered[forward_only] = plan
         return self._lowered[forward_only]
@@ -256,6 +259,7 @@ class PipelineSchedule:
                 loss_scale=copies / self._n_microbatches if self.scale_grads else 1.0,
                 description=f"{described}, n_microbatches={self._n_microbatches}",
                 rank_name=_rank_name(first),
+                device=self._device,
             )
             last = ends.microbatches_that_end_in([stage.stage_index for stage in self._stages])
             splitter = InputSplitter(

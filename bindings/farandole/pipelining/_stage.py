@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from farandole.pipelining._devices import stage_device
 from farandole.pipelining._stage_edges import Edge
 
 if TYPE_CHECKING:
@@ -33,7 +34,9 @@ class PipelineStage:
             ``farandole.ddp.DistributedDataParallel`` or torch's, or sharded by ``fully_shard`` (FSDP2).
         stage_index: from 0; which stages live on which rank, the schedule says.
         num_stages: of the whole pipeline.
-        device: where the submodule lives; CPU so far.
+        device: where the submodule lives: cpu, or a GPU ("cuda": the current one), the same for all stages of a rank.
+            On a GPU a step is launched without waiting for it, as torch's own operations are; messages wait for the
+            current stream, and it for them. The group needs a backend for the CPU, too, for what ranks agree on.
         input_args: example inputs of one microbatch. Shapes are learned in the first step
             anyhow; what is declared here is checked, and a mismatch is an error on all ranks.
         output_args: example outputs of one microbatch, checked likewise.
@@ -73,9 +76,7 @@ class PipelineStage:
         for name, value in unsupported.items():
             if value is not None:
                 raise NotImplementedError(f"{name} was given, expected None: it is not supported yet")
-        self.device = torch.device(device)
-        if self.device.type != "cpu":
-            raise NotImplementedError(f"device is {self.device}, expected cpu: other devices are not supported yet")
+        self.device = stage_device(device)
         _check_module(submodule, self.device)
         if not dist.is_initialized():
             raise RuntimeError("the process group is not initialized, expected init_process_group() before a stage")
