@@ -146,7 +146,7 @@ def _peer_dies(rank, world_size):
         time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 0:
-        # Connected over shared memory: UCX's keepalive finds it. The operation's own timeout bounds it.
+        # Its pidfd tells; the operation's own timeout bounds it.
         start = time.monotonic()
         with pytest.raises(RuntimeError, match="rank 1"):
             dist.irecv(torch.zeros(1), 1).wait(datetime.timedelta(seconds=5))
