@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "pipeline/passes/lower.h"
 #include "pipeline/schedules/placement.h"
 #include "pipeline/schedules/registry.h"
 
@@ -60,10 +61,17 @@ class Search {
   void add(std::string name, Plan plan) {
     if (rankOfStage_ && plan.rankOfStage != *rankOfStage_) return;
     if (plan.edges != options_.edges) return;  // it runs copies of another model
-    const auto run = simulate(plan, costs_.times);
+    const auto run = simulateAsRun(plan);
     if (!run) return;
     const double peak = std::ranges::max(peakMemory(plan, costs_.memory));
     candidates_.push_back({{std::move(name), run->makespan, peak, peak <= costs_.memoryLimit}, std::move(plan)});
+  }
+
+  // With the receives where the executor has them, which makes a difference where messages take time.
+  Result<SimulationResult> simulateAsRun(const Plan& plan) const {
+    if (costs_.times.transfer == 0) return simulate(plan, costs_.times);
+    const Result<Plan> lowered = lower(plan, ChannelModel::kTagged);
+    return lowered ? simulate(*lowered, costs_.times) : lowered.status();
   }
 
   void tryFixed() {

@@ -84,12 +84,12 @@ TEST(StageGraphs, AUNetSendsAcrossItsRanks) {
   ScheduleOptions options{2, 4, 1, false};
   options.edges = {{0, 1}, {1, 2}, {2, 3}, {0, 3}};
   const Plan plan = *lower(*makePlan("none", options), ChannelModel::kFifoPerEdge);
-  // 0 and 2 are on rank 0: 0 -> 3 goes between the ranks as 0 -> 1 does, together with the answer to it.
+  // 0 and 2 are on rank 0: 0 -> 3 goes between the ranks as 0 -> 1 does, and both are received ahead.
   EXPECT_EQ(rankText(plan, 0),
-            "0F0 0SEND_F0 (0SEND_F0>3;2RECV_F0)BATCH_P2P 2F0 2SEND_F0 2RECV_B0 2B0 (2SEND_B0;0RECV_B0<3)BATCH_P2P "
-            "0RECV_B0 0B0");
+            "0F0 (0SEND_F0;0SEND_F0>3)BATCH_P2P 2RECV_F0 2F0 2SEND_F0 (2RECV_B0;0RECV_B0<3)BATCH_P2P 0RECV_B0 2B0 "
+            "2SEND_B0 0B0");
   EXPECT_EQ(rankText(plan, 1),
-            "1RECV_F0 1F0 (3RECV_F0<0;1SEND_F0)BATCH_P2P 3RECV_F0 3F0 3B0 3SEND_B0 (1RECV_B0;3SEND_B0>0)BATCH_P2P 1B0 "
+            "(1RECV_F0;3RECV_F0<0)BATCH_P2P 3RECV_F0 1F0 1SEND_F0 1RECV_B0 3F0 3B0 (3SEND_B0;3SEND_B0>0)BATCH_P2P 1B0 "
             "1SEND_B0");
   options.numRanks = 1;
   EXPECT_EQ(rankText(*lower(*makePlan("none", options)), 0), "0F0 1F0 2F0 3F0 3B0 2B0 1B0 0B0");

@@ -172,6 +172,6 @@ def test_the_interleaved_order_is_that_of_megatrons_tables():
 
 
 def test_steady_1f1b_sends_and_receives_at_once_as_megatron_does():
-    actions = pipelining.lower(pipelining.plan("1F1B", 4, 6), "tagged").actions[1]
+    actions = pipelining.lower(pipelining.plan("1F1B", 4, 6), "one_queue_per_rank").actions[1]
     assert "(1SEND_F3;1RECV_B1)BATCH_P2P" in actions  # send_forward_recv_backward
     assert "(1RECV_F4;1SEND_B1)BATCH_P2P" in actions  # send_backward_recv_forward

@@ -77,7 +77,7 @@ def test_dual_pipe_gives_each_copy_half_of_the_microbatches() -> None:
 
 
 def test_lowered_plans_validate_and_a_deadlock_is_refused() -> None:
-    lowered = lower(plan("1F1B", 4, 8))
+    lowered = lower(plan("1F1B", 4, 8), "one_queue_per_rank")
     for channel in ("tagged", "fifo_per_edge", "one_queue_per_rank"):
         validate(lowered, channel)
     actions = lowered.actions
@@ -178,7 +178,7 @@ def test_auto_plan_takes_any_graph_and_is_never_slower_than_a_schedule() -> None
             if fixed.edges != edges:
                 continue  # DualPipe's two copies are another model
             if max(_held_at_most(actions, memory) for actions in fixed.actions) <= limit:
-                best = min(best, simulate(fixed, seconds, transfer).makespan)
+                best = min(best, simulate(lower(fixed), seconds, transfer).makespan)
         options = {"num_ranks": num_ranks, "transfer": transfer, "memory": memory, "memory_limit": limit}
         try:
             made = auto_plan(num_stages, count, seconds, edges=edges, **options)
@@ -192,7 +192,7 @@ def test_auto_plan_takes_any_graph_and_is_never_slower_than_a_schedule() -> None
             continue
         assert made.plan.edges == edges, where
         assert made.chosen.makespan <= best, where
-        assert simulate(made.plan, seconds, transfer).makespan == pytest.approx(made.chosen.makespan), where
+        assert simulate(lower(made.plan), seconds, transfer).makespan == pytest.approx(made.chosen.makespan), where
         assert max(_held_at_most(actions, memory) for actions in made.plan.actions) <= limit * (1 + 1e-9), where
         for channel in ("tagged", "fifo_per_edge", "one_queue_per_rank"):
             validate(lower(made.plan, channel), channel)
