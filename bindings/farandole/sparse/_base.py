@@ -18,6 +18,7 @@ from farandole.sparse._dense_grads import DenseGrads
 from farandole.sparse._precision import Precision
 from farandole.sparse._stages import Stages
 from farandole.sparse._streams import Streams
+from farandole.sparse._torchrec_arguments import refuse_torchrecs
 
 ModelForward = Callable[[Any], tuple[torch.Tensor, Any]]
 
@@ -29,6 +30,10 @@ class TrainPipelineBase:
         model: returns ``(losses, output)`` for a batch; losses are summed over dim 0 for the backward.
         optimizer: of the parameters that no optimizer fused into the backward has.
         device: where batches go and the model is.
+        custom_model_fwd: called in place of the model.
+        enable_inplace_copy_batch: torchrec's; False.
+        execute_all_batches: False stops where the next batch is missing; the one in flight goes on with the next
+            iterator.
         enable_amp: autocast around the forward alone, to bfloat16 or to the given dtype.
         enable_grad_scaling: with autocast on CUDA losses are scaled, by a torch.amp.GradScaler whose step and update
             come at the ends of windows. Elsewhere a warning, and no scaling.
@@ -37,7 +42,6 @@ class TrainPipelineBase:
             the last one, and without synchronizing (``no_sync``) before. A window that the end of the data cuts short
             steps with what it has, divided as ever. Optimizers that are fused into the backward update at every batch,
             with the divided loss.
-        custom_model_fwd: called in place of the model.
         load_on_thread: whether batches are loaded and copied by a thread of its own; None decides by measured times.
 
     ``progress`` never leaves anything running. Iterators should not draw from torch's global generator beside a model
@@ -51,12 +55,13 @@ class TrainPipelineBase:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         device: torch.device | str,
-        execute_all_batches: bool = True,
+        custom_model_fwd: ModelForward | None = None,
+        enable_inplace_copy_batch: bool = False,
         *,
+        execute_all_batches: bool = True,
         enable_amp: bool | torch.dtype = False,
         enable_grad_scaling: bool = True,
         grad_accum: int | None = None,
-        custom_model_fwd: ModelForward | None = None,
         process_group: dist.ProcessGroup | None = None,
         load_on_thread: bool | None = None,
     ) -> None:
@@ -65,9 +70,10 @@ class TrainPipelineBase:
         if grad_accum is not None and grad_accum < 1:
             raise ValueError(f"grad_accum={grad_accum}: expected an int above 0, or None")
         if not isinstance(execute_all_batches, bool):
-            raise TypeError(
-                f"execute_all_batches={execute_all_batches!r}: expected a bool; custom_model_fwd goes by name"
-            )
+            raise TypeError(f"execute_all_batches={execute_all_batches!r}: expected a bool")
+        if custom_model_fwd is not None and not callable(custom_model_fwd):
+            raise TypeError(f"custom_model_fwd={custom_model_fwd!r}: expected a function of a batch, or None")
+        refuse_torchrecs(enable_inplace_copy_batch=enable_inplace_copy_batch)
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
         self._model = model

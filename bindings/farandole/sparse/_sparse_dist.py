@@ -14,7 +14,7 @@ from torch import nn
 from farandole.sparse._attachment import Attachment, attach
 from farandole.sparse._base import ModelForward, TrainPipelineBase
 from farandole.sparse._sharded import is_two_dimensional
-from farandole.sparse._torchrec_arguments import take_torchrecs
+from farandole.sparse._torchrec_arguments import refuse_torchrecs
 
 
 class TrainPipelineSparseDist(TrainPipelineBase):
@@ -29,7 +29,8 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         process_group: all ranks that train together; by default all.
         dist_on_thread: whether input_dist runs on a thread of its own; None decides by measured times for torchrec's
             modules, and is False for others, whose collectives may be those of the forward. CPU only.
-        torchrecs: other arguments of torchrec's class, where they ask for what is done anyway.
+        apply_jit, context_type, pipeline_postproc, dmp_collection_sync_interval_batches, enqueue_batch_after_forward,
+            enable_inplace_copy_batch: torchrec's, where they ask for what is done anyway; else a ValueError.
 
     For the rest see TrainPipelineBase. Ranks that have different numbers of batches end together, after the fewest.
     """
@@ -42,19 +43,30 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         optimizer: torch.optim.Optimizer,
         device: torch.device | str,
         execute_all_batches: bool = True,
+        apply_jit: bool = False,
+        context_type: type | None = None,
+        pipeline_postproc: bool = True,
+        custom_model_fwd: ModelForward | None = None,
+        dmp_collection_sync_interval_batches: int | None = 1,
+        enqueue_batch_after_forward: bool = False,
+        enable_inplace_copy_batch: bool = False,
         *,
         enable_amp: bool | torch.dtype = False,
         enable_grad_scaling: bool = True,
         grad_accum: int | None = None,
-        custom_model_fwd: ModelForward | None = None,
         process_group: dist.ProcessGroup | None = None,
         strict: bool = False,
         tracing: str | None = None,
         load_on_thread: bool | None = None,
         dist_on_thread: bool | None = None,
-        **torchrecs: Any,
     ) -> None:
-        take_torchrecs(type(self).__name__, torchrecs)
+        refuse_torchrecs(
+            apply_jit=apply_jit,
+            context_type=context_type,
+            pipeline_postproc=pipeline_postproc,
+            dmp_collection_sync_interval_batches=dmp_collection_sync_interval_batches,
+            enqueue_batch_after_forward=enqueue_batch_after_forward,
+        )
         if tracing not in (None, "fx", "hooks"):
             raise ValueError(f'tracing={tracing!r}: expected "fx", "hooks" or None')
         if is_two_dimensional(model):
@@ -66,11 +78,12 @@ class TrainPipelineSparseDist(TrainPipelineBase):
             model,
             optimizer,
             device,
-            execute_all_batches,
+            custom_model_fwd,
+            enable_inplace_copy_batch,
+            execute_all_batches=execute_all_batches,
             enable_amp=enable_amp,
             enable_grad_scaling=enable_grad_scaling,
             grad_accum=grad_accum,
-            custom_model_fwd=custom_model_fwd,
             process_group=process_group,
             load_on_thread=load_on_thread,
         )
@@ -140,7 +153,30 @@ class TrainPipelineSparseDist(TrainPipelineBase):
 
 
 class EvalPipelineSparseDist(TrainPipelineSparseDist):
-    """Forward only, whatever the mode of the model (torchrec's EvalPipelineSparseDist)."""
+    """Forward only, whatever the mode of the model (torchrec's EvalPipelineSparseDist).
+
+    Args:
+        apply_jit, enable_inplace_copy_batch: torchrec's; False.
+        options: by name, those of TrainPipelineSparseDist.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device | str,
+        apply_jit: bool = False,
+        enable_inplace_copy_batch: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            model,
+            optimizer,
+            device,
+            apply_jit=apply_jit,
+            enable_inplace_copy_batch=enable_inplace_copy_batch,
+            **options,
+        )
 
     def _compute(self, number: int) -> Any:
         flying = self._stages.take(number)
