@@ -74,12 +74,11 @@ class TrainPipelineBase:
         if custom_model_fwd is not None and not callable(custom_model_fwd):
             raise TypeError(f"custom_model_fwd={custom_model_fwd!r}: expected a function of a batch, or None")
         refuse_torchrecs(enable_inplace_copy_batch=enable_inplace_copy_batch)
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
-        self._model = model
-        self._optimizer = optimizer
         self._device = torch.device(device)
         self._precision = Precision(self._device, enable_amp, enable_grad_scaling)
+        self._refuse(model)
+        self._model = model
+        self._optimizer = optimizer
         self._window = AccumulationWindow(grad_accum or 1)
         self._dense_grads = DenseGrads()
         self._model_fwd = custom_model_fwd
@@ -98,7 +97,6 @@ class TrainPipelineBase:
         )
         # What an interrupt has left under way ends before the interpreter does.
         weakref.finalize(self, self._engine.clear)
-        self._refuse_scaled_fused_optimizers()
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
         """One batch forward, and where the model is training backward and, at the end of a window, the step.
@@ -156,8 +154,7 @@ class TrainPipelineBase:
     def reset(self) -> None:
         """Forgets the batches in flight, and the window. On all ranks."""
         self._engine.clear()
-        self._window.close()
-        self._dense_grads.drop()
+        self._drop_window()
         self._stages.take_from(iter(()))
 
     def _dist_on_thread(self) -> bool | None:
@@ -168,6 +165,9 @@ class TrainPipelineBase:
 
     def _prepare(self) -> None:
         pass
+
+    def _adopt(self, flying: Any) -> None:
+        """Before the stages of batches after it."""
 
     def _running(self, flying: Any) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
@@ -203,14 +203,14 @@ class TrainPipelineBase:
                 with record_function(f"## optimizer {number} ##"):
                     self._precision.step(self._optimizer)
         except BaseException:
-            self._window.close()
-            self._dense_grads.drop()
+            self._drop_window()
             raise
         self._window.add()
 
     def _begin_forward(self, flying: Any) -> None:
         with record_function(f"## wait_for_batch {flying.number} ##"):
             self._streams.hand_over(self._streams.copy, flying.batch)
+        self._adopt(flying)
         self._engine.beside(may_dist_beside=self._may_dist_beside())
 
     def _forward(self, flying: Any) -> tuple[torch.Tensor, Any]:
@@ -231,8 +231,15 @@ class TrainPipelineBase:
             self._dense_grads.sync()
             self._precision.step(self._optimizer)
 
-    def _refuse_scaled_fused_optimizers(self) -> None:
-        fused = getattr(self._model, "fused_optimizer", None)
+    def _drop_window(self) -> bool:
+        """Whether one was open."""
+        self._dense_grads.drop()
+        return self._window.close() > 0
+
+    def _refuse(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
+        fused = getattr(model, "fused_optimizer", None)
         if self._precision.scaler is not None and fused is not None and fused.params:
             raise ValueError(
                 "enable_grad_scaling=True: an optimizer that is fused into the backward would take scaled gradients; "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 import weakref
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 
 from farandole.sparse._attachment import Attachment, attach
 from farandole.sparse._base import ModelForward, TrainPipelineBase
-from farandole.sparse._sharded import is_two_dimensional
+from farandole.sparse._sharded import is_two_dimensional, unwrap
 from farandole.sparse._torchrec_arguments import refuse_torchrecs
 
 
@@ -36,6 +37,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
     """
 
     _has_dist = True
+    _trains = True
 
     def __init__(
         self,
@@ -69,10 +71,6 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         )
         if tracing not in (None, "fx", "hooks"):
             raise ValueError(f'tracing={tracing!r}: expected "fx", "hooks" or None')
-        if is_two_dimensional(model):
-            raise ValueError(
-                "model is a DMPCollection: its tables have to be synchronized, which no pipeline here does"
-            )
         self._asked_dist_on_thread = dist_on_thread
         super().__init__(
             model,
@@ -100,13 +98,31 @@ class TrainPipelineSparseDist(TrainPipelineBase):
             return "the forward of the first batch will tell"
         return "\n".join(map(str, self._attachment.verdicts))
 
-    def attach(self, model: nn.Module | None = None) -> None:
-        """Takes the model, or another one, after ``detach``. On all ranks."""
-        if self._attachment is not None:
-            self.detach()
-        if model is not None:
-            self._model = model
-        self._prepare()
+    def attach(self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Takes the model after ``detach``, or another one, with an optimizer of its parameters. On all ranks.
+
+        Another model begins a window of gradient accumulation; one that was open is not stepped, with a warning.
+
+        Raises:
+            ValueError: the optimizer has no parameter of that model; or as for a model that a pipeline is made of.
+        """
+        model, optimizer = model or self._model, optimizer or self._optimizer
+        self._refuse(model)
+        is_other = unwrap(model)[0] is not unwrap(self._model)[0]
+        if is_other and self._trains:
+            _refuse_others_optimizer(model, optimizer)
+        self.detach()
+        before = self._model, self._optimizer
+        self._model, self._optimizer = model, optimizer
+        try:
+            self._prepare()
+        except BaseException:
+            self._model, self._optimizer = before
+            raise
+        if is_other and self._drop_window():
+            warnings.warn(
+                "attach() of another model within a window of gradient accumulation: it is not stepped", stacklevel=2
+            )
 
     def detach(self) -> nn.Module:
         """The model as it was, for other uses, once no pipeline is attached to it; batches in flight stay, ``attach`` or
@@ -115,6 +131,13 @@ class TrainPipelineSparseDist(TrainPipelineBase):
             self._leave()
             self._attachment = None
         return self._model
+
+    def _refuse(self, model: nn.Module) -> None:
+        super()._refuse(model)
+        if is_two_dimensional(model):
+            raise ValueError(
+                "model is a DMPCollection: its tables have to be synchronized, which no pipeline here does"
+            )
 
     def _dist_on_thread(self) -> bool | None:
         return self._asked_dist_on_thread if self._device.type == "cpu" else False
@@ -135,6 +158,11 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         except ValueError:
             self.detach()
             raise
+
+    def _adopt(self, flying: Any) -> None:
+        assert self._attachment is not None
+        with self._stages.autocast(), torch.no_grad():
+            self._attachment.adopt(flying)
 
     def _running(self, flying: Any) -> contextlib.AbstractContextManager[Any]:
         assert self._attachment is not None
@@ -160,6 +188,8 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist):
         options: by name, those of TrainPipelineSparseDist.
     """
 
+    _trains = False
+
     def __init__(
         self,
         model: nn.Module,
@@ -184,3 +214,12 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist):
         _, output = self._forward(flying)
         self._middle()
         return output
+
+
+def _refuse_others_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    stepped = {id(part) for group in optimizer.param_groups for part in group["params"]}
+    if stepped and stepped.isdisjoint(map(id, model.parameters())):
+        raise ValueError(
+            f"optimizer ({type(optimizer).__name__}) has no parameter of this {type(model).__name__}: expected "
+            "attach(model, optimizer) with one of its own"
+        )
