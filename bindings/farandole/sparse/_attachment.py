@@ -13,12 +13,14 @@ import torch.distributed as dist
 from torch import nn
 
 from farandole.sparse._ahead_run import AheadRun
+from farandole.sparse._comparisons import Comparisons
 from farandole.sparse._groups import group_of_its_own
 from farandole.sparse._in_flight import InFlight
 from farandole.sparse._input_dist import InputDist
-from farandole.sparse._input_equality import is_equal_input, is_same_part
+from farandole.sparse._input_equality import is_alike, is_equal_input, is_same_part
 from farandole.sparse._input_graph import InputGraph, trace_inputs
 from farandole.sparse._input_hooks import RecordedInputs, record_inputs
+from farandole.sparse._model_changes import ModelChanges
 from farandole.sparse._post_processing import PostProcessing
 from farandole.sparse._sharded import is_sharded, sharded_modules, unwrap
 from farandole.sparse._tracer import CannotTrace
@@ -64,7 +66,9 @@ class Attachment:
         self._take: Take | None = None
         self._post_processing: PostProcessing | None = None
         self._written: frozenset[str] | None = None  # by post-processing
-        self._verified: set[bool] = set()  # modes in which a forward has given what came ahead
+        self._changes = ModelChanges(self.model, is_sharded)
+        self._comparisons: Comparisons | None = None
+        self._compares = False  # values, in this forward
         self._prefetched: InFlight | None = None
         self._users = 0
         self._forwards: dict[str, Callable[..., Any]] = {}
@@ -99,16 +103,8 @@ class Attachment:
         """
         if self.verdicts is None and self._graph is not None:
             self._settle(self._graph)
-        for name, module in self._replaced.items():
-            try:
-                now = self.model.get_submodule(name)
-            except AttributeError:
-                now = None
-            if now is not module or module.__dict__.get("forward") is not self._forwards[name]:
-                raise RuntimeError(
-                    f"{name} has changed under its pipeline: expected the module and the forward that were attached; "
-                    "detach() the pipeline before a change and attach() it after"
-                )
+        if self._changes.refuse(self._forwards) and self._comparisons is not None:
+            self._comparisons.forget()
 
     def adopt(self, flying: InFlight) -> None:
         """Before another batch goes ahead: makes anew what went ahead for this one in another mode of the model, or by
@@ -192,10 +188,12 @@ class Attachment:
                     yield
                 self._graph = recorded
             else:
+                comparisons = self._comparisons if self._is_ahead(flying) else None
+                self._compares = comparisons is not None and comparisons.begin(flying.batch)
                 with self._replaying(flying):
                     yield
-                if self._is_ahead(flying):
-                    self._verified.add(self.model.training)
+                if comparisons is not None:
+                    comparisons.end(self._compares)
         finally:
             self._current, self._take = before
 
@@ -207,7 +205,11 @@ class Attachment:
         for name, module in modules.items():
             self._replace(name, module, self._sharded_forward(name, module))
         _mark(modules.values(), True)
+        self._changes.watch(graph.post_processing, graph.attributes)
         self._post_processing = PostProcessing(self.model, graph.post_processing)
+        self._forwards.update(self._post_processing.forwards)
+        if not isinstance(graph, RecordedInputs):
+            self._comparisons = Comparisons(self.model, graph.names)
         self.verdicts = graph.verdicts
 
     def _inputs_of(self, flying: InFlight) -> Inputs:
@@ -235,7 +237,7 @@ class Attachment:
         if isinstance(self._graph, RecordedInputs):
             is_same = is_same_part(ahead, now)
         else:
-            is_same = self.model.training in self._verified or is_equal_input(ahead, now)
+            is_same = (is_equal_input if self._compares else is_alike)(ahead, now)
         if not is_same:
             raise RuntimeError(
                 f"{name} is called with other inputs than those that were computed from the batch and went ahead: "
