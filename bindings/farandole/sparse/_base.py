@@ -37,6 +37,9 @@ class TrainPipelineBase:
         enable_amp: autocast around the forward alone, to bfloat16 or to the given dtype.
         enable_grad_scaling: with autocast on CUDA losses are scaled, by a torch.amp.GradScaler whose step and update
             come at the ends of windows. Elsewhere a warning, and no scaling.
+        grad_scaler: in place of that one, on any device, with or without autocast. Where gradients of one rank
+            overflow, all ranks of ``process_group`` skip the step. When the optimizer steps its gradients are unscaled
+            already: clip them in a hook of ``optimizer.register_step_pre_hook``.
         grad_accum: batches in a window of gradient accumulation, None or 1 for none. A window begins at its first
             batch, whose backward zero_grad precedes; losses are divided by ``grad_accum``; the optimizer steps after
             the last one, and without synchronizing (``no_sync``) before. A window that the end of the data cuts short
@@ -61,6 +64,7 @@ class TrainPipelineBase:
         execute_all_batches: bool = True,
         enable_amp: bool | torch.dtype = False,
         enable_grad_scaling: bool = True,
+        grad_scaler: torch.amp.GradScaler | None = None,
         grad_accum: int | None = None,
         process_group: dist.ProcessGroup | None = None,
         load_on_thread: bool | None = None,
@@ -75,15 +79,15 @@ class TrainPipelineBase:
             raise TypeError(f"custom_model_fwd={custom_model_fwd!r}: expected a function of a batch, or None")
         refuse_torchrecs(enable_inplace_copy_batch=enable_inplace_copy_batch)
         self._device = torch.device(device)
-        self._precision = Precision(self._device, enable_amp, enable_grad_scaling)
+        if process_group is None and dist.is_available() and dist.is_initialized():
+            process_group = dist.group.WORLD
+        self._precision = Precision(self._device, enable_amp, enable_grad_scaling, grad_scaler, process_group)
         self._refuse(model)
         self._model = model
         self._optimizer = optimizer
         self._window = AccumulationWindow(grad_accum or 1)
         self._dense_grads = DenseGrads()
         self._model_fwd = custom_model_fwd
-        if process_group is None and dist.is_available() and dist.is_initialized():
-            process_group = dist.group.WORLD
         self._group = process_group
         self._streams = Streams(self._device)
         self._stages = Stages(self._device, self._streams, process_group)
@@ -139,6 +143,12 @@ class TrainPipelineBase:
             self._engine.end()
         self._stages.raise_interrupt()
         return output
+
+    @property
+    def grad_scaler(self) -> torch.amp.GradScaler | None:
+        """What scales the losses, to be saved and loaded with the optimizer; None where nothing does."""
+        scaler: torch.amp.GradScaler | None = self._precision.scaler
+        return scaler
 
     @property
     def unused_batches(self) -> list[Any]:
@@ -242,8 +252,8 @@ class TrainPipelineBase:
         fused = getattr(model, "fused_optimizer", None)
         if self._precision.scaler is not None and fused is not None and fused.params:
             raise ValueError(
-                "enable_grad_scaling=True: an optimizer that is fused into the backward would take scaled gradients; "
-                "pass enable_grad_scaling=False, or do not fuse it"
+                "losses are scaled: an optimizer that is fused into the backward would take scaled gradients; "
+                "pass enable_grad_scaling=False and no grad_scaler, or do not fuse it"
             )
 
 

@@ -178,13 +178,17 @@ class DMPCollection(torch.nn.Linear):
 def attach_wrong_ones(rank: int, world_size: int) -> None:
     """What attach() refuses leaves the pipeline as it was."""
     (model, optimizer), (plain, plain_optimizer) = made(7), made(7)
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, grad_scaler=scaler)
     batches = make_batches(1, 6)
     iterator = iter(batches)
     outputs = [pipeline.progress(iterator)]
-    other, _ = made(8)
+    other, other_optimizer = made(8)
     with pytest.raises(ValueError, match=r"optimizer \(Adam\) has no parameter of this DistributedDataParallel"):
         pipeline.attach(other)
+    other.fused_optimizer = types.SimpleNamespace(params={"table": None})
+    with pytest.raises(ValueError, match="fused into the backward would take scaled gradients"):
+        pipeline.attach(other, other_optimizer)
     with pytest.raises(TypeError, match="model is a int"):
         pipeline.attach(3)
     sys.modules["torchrec.distributed.model_parallel"] = types.SimpleNamespace(DMPCollection=DMPCollection)
