@@ -92,6 +92,7 @@ class TrainPipelineBase:
         self._streams = Streams(self._device)
         self._stages = Stages(self._device, self._streams, process_group)
         self._execute_all_batches = execute_all_batches
+        self._has_ended = False
         self._engine = BatchPipeline(
             self._stages,
             execute_all_batches=execute_all_batches,
@@ -110,7 +111,7 @@ class TrainPipelineBase:
 
         Raises:
             StopIteration: the data has ended, here or on another rank; what other ranks had left is in
-                ``unused_batches``.
+                ``unused_batches``. The next call asks the iterator again, which may have begun anew.
             Exception: what the iterator, the copy, input_dist, the model or the optimizer raised, for the batch that
                 it is about: those before it have been computed, those after it will be. Other ranks raise a
                 RuntimeError that says so, where the batch had not reached its forward.
@@ -126,17 +127,21 @@ class TrainPipelineBase:
         is_new = self._stages.take_from(dataloader_iter)
         if is_new:
             self._stages.unused.clear()
+        before, has_ended, self._has_ended = len(self._stages.unused), self._has_ended, False
         self._stages.autocast = self._precision.as_now()
         self._stages.caller = Caller()
         try:
-            number = self._engine.begin(is_new)
+            number = self._engine.begin(is_new or has_ended)
         except RuntimeError as error:
             self._stages.raise_interrupt(error)
             raise
         if number is None:
+            self._has_ended = True
             if self._execute_all_batches:
                 self._close_window()
             raise StopIteration
+        if has_ended:
+            del self._stages.unused[:before]
         try:
             output = self._compute(number)
         finally:
@@ -153,7 +158,7 @@ class TrainPipelineBase:
     @property
     def unused_batches(self) -> list[Any]:
         """Batches that were taken from the iterator and not computed, since the data of another rank ended before or
-        the pipeline was reset; until the next iterator."""
+        the pipeline was reset; until the next iterator, or the next batch of this one."""
         return list(self._stages.unused)
 
     @property
