@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
 import torch
 
+import farandole.sparse
 from farandole.sparse import (
     EvalPipelineSparseDist,
     PrefetchTrainPipelineSparseDist,
     TrainPipelineBase,
     TrainPipelineSparseDist,
 )
+from farandole.sparse._requirements import torchrec_reason
 from support.processes import run_ranks
 from support.recommenders import Recommender, drain, make_batches, wrapped
 
@@ -105,3 +108,53 @@ def evaluate_all(rank: int, world_size: int) -> None:
 
 def test_evaluation_with_apply_jit_by_position_has_all_batches():
     run_ranks(evaluate_all, 2, "farandole")
+
+
+# Public classes of torchrec.distributed.train_pipeline 1.6.1 and its experimental_pipelines that have no counterpart.
+OTHERS = [
+    "TrainPipelineSemiSync",
+    "TrainPipelineFusedSparseDist",
+    "EvalPipelineFusedSparseDist",
+    "TrainPipelineSparseDistLite",
+    "TrainPipelineSparseDistT",
+    "TrainPipelineSparseDistBwdOpt",
+    "TrainPipelineSparseDistOptStash",
+    "TrainPipelineSparseDistEmbStash",
+    "TrainPipelineSparseDistCompAutograd",
+    "TrainPipelinePT2",
+    "TorchCompileConfig",
+    "TrainEvalHybridPipelineBase",
+    "EvalPipelineCPUSparse",
+    "StagedTrainPipeline",
+    "StageOut",
+    "SparseDataDistUtil",
+    "GradientAccumulationWrapper",
+    "GradientAccumulationConfig",
+    "DataLoadingThread",
+    "TrainPipeline",
+    "TrainPipelineContext",
+    "Tracer",
+    "ArgInfo",
+    "ArgInfoStepFactory",
+    "CallArgs",
+    "ModelDetachedException",
+]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_names_that_are_not_here_say_what_to_use(name):
+    with pytest.raises(ImportError, match=rf"^farandole\.sparse has no {name}, which torchrec has: .*\w.*$"):
+        exec(f"from farandole.sparse import {name}")
+
+
+def test_names_of_nobody_are_no_attributes():
+    with pytest.raises(ImportError, match="cannot import name 'TrainPipelineOfNobody'"):
+        exec("from farandole.sparse import TrainPipelineOfNobody")
+    assert not hasattr(farandole.sparse, "TrainPipelineOfNobody")
+
+
+@pytest.mark.skipif(torchrec_reason() is not None, reason=torchrec_reason() or "")
+def test_no_name_of_torchrecs_is_left_out():
+    theirs = importlib.import_module("torchrec.distributed.train_pipeline")
+    names = {name for name, value in vars(theirs).items() if isinstance(value, type) and not name.startswith("_")}
+    assert names - set(farandole.sparse.__all__) <= set(OTHERS)
