@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 from torch import nn
@@ -10,7 +11,7 @@ from torch import nn
 from farandole.sparse._batch_paths import everything_in
 
 _EVERY = 16
-_DEPTH = 3
+_DEPTH, _PARTS = 3, 256  # of a batch
 _MOST = 1024  # kinds of forwards that are remembered
 _SETTINGS = (bool, int, float, str, type(None))
 
@@ -40,7 +41,8 @@ class Comparisons:
             for key, value in vars(module).items()
             if isinstance(value, _SETTINGS)
         )
-        self._kind = hash((settings, tuple(type(part) for _, part in everything_in(batch, _DEPTH))))
+        parts = islice(everything_in(batch, _DEPTH), _PARTS)
+        self._kind = hash((settings, tuple(type(part) for _, part in parts)))
         return self._kind not in self._known or self._since >= _EVERY - 1
 
     def end(self, has_compared: bool) -> None:

@@ -163,7 +163,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
 
     def _adopt(self, flying: Any) -> None:
         assert self._attachment is not None
-        with self._stages.autocast(), torch.no_grad():
+        with self._streams.on(self._streams.dist), self._stages.autocast(), torch.no_grad():
             self._attachment.adopt(flying)
 
     def _running(self, flying: Any) -> contextlib.AbstractContextManager[Any]:

@@ -117,7 +117,8 @@ class Stages:
         if flying is None:
             return
         if flying.run is not None:
-            flying.run.take_back()
+            with self._streams.on(self._streams.dist):
+                flying.run.take_back()
         if not has_failed:
             self.unused.append(flying.batch)
 
