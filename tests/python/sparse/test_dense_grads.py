@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as TorchsDdp
 
 from farandole.ddp import DistributedDataParallel as OurDdp
@@ -55,7 +55,8 @@ def count_reductions(rank: int, world_size: int, how: str, grad_accum: int) -> N
 
     def counted(name, bucket):  # torch would take these annotations for wrong ones
         counts[name] += 1
-        return allreduce_hook(None, bucket)
+        work = dist.all_reduce(bucket.buffer().div_(world_size), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
 
     for name, wrapper in wrappers.items():
         wrapper.register_comm_hook(name, counted)
@@ -83,7 +84,7 @@ def count_reductions(rank: int, world_size: int, how: str, grad_accum: int) -> N
     assert_same(model, plain)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("grad_accum", [1, 3])
 @pytest.mark.parametrize(
     "how",
