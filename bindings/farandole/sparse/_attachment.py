@@ -12,16 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from farandole.sparse._ahead_run import AheadRun
+from farandole.sparse._comparisons import Comparisons
 from farandole.sparse._groups import group_of_its_own
 from farandole.sparse._in_flight import InFlight
 from farandole.sparse._input_dist import InputDist
-from farandole.sparse._input_equality import is_equal_input, is_same_part
+from farandole.sparse._input_equality import is_alike, is_equal_input, is_same_part
 from farandole.sparse._input_graph import InputGraph, trace_inputs
 from farandole.sparse._input_hooks import RecordedInputs, record_inputs
+from farandole.sparse._model_changes import ModelChanges
 from farandole.sparse._post_processing import PostProcessing
 from farandole.sparse._sharded import is_sharded, sharded_modules, unwrap
 from farandole.sparse._tracer import CannotTrace
-from farandole.sparse._verdict import Verdict
+from farandole.sparse._verdict import Inputs, Verdict
 
 Take = Callable[[InFlight, str], tuple[Any, Any]]
 
@@ -62,7 +65,10 @@ class Attachment:
         self._current: InFlight | None = None
         self._take: Take | None = None
         self._post_processing: PostProcessing | None = None
-        self._verified: set[bool] = set()  # modes in which a forward has given what came ahead
+        self._written: frozenset[str] | None = None  # by post-processing
+        self._changes = ModelChanges(self.model, is_sharded)
+        self._comparisons: Comparisons | None = None
+        self._compares = False  # values, in this forward
         self._prefetched: InFlight | None = None
         self._users = 0
         self._forwards: dict[str, Callable[..., Any]] = {}
@@ -97,16 +103,32 @@ class Attachment:
         """
         if self.verdicts is None and self._graph is not None:
             self._settle(self._graph)
-        for name, module in self._replaced.items():
-            try:
-                now = self.model.get_submodule(name)
-            except AttributeError:
-                now = None
-            if now is not module or module.__dict__.get("forward") is not self._forwards[name]:
-                raise RuntimeError(
-                    f"{name} has changed under its pipeline: expected the module and the forward that were attached; "
-                    "detach() the pipeline before a change and attach() it after"
-                )
+        if self._changes.refuse(self._forwards) and self._comparisons is not None:
+            self._comparisons.forget()
+
+    def adopt(self, flying: InFlight) -> None:
+        """Before another batch goes ahead: makes anew what went ahead for this one in another mode of the model, or by
+        another attachment, whose post-processing is not this one's.
+
+        Raises:
+            RuntimeError: it cannot be taken back.
+        """
+        modules = self._processing()
+        is_same = flying.run is not None and flying.run.modules == modules
+        is_ours = flying.owner is self.input_dist or is_same
+        if is_ours and (flying.run is None or flying.is_training == self.model.training):
+            return
+        if flying.run is not None and not flying.run.take_back() and is_same:
+            names, before = ", ".join(map(repr, modules)), "training" if flying.is_training else "eval"
+            raise RuntimeError(
+                f"batch {flying.number} has been through {names} in {before} mode, ahead of its forward, and other "
+                "calls have changed their state since: expected the mode of the model to be the same again for that "
+                "forward, or such modules to be called by its pipeline only"
+            )
+        flying.owner, flying.results, flying.run = None, {}, None
+        flying.is_training = self.model.training
+        if modules:
+            self._inputs_of(flying)
 
     def prefetched(self, flying: InFlight, name: str) -> None:
         """A module's cache is about to take in rows for a batch: the next forward has to be that of this batch."""
@@ -165,12 +187,13 @@ class Attachment:
                 with record_inputs(self.model, is_sharded, flying.batch) as recorded:
                     yield
                 self._graph = recorded
-            elif self._is_ahead(flying) and self._post_processing is not None:
-                with self._post_processing.replaying(flying.results):
-                    yield
-                self._verified.add(self.model.training)
             else:
-                yield
+                comparisons = self._comparisons if self._is_ahead(flying) else None
+                self._compares = comparisons is not None and comparisons.begin(flying.batch)
+                with self._replaying(flying):
+                    yield
+                if comparisons is not None:
+                    comparisons.end(self._compares)
         finally:
             self._current, self._take = before
 
@@ -178,19 +201,43 @@ class Attachment:
         self._refuse([verdict for verdict in graph.verdicts if not verdict.pipelined])
         modules = {name: self.model.get_submodule(name) for name in graph.names}
         # Buffers and generators are a forward's as well, at any time.
-        self.input_dist.take(modules, graph.run, may_run_beside=not graph.post_processing)
+        self.input_dist.take(modules, self._inputs_of, may_run_beside=not graph.post_processing)
         for name, module in modules.items():
             self._replace(name, module, self._sharded_forward(name, module))
         _mark(modules.values(), True)
+        self._changes.watch(graph.post_processing, graph.attributes)
         self._post_processing = PostProcessing(self.model, graph.post_processing)
+        self._forwards.update(self._post_processing.forwards)
+        if not isinstance(graph, RecordedInputs):
+            self._comparisons = Comparisons(self.model, graph.names)
         self.verdicts = graph.verdicts
+
+    def _inputs_of(self, flying: InFlight) -> Inputs:
+        assert self._graph is not None
+        modules = self._processing()
+        run = AheadRun(modules, self._written) if modules else None
+        inputs = self._graph.run(flying.batch)
+        flying.results = inputs.results
+        if run is not None:
+            self._written = run.has_run()
+            flying.run = run
+        return inputs
+
+    def _processing(self) -> dict[str, nn.Module]:
+        names = () if self._graph is None else self._graph.post_processing
+        return {name: self.model.get_submodule(name) for name in names}
+
+    def _replaying(self, flying: InFlight) -> contextlib.AbstractContextManager[None]:
+        if self._post_processing is None or not flying.results:
+            return contextlib.nullcontext()
+        return self._post_processing.replaying(flying.results)
 
     # fx takes what a forward asks of a batch (is it None, say) for settled once; hooks have seen one batch.
     def _verify(self, name: str, ahead: tuple[Any, Any], now: tuple[Any, Any]) -> None:
         if isinstance(self._graph, RecordedInputs):
             is_same = is_same_part(ahead, now)
         else:
-            is_same = self.model.training in self._verified or is_equal_input(ahead, now)
+            is_same = (is_equal_input if self._compares else is_alike)(ahead, now)
         if not is_same:
             raise RuntimeError(
                 f"{name} is called with other inputs than those that were computed from the batch and went ahead: "
@@ -199,11 +246,9 @@ class Attachment:
                 'tracing="hooks" takes parts of batches as they come'
             )
 
-    # Not what another attachment, or another mode, has made of the batch.
+    # Not what another attachment has made of the batch.
     def _is_ahead(self, flying: InFlight) -> bool:
-        if flying.owner is not self.input_dist:
-            return False
-        return not flying.results or flying.is_training == self.model.training
+        return flying.owner is self.input_dist
 
     def _refuse(self, left: list[Verdict]) -> None:
         text = "\n".join(map(str, left))

@@ -18,6 +18,7 @@ from farandole.sparse._dense_grads import DenseGrads
 from farandole.sparse._precision import Precision
 from farandole.sparse._stages import Stages
 from farandole.sparse._streams import Streams
+from farandole.sparse._torchrec_arguments import refuse_torchrecs
 
 ModelForward = Callable[[Any], tuple[torch.Tensor, Any]]
 
@@ -29,15 +30,21 @@ class TrainPipelineBase:
         model: returns ``(losses, output)`` for a batch; losses are summed over dim 0 for the backward.
         optimizer: of the parameters that no optimizer fused into the backward has.
         device: where batches go and the model is.
+        custom_model_fwd: called in place of the model.
+        enable_inplace_copy_batch: torchrec's; False.
+        execute_all_batches: False stops where the next batch is missing; the one in flight goes on with the next
+            iterator.
         enable_amp: autocast around the forward alone, to bfloat16 or to the given dtype.
         enable_grad_scaling: with autocast on CUDA losses are scaled, by a torch.amp.GradScaler whose step and update
             come at the ends of windows. Elsewhere a warning, and no scaling.
+        grad_scaler: in place of that one, on any device, with or without autocast. Where gradients of one rank
+            overflow, all ranks of ``process_group`` skip the step. When the optimizer steps its gradients are unscaled
+            already: clip them in a hook of ``optimizer.register_step_pre_hook``.
         grad_accum: batches in a window of gradient accumulation, None or 1 for none. A window begins at its first
             batch, whose backward zero_grad precedes; losses are divided by ``grad_accum``; the optimizer steps after
             the last one, and without synchronizing (``no_sync``) before. A window that the end of the data cuts short
             steps with what it has, divided as ever. Optimizers that are fused into the backward update at every batch,
             with the divided loss.
-        custom_model_fwd: called in place of the model.
         load_on_thread: whether batches are loaded and copied by a thread of its own; None decides by measured times.
 
     ``progress`` never leaves anything running. Iterators should not draw from torch's global generator beside a model
@@ -51,12 +58,14 @@ class TrainPipelineBase:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         device: torch.device | str,
-        execute_all_batches: bool = True,
+        custom_model_fwd: ModelForward | None = None,
+        enable_inplace_copy_batch: bool = False,
         *,
+        execute_all_batches: bool = True,
         enable_amp: bool | torch.dtype = False,
         enable_grad_scaling: bool = True,
+        grad_scaler: torch.amp.GradScaler | None = None,
         grad_accum: int | None = None,
-        custom_model_fwd: ModelForward | None = None,
         process_group: dist.ProcessGroup | None = None,
         load_on_thread: bool | None = None,
     ) -> None:
@@ -65,24 +74,25 @@ class TrainPipelineBase:
         if grad_accum is not None and grad_accum < 1:
             raise ValueError(f"grad_accum={grad_accum}: expected an int above 0, or None")
         if not isinstance(execute_all_batches, bool):
-            raise TypeError(
-                f"execute_all_batches={execute_all_batches!r}: expected a bool; custom_model_fwd goes by name"
-            )
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
+            raise TypeError(f"execute_all_batches={execute_all_batches!r}: expected a bool")
+        if custom_model_fwd is not None and not callable(custom_model_fwd):
+            raise TypeError(f"custom_model_fwd={custom_model_fwd!r}: expected a function of a batch, or None")
+        refuse_torchrecs(enable_inplace_copy_batch=enable_inplace_copy_batch)
+        self._device = torch.device(device)
+        if process_group is None and dist.is_available() and dist.is_initialized():
+            process_group = dist.group.WORLD
+        self._precision = Precision(self._device, enable_amp, enable_grad_scaling, grad_scaler, process_group)
+        self._refuse(model)
         self._model = model
         self._optimizer = optimizer
-        self._device = torch.device(device)
-        self._precision = Precision(self._device, enable_amp, enable_grad_scaling)
         self._window = AccumulationWindow(grad_accum or 1)
         self._dense_grads = DenseGrads()
         self._model_fwd = custom_model_fwd
-        if process_group is None and dist.is_available() and dist.is_initialized():
-            process_group = dist.group.WORLD
         self._group = process_group
         self._streams = Streams(self._device)
         self._stages = Stages(self._device, self._streams, process_group)
         self._execute_all_batches = execute_all_batches
+        self._has_ended = False
         self._engine = BatchPipeline(
             self._stages,
             execute_all_batches=execute_all_batches,
@@ -92,7 +102,6 @@ class TrainPipelineBase:
         )
         # What an interrupt has left under way ends before the interpreter does.
         weakref.finalize(self, self._engine.clear)
-        self._refuse_scaled_fused_optimizers()
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
         """One batch forward, and where the model is training backward and, at the end of a window, the step.
@@ -102,7 +111,7 @@ class TrainPipelineBase:
 
         Raises:
             StopIteration: the data has ended, here or on another rank; what other ranks had left is in
-                ``unused_batches``.
+                ``unused_batches``. The next call asks the iterator again, which may have begun anew.
             Exception: what the iterator, the copy, input_dist, the model or the optimizer raised, for the batch that
                 it is about: those before it have been computed, those after it will be. Other ranks raise a
                 RuntimeError that says so, where the batch had not reached its forward.
@@ -118,17 +127,21 @@ class TrainPipelineBase:
         is_new = self._stages.take_from(dataloader_iter)
         if is_new:
             self._stages.unused.clear()
+        before, has_ended, self._has_ended = len(self._stages.unused), self._has_ended, False
         self._stages.autocast = self._precision.as_now()
         self._stages.caller = Caller()
         try:
-            number = self._engine.begin(is_new)
+            number = self._engine.begin(is_new or has_ended)
         except RuntimeError as error:
             self._stages.raise_interrupt(error)
             raise
         if number is None:
+            self._has_ended = True
             if self._execute_all_batches:
                 self._close_window()
             raise StopIteration
+        if has_ended:
+            del self._stages.unused[:before]
         try:
             output = self._compute(number)
         finally:
@@ -137,9 +150,15 @@ class TrainPipelineBase:
         return output
 
     @property
+    def grad_scaler(self) -> torch.amp.GradScaler | None:
+        """What scales the losses, to be saved and loaded with the optimizer; None where nothing does."""
+        scaler: torch.amp.GradScaler | None = self._precision.scaler
+        return scaler
+
+    @property
     def unused_batches(self) -> list[Any]:
         """Batches that were taken from the iterator and not computed, since the data of another rank ended before or
-        the pipeline was reset; until the next iterator."""
+        the pipeline was reset; until the next iterator, or the next batch of this one."""
         return list(self._stages.unused)
 
     @property
@@ -150,8 +169,7 @@ class TrainPipelineBase:
     def reset(self) -> None:
         """Forgets the batches in flight, and the window. On all ranks."""
         self._engine.clear()
-        self._window.close()
-        self._dense_grads.drop()
+        self._drop_window()
         self._stages.take_from(iter(()))
 
     def _dist_on_thread(self) -> bool | None:
@@ -162,6 +180,9 @@ class TrainPipelineBase:
 
     def _prepare(self) -> None:
         pass
+
+    def _adopt(self, flying: Any) -> None:
+        """Before the stages of batches after it."""
 
     def _running(self, flying: Any) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
@@ -197,14 +218,14 @@ class TrainPipelineBase:
                 with record_function(f"## optimizer {number} ##"):
                     self._precision.step(self._optimizer)
         except BaseException:
-            self._window.close()
-            self._dense_grads.drop()
+            self._drop_window()
             raise
         self._window.add()
 
     def _begin_forward(self, flying: Any) -> None:
         with record_function(f"## wait_for_batch {flying.number} ##"):
             self._streams.hand_over(self._streams.copy, flying.batch)
+        self._adopt(flying)
         self._engine.beside(may_dist_beside=self._may_dist_beside())
 
     def _forward(self, flying: Any) -> tuple[torch.Tensor, Any]:
@@ -225,12 +246,19 @@ class TrainPipelineBase:
             self._dense_grads.sync()
             self._precision.step(self._optimizer)
 
-    def _refuse_scaled_fused_optimizers(self) -> None:
-        fused = getattr(self._model, "fused_optimizer", None)
+    def _drop_window(self) -> bool:
+        """Whether one was open."""
+        self._dense_grads.drop()
+        return self._window.close() > 0
+
+    def _refuse(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
+        fused = getattr(model, "fused_optimizer", None)
         if self._precision.scaler is not None and fused is not None and fused.params:
             raise ValueError(
-                "enable_grad_scaling=True: an optimizer that is fused into the backward would take scaled gradients; "
-                "pass enable_grad_scaling=False, or do not fuse it"
+                "losses are scaled: an optimizer that is fused into the backward would take scaled gradients; "
+                "pass enable_grad_scaling=False and no grad_scaler, or do not fuse it"
             )
 
 

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from farandole.sparse._sharded import is_fsdp, is_sharded
+
 _have_begun: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -21,6 +23,8 @@ class DenseGrads:
         self._unsynced: list[Any] = []
         self._begun: list[nn.Module] = []
         self._left: list[Any] = []
+        self._model: nn.Module | None = None
+        self._known: nn.Module | None = None  # whose wrappers have all begun
 
     def syncing(self, model: nn.Module, is_last: bool) -> contextlib.ExitStack:
         """For a forward and backward: but for the last of a window, wrappers do not synchronize.
@@ -30,6 +34,9 @@ class DenseGrads:
         """
         stack = contextlib.ExitStack()
         self._begun, self._left = [], []
+        if is_last and self._known is model:
+            return stack
+        self._model = model
         for wrapper in _wrappers(model):
             if getattr(wrapper, "static_graph", False) and wrapper not in _have_begun:
                 self._begun.append(wrapper)
@@ -41,11 +48,13 @@ class DenseGrads:
     def has_run(self) -> None:
         """The backward is through."""
         _have_begun.update(self._begun)
+        self._known = self._model
         self._unsynced = self._left
 
     def drop(self) -> None:
         """The window is over; its gradients are not."""
         self._unsynced = []
+        self._known = None
 
     def sync(self) -> None:
         """Averages what the backwards of a window have left, as a last one would have done.
@@ -95,7 +104,28 @@ def _average(wrapper: DistributedDataParallel) -> None:
 
 
 def _wrappers(model: nn.Module) -> list[Any]:
-    """torch's DDP, ours, and others that have no_sync: the outermost."""
-    if callable(getattr(model, "no_sync", None)):
-        return [model]
-    return [wrapper for child in model.children() for wrapper in _wrappers(child)]
+    """torch's DDP, ours, and others that have no_sync, also those inside of others.
+
+    Not those inside of sharded modules, whose tables may be updated in each backward; nor FSDP's inside of FSDP's, for
+    which the outermost speaks.
+    """
+    found: list[Any] = []
+    kinds: dict[type, tuple[bool, bool]] = {}  # whether it has no_sync, and whether it is looked into
+    todo, seen = [(model, False)], set()
+    while todo:
+        module, in_fsdp = todo.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        kind = type(module)
+        if kind not in kinds:
+            kinds[kind] = hasattr(kind, "no_sync"), hasattr(kind, "no_sync") or not is_sharded(module)
+        is_wrapper, is_open = kinds[kind]
+        if is_wrapper:
+            is_one = is_fsdp(module)
+            if not (is_one and in_fsdp):
+                found.append(module)
+            in_fsdp = in_fsdp or is_one
+        if is_open and module._modules:
+            todo += [(child, in_fsdp) for child in reversed(module._modules.values()) if child is not None]
+    return found

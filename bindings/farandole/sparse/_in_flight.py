@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from farandole.sparse._ahead_run import AheadRun
+
 
 @dataclass
 class InFlight:
@@ -14,6 +16,7 @@ class InFlight:
     owner: Any = None
     is_training: bool = True
     results: dict[str, list[Any]] = field(default_factory=dict)  # of post-processing modules, by name and call
+    run: AheadRun | None = None  # of these modules
     calls: dict[str, tuple[Any, dict[str, Any]]] = field(default_factory=dict)  # what the modules are to be given
     contexts: dict[str, Any] = field(default_factory=dict)
     requests: dict[str, Any] = field(default_factory=dict)

@@ -33,7 +33,7 @@ class InputDist:
         self._group = group
         self._exchange = SplitsExchange(group, device)
         self._modules: dict[str, nn.Module] = {}
-        self._inputs: Callable[[Any], Inputs] | None = None
+        self._inputs: Callable[[InFlight], Inputs] | None = None
         self._torchrec: Any = None
         self._held: dict[str, Any] = {}
         self._has_begun = False
@@ -42,7 +42,7 @@ class InputDist:
         self._late: dict[str, tuple[Any, dict[str, Any]]] = {}  # inputs of modules that start in finish()
         self._unsent: list[Any] = []
 
-    def take(self, modules: dict[str, nn.Module], inputs: Callable[[Any], Inputs], may_run_beside: bool) -> None:
+    def take(self, modules: dict[str, nn.Module], inputs: Callable[[InFlight], Inputs], may_run_beside: bool) -> None:
         """From the next batch on: the pipelined modules by name, and what a batch gives them, in the same order;
         whether that may be computed beside a forward."""
         self._modules, self._inputs, self._may_run_beside = modules, inputs, may_run_beside
@@ -95,10 +95,9 @@ class InputDist:
             held.release()
         self._held.clear()
 
-    def _calls(self, flying: InFlight, inputs_of: Callable[[Any], Inputs]) -> dict[str, tuple[Any, dict[str, Any]]]:
+    def _calls(self, flying: InFlight, inputs_of: Callable[[InFlight], Inputs]) -> dict[str, Any]:
         with torch.no_grad():
-            inputs = inputs_of(flying.batch)
-            flying.results = inputs.results
+            inputs = inputs_of(flying)
             flying.calls = dict(zip(self._modules, inputs.calls, strict=True))
             calls = dict(flying.calls)
             for name, module in self._modules.items():

@@ -12,6 +12,11 @@ def is_same_part(ahead: Any, now: Any) -> bool:
     return ahead is now or _compared(ahead, now, lambda one, other: False)
 
 
+def is_alike(ahead: Any, now: Any) -> bool:
+    """Of the same types, keys, shapes and constants, whatever tensors hold; without waiting for a device."""
+    return ahead is now or _compared(ahead, now, _are_alike)
+
+
 def is_equal_input(ahead: Any, now: Any) -> bool:
     """Equal tensors and features too; objects of other kinds are taken for equal where their types are."""
     return ahead is now or _compared(ahead, now, _are_equal)
@@ -28,6 +33,20 @@ def _compared(ahead: Any, now: Any, of_objects: Any) -> bool:
     if isinstance(ahead, (bool, int, float, str)):
         return type(ahead) is type(now) and ahead == now
     return of_objects(ahead, now)
+
+
+def _are_alike(ahead: Any, now: Any) -> bool:
+    if type(ahead) is not type(now):
+        return False
+    if isinstance(ahead, torch.Tensor):
+        return ahead.shape == now.shape and ahead.dtype == now.dtype
+    if hasattr(ahead, "weights_or_none"):  # torchrec's features
+        return (
+            list(ahead.keys()) == list(now.keys())
+            and _are_alike(ahead.values(), now.values())
+            and is_alike(ahead.weights_or_none(), now.weights_or_none())
+        )
+    return True
 
 
 def _are_equal(ahead: Any, now: Any) -> bool:

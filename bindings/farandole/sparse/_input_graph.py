@@ -27,6 +27,7 @@ class InputGraph:
         names: the sharded modules whose inputs it computes, in call order.
         verdicts: one for every sharded module of the model.
         post_processing: names of the modules that run in it.
+        attributes: names of attributes of the model that it reads.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class InputGraph:
                 results.setdefault(str(node.target), []).append(node)
         self.post_processing = tuple(results)
         attributes = [node for node in needed if node.op == "get_attr" and node.target not in constants]
+        self.attributes = tuple(str(node.target) for node in attributes)
         self._attributes = [operator.attrgetter(str(node.target)) for node in attributes]
         graph = _subgraph(needed, attributes, ([(call.args, call.kwargs) for call in calls], list(results.values())))
         own = {str(node.target): constants[str(node.target)] for node in needed if node.target in constants}

@@ -35,6 +35,7 @@ class RecordedInputs:
     """
 
     post_processing: tuple[str, ...] = ()
+    attributes: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self.names: tuple[str, ...] = ()

@@ -3,32 +3,49 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from typing import Any
 
 from torch import nn
 
 _BY_NAME = ("_parameters", "_buffers", "_modules")  # whose items are attributes of the module
+_CONTAINERS = (dict, list, set, deque)
 _ABSENT = object()
 
 
 class ModelState:
-    """The attributes of all modules of a model, and the items of dicts, lists and sets among them, when it is made."""
+    """The attributes of all modules of a model, and the items of dicts, lists, sets and deques among them, when it is
+    made.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        besides: names of attributes that are none of it.
+    """
+
+    def __init__(self, model: nn.Module, besides: tuple[str, ...] = ()) -> None:
+        self._besides = besides
         self._modules = [
-            (name, vars(module), dict(vars(module)), _containers(vars(module)))
+            (name, vars(module), self._attributes(vars(module)), _containers(vars(module)))
             for name, module in model.named_modules()
         ]
+
+    def has_changed(self) -> bool:
+        """Since it was made."""
+        return any(
+            _differences(before, self._attributes(now))
+            or any(_identities(items) != _identities(before[key]) for key, items in containers.items())
+            for _, now, before, containers in self._modules
+        )
 
     def restore(self) -> dict[str, Any]:
         """Makes all be as it was. Returns what it had become, by name; None for what was gone."""
         changed: dict[str, Any] = {}
         for name, now, before, containers in self._modules:
             prefix = f"{name}." if name else ""
-            for key in _differences(before, now):
+            for key in _differences(before, self._attributes(now)):
                 changed[prefix + key] = now.get(key)
+            kept = {key: now[key] for key in self._besides if key in now}
             now.clear()
-            now.update(before)
+            now.update(before | kept)
             for key, items in containers.items():
                 container = before[key]
                 if key in _BY_NAME:
@@ -38,9 +55,12 @@ class ModelState:
                 _refill(container, items)
         return changed
 
+    def _attributes(self, attributes: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in attributes.items() if key not in self._besides}
+
 
 def _containers(attributes: dict[str, Any]) -> dict[str, Any]:
-    return {key: copy.copy(value) for key, value in attributes.items() if isinstance(value, (dict, list, set))}
+    return {key: copy.copy(value) for key, value in attributes.items() if isinstance(value, _CONTAINERS)}
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -56,8 +76,8 @@ def _identities(container: Any) -> list[Any]:
 def _refill(container: Any, items: Any) -> None:
     if _identities(container) == _identities(items):
         return
-    if isinstance(container, list):
-        container[:] = items
+    container.clear()
+    if isinstance(container, (list, deque)):
+        container.extend(items)
     else:
-        container.clear()
         container.update(items)

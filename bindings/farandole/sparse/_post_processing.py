@@ -22,10 +22,11 @@ class PostProcessing:
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
         self._kept: ContextVar[dict[str, deque[Any]] | None] = ContextVar("kept", default=None)
         self._undo = contextlib.ExitStack()
+        self.forwards: dict[str, Callable[..., Any]] = {}  # those of the modules now, by name
         for name in names:
             module = model.get_submodule(name)
             before = vars(module).get("forward")
-            module.forward = functools.partial(self._forward, name, module.forward)
+            module.forward = self.forwards[name] = functools.partial(self._forward, name, module.forward)
             self._undo.callback(_restore, module, before)
 
     @contextlib.contextmanager

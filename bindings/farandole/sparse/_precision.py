@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 class Precision:
@@ -16,9 +17,18 @@ class Precision:
     Args:
         enable_amp: True is autocast to bfloat16, a dtype autocast to it.
         enable_grad_scaling: losses are scaled where autocast is on and the device is CUDA.
+        scaler: scales on any device, with or without autocast.
+        group: the ranks that skip a step together where the gradients of one have overflowed.
     """
 
-    def __init__(self, device: torch.device, enable_amp: bool | torch.dtype, enable_grad_scaling: bool) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        enable_amp: bool | torch.dtype,
+        enable_grad_scaling: bool,
+        scaler: torch.amp.GradScaler | None,
+        group: dist.ProcessGroup | None,
+    ) -> None:
         self._device = device
         self._dtype: torch.dtype | None = None
         if enable_amp is True:
@@ -29,8 +39,11 @@ class Precision:
             self._dtype = enable_amp
         elif enable_amp is not False:
             raise TypeError(f"enable_amp={enable_amp!r}: expected a bool, torch.bfloat16 or torch.float16")
+        self._group = group
         self.scaler: Any = None
-        if self._dtype is not None and enable_grad_scaling:
+        if scaler is not None:
+            self.scaler = _checked(scaler, enable_grad_scaling)
+        elif self._dtype is not None and enable_grad_scaling:
             if device.type == "cuda":
                 self.scaler = torch.amp.GradScaler("cuda")
             else:
@@ -55,5 +68,31 @@ class Precision:
         if self.scaler is None:
             optimizer.step()
             return
-        self.scaler.step(optimizer)
-        self.scaler.update()
+        self.scaler.unscale_(optimizer)
+        self._share_overflow(optimizer)
+        try:
+            self.scaler.step(optimizer)
+        finally:
+            self.scaler.update()
+
+    # Each rank has looked at its own gradients, of which those of sharded tables are no other's.
+    def _share_overflow(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._group is None or self._group.size() == 1:
+            return
+        found = self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        worst = torch.zeros((), device=self._device)
+        for value in found.values():
+            worst = torch.maximum(worst, value.to(self._device).reshape(()))
+        dist.all_reduce(worst, dist.ReduceOp.MAX, group=self._group)
+        for value in found.values():
+            value.copy_(worst)
+        if not found:  # no gradients
+            found[self._device] = worst
+
+
+def _checked(scaler: Any, enable_grad_scaling: bool) -> torch.amp.GradScaler | None:
+    if not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(f"grad_scaler={scaler!r}: expected a torch.amp.GradScaler, or None")
+    if not enable_grad_scaling:
+        raise ValueError("enable_grad_scaling=False with a grad_scaler: expected one of them")
+    return scaler if scaler.is_enabled() else None

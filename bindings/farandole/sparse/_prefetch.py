@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
+from farandole.sparse._base import ModelForward
 from farandole.sparse._caches import has_cache, refuse_unlocked
 from farandole.sparse._in_flight import InFlight
 from farandole.sparse._sparse_dist import TrainPipelineSparseDist
@@ -25,12 +26,36 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
     these modules: it raises a RuntimeError. Set ``prefetch_ahead = False`` before the last step ahead of an evaluation,
     ``reset`` or ``detach``, and True after. In eval mode nothing is prefetched.
 
-    Arguments and the rest are those of TrainPipelineSparseDist; input_dist has no thread of its own, since prefetches
-    follow it.
+    Arguments are those of TrainPipelineSparseDist, ``options`` by name; input_dist has no thread of its own, since
+    prefetches follow it.
     """
 
     prefetch_ahead: bool = True
     _with_cache: dict[str, Any] | None = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device | str,
+        execute_all_batches: bool = True,
+        apply_jit: bool = False,
+        pipeline_postproc: bool = True,
+        custom_model_fwd: ModelForward | None = None,
+        enable_inplace_copy_batch: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            model,
+            optimizer,
+            device,
+            execute_all_batches,
+            apply_jit=apply_jit,
+            pipeline_postproc=pipeline_postproc,
+            custom_model_fwd=custom_model_fwd,
+            enable_inplace_copy_batch=enable_inplace_copy_batch,
+            **options,
+        )
 
     def explain(self) -> str:
         told = super().explain()

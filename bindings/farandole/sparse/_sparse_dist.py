@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import warnings
 import weakref
 from typing import Any
 
@@ -13,8 +14,8 @@ from torch import nn
 
 from farandole.sparse._attachment import Attachment, attach
 from farandole.sparse._base import ModelForward, TrainPipelineBase
-from farandole.sparse._sharded import is_two_dimensional
-from farandole.sparse._torchrec_arguments import take_torchrecs
+from farandole.sparse._sharded import is_two_dimensional, unwrap
+from farandole.sparse._torchrec_arguments import refuse_torchrecs
 
 
 class TrainPipelineSparseDist(TrainPipelineBase):
@@ -29,12 +30,14 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         process_group: all ranks that train together; by default all.
         dist_on_thread: whether input_dist runs on a thread of its own; None decides by measured times for torchrec's
             modules, and is False for others, whose collectives may be those of the forward. CPU only.
-        torchrecs: other arguments of torchrec's class, where they ask for what is done anyway.
+        apply_jit, context_type, pipeline_postproc, dmp_collection_sync_interval_batches, enqueue_batch_after_forward,
+            enable_inplace_copy_batch: torchrec's, where they ask for what is done anyway; else a ValueError.
 
     For the rest see TrainPipelineBase. Ranks that have different numbers of batches end together, after the fewest.
     """
 
     _has_dist = True
+    _trains = True
 
     def __init__(
         self,
@@ -42,35 +45,45 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         optimizer: torch.optim.Optimizer,
         device: torch.device | str,
         execute_all_batches: bool = True,
+        apply_jit: bool = False,
+        context_type: type | None = None,
+        pipeline_postproc: bool = True,
+        custom_model_fwd: ModelForward | None = None,
+        dmp_collection_sync_interval_batches: int | None = 1,
+        enqueue_batch_after_forward: bool = False,
+        enable_inplace_copy_batch: bool = False,
         *,
         enable_amp: bool | torch.dtype = False,
         enable_grad_scaling: bool = True,
+        grad_scaler: torch.amp.GradScaler | None = None,
         grad_accum: int | None = None,
-        custom_model_fwd: ModelForward | None = None,
         process_group: dist.ProcessGroup | None = None,
         strict: bool = False,
         tracing: str | None = None,
         load_on_thread: bool | None = None,
         dist_on_thread: bool | None = None,
-        **torchrecs: Any,
     ) -> None:
-        take_torchrecs(type(self).__name__, torchrecs)
+        refuse_torchrecs(
+            apply_jit=apply_jit,
+            context_type=context_type,
+            pipeline_postproc=pipeline_postproc,
+            dmp_collection_sync_interval_batches=dmp_collection_sync_interval_batches,
+            enqueue_batch_after_forward=enqueue_batch_after_forward,
+        )
         if tracing not in (None, "fx", "hooks"):
             raise ValueError(f'tracing={tracing!r}: expected "fx", "hooks" or None')
-        if is_two_dimensional(model):
-            raise ValueError(
-                "model is a DMPCollection: its tables have to be synchronized, which no pipeline here does"
-            )
         self._asked_dist_on_thread = dist_on_thread
         super().__init__(
             model,
             optimizer,
             device,
-            execute_all_batches,
+            custom_model_fwd,
+            enable_inplace_copy_batch,
+            execute_all_batches=execute_all_batches,
             enable_amp=enable_amp,
             enable_grad_scaling=enable_grad_scaling,
+            grad_scaler=grad_scaler,
             grad_accum=grad_accum,
-            custom_model_fwd=custom_model_fwd,
             process_group=process_group,
             load_on_thread=load_on_thread,
         )
@@ -87,13 +100,31 @@ class TrainPipelineSparseDist(TrainPipelineBase):
             return "the forward of the first batch will tell"
         return "\n".join(map(str, self._attachment.verdicts))
 
-    def attach(self, model: nn.Module | None = None) -> None:
-        """Takes the model, or another one, after ``detach``. On all ranks."""
-        if self._attachment is not None:
-            self.detach()
-        if model is not None:
-            self._model = model
-        self._prepare()
+    def attach(self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Takes the model after ``detach``, or another one, with an optimizer of its parameters. On all ranks.
+
+        Another model begins a window of gradient accumulation; one that was open is not stepped, with a warning.
+
+        Raises:
+            ValueError: the optimizer has no parameter of that model; or as for a model that a pipeline is made of.
+        """
+        model, optimizer = model or self._model, optimizer or self._optimizer
+        self._refuse(model)
+        is_other = unwrap(model)[0] is not unwrap(self._model)[0]
+        if is_other and self._trains:
+            _refuse_others_optimizer(model, optimizer)
+        self.detach()
+        before = self._model, self._optimizer
+        self._model, self._optimizer = model, optimizer
+        try:
+            self._prepare()
+        except BaseException:
+            self._model, self._optimizer = before
+            raise
+        if is_other and self._drop_window():
+            warnings.warn(
+                "attach() of another model within a window of gradient accumulation: it is not stepped", stacklevel=2
+            )
 
     def detach(self) -> nn.Module:
         """The model as it was, for other uses, once no pipeline is attached to it; batches in flight stay, ``attach`` or
@@ -102,6 +133,13 @@ class TrainPipelineSparseDist(TrainPipelineBase):
             self._leave()
             self._attachment = None
         return self._model
+
+    def _refuse(self, model: nn.Module) -> None:
+        super()._refuse(model)
+        if is_two_dimensional(model):
+            raise ValueError(
+                "model is a DMPCollection: its tables have to be synchronized, which no pipeline here does"
+            )
 
     def _dist_on_thread(self) -> bool | None:
         return self._asked_dist_on_thread if self._device.type == "cpu" else False
@@ -123,6 +161,11 @@ class TrainPipelineSparseDist(TrainPipelineBase):
             self.detach()
             raise
 
+    def _adopt(self, flying: Any) -> None:
+        assert self._attachment is not None
+        with self._streams.on(self._streams.dist), self._stages.autocast(), torch.no_grad():
+            self._attachment.adopt(flying)
+
     def _running(self, flying: Any) -> contextlib.AbstractContextManager[Any]:
         assert self._attachment is not None
         self._streams.hand_over(self._streams.dist, flying.results)
@@ -140,7 +183,32 @@ class TrainPipelineSparseDist(TrainPipelineBase):
 
 
 class EvalPipelineSparseDist(TrainPipelineSparseDist):
-    """Forward only, whatever the mode of the model (torchrec's EvalPipelineSparseDist)."""
+    """Forward only, whatever the mode of the model (torchrec's EvalPipelineSparseDist).
+
+    Args:
+        apply_jit, enable_inplace_copy_batch: torchrec's; False.
+        options: by name, those of TrainPipelineSparseDist.
+    """
+
+    _trains = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device | str,
+        apply_jit: bool = False,
+        enable_inplace_copy_batch: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            model,
+            optimizer,
+            device,
+            apply_jit=apply_jit,
+            enable_inplace_copy_batch=enable_inplace_copy_batch,
+            **options,
+        )
 
     def _compute(self, number: int) -> Any:
         flying = self._stages.take(number)
@@ -148,3 +216,12 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist):
         _, output = self._forward(flying)
         self._middle()
         return output
+
+
+def _refuse_others_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    stepped = {id(part) for group in optimizer.param_groups for part in group["params"]}
+    if stepped and stepped.isdisjoint(map(id, model.parameters())):
+        raise ValueError(
+            f"optimizer ({type(optimizer).__name__}) has no parameter of this {type(model).__name__}: expected "
+            "attach(model, optimizer) with one of its own"
+        )

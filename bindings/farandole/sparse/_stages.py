@@ -114,7 +114,12 @@ class Stages:
     def discard(self, number: int, has_failed: bool) -> None:
         self._failed.pop(number, None)
         flying = self.flying.pop(number, None)
-        if flying is not None and not has_failed:
+        if flying is None:
+            return
+        if flying.run is not None:
+            with self._streams.on(self._streams.dist):
+                flying.run.take_back()
+        if not has_failed:
             self.unused.append(flying.batch)
 
     def take(self, number: int) -> InFlight:

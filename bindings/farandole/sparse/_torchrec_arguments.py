@@ -11,18 +11,23 @@ _TAKEN: dict[str, tuple[tuple[Any, ...], str]] = {
     "dmp_collection_sync_interval_batches": ((None, 1), "a DMPCollection is not taken"),
     "enqueue_batch_after_forward": ((False,), "a batch is loaded before the forward, or beside it: load_on_thread"),
     "enable_inplace_copy_batch": ((False,), "a batch gets new memory on its device"),
+    "context_type": ((None,), "batches in flight have no contexts of torchrec's, so that no other class is used"),
 }
 
 
-def take_torchrecs(pipeline: str, given: dict[str, Any]) -> None:
+def refuse_torchrecs(**given: Any) -> None:
     """
     Raises:
-        TypeError: an argument that torchrec's pipelines do not have either.
-        ValueError: one that asks for what is not done.
+        ValueError: an argument asks for what is not done.
     """
     for name, value in given.items():
-        if name not in _TAKEN:
-            raise TypeError(f"{pipeline}() got an unexpected keyword argument {name!r}")
         taken, reason = _TAKEN[name]
+        if name == "context_type" and _is_torchrecs_default(value):
+            continue
         if not any(value is each or (type(value) is type(each) and value == each) for each in taken):
             raise ValueError(f"{name}={value!r}: expected {' or '.join(map(repr, taken))}: {reason}")
+
+
+def _is_torchrecs_default(context_type: Any) -> bool:
+    source, name = (getattr(context_type, key, None) for key in ("__module__", "__qualname__"))
+    return name == "TrainPipelineContext" and str(source).startswith("torchrec.")

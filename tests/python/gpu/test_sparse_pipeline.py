@@ -117,10 +117,12 @@ def _scaled(rank: int, world_size: int) -> None:
     """An overflow skips its step alone; scales are those of one scaler over whole windows."""
     device = torch.device("cuda", torch.cuda.current_device())
     model, optimizer = _made(5)
-    pipeline = TrainPipelineSparseDist(model, optimizer, device, grad_accum=2, enable_amp=torch.float16)
+    scaler = torch.amp.GradScaler("cuda", init_scale=128.0)  # far from an overflow
+    pipeline = TrainPipelineSparseDist(
+        model, optimizer, device, grad_accum=2, enable_amp=torch.float16, grad_scaler=scaler
+    )
     batches = make_batches(1, 8)
     batches[3].dense.fill_(float("inf"))
-    scaler = pipeline._precision.scaler = torch.amp.GradScaler("cuda", init_scale=128.0)  # far from an overflow
     weights = [[part.clone() for part in model.parameters()]]
     iterator = iter(batches)
     for index in range(8):

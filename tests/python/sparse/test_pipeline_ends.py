@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from farandole.sparse import TrainPipelineBase, TrainPipelineSparseDist
@@ -140,3 +141,92 @@ def test_batches_may_be_plain_tensors_and_false():
     pipeline = TrainPipelineBase(model, torch.optim.SGD(model.parameters(), lr=0.1), CPU)
     batches = [torch.zeros(()), torch.zeros(2), torch.zeros(1), torch.tensor([1.0, 2.0])]
     assert all(map(torch.equal, drain(pipeline, iter(batches)), batches))
+
+
+class Restarting:
+    """Begins anew when it is asked again after its end, as the same object."""
+
+    def __init__(self, epochs: list[list[Any]]) -> None:
+        self._epochs = [iter(epoch) for epoch in epochs]
+
+    def __iter__(self) -> Restarting:
+        return self
+
+    def __next__(self) -> Any:
+        if not self._epochs:
+            raise StopIteration
+        try:
+            return next(self._epochs[0])
+        except StopIteration:
+            del self._epochs[0]
+            raise
+
+
+def restart(rank: int, world_size: int, seed: int, threads: bool | None, execute_all_batches: bool) -> None:
+    pick = random.Random(seed)
+    (model, optimizer), (plain, plain_optimizer) = made(seed), made(seed)
+    pipeline = TrainPipelineSparseDist(
+        model, optimizer, CPU, execute_all_batches, load_on_thread=threads, dist_on_thread=threads
+    )
+    numbers = [pick.randint(0, 5) for _ in range(5)]
+    print(f"seed {seed}: {numbers} batches")
+    epochs = [make_batches(seed + epoch, number) for epoch, number in enumerate(numbers)]
+    iterator = Restarting(epochs)
+    if execute_all_batches:
+        for epoch in epochs:
+            outputs = drain(pipeline, iterator)
+            expected = plain_loop(plain, plain_optimizer, epoch)
+            assert len(outputs) == len(expected) and all(map(torch.equal, outputs, expected))
+    else:
+        outputs = [output for _ in epochs for output in drain(pipeline, iterator)]
+        batches = [batch for epoch in epochs for batch in epoch]
+        expected = plain_loop(plain, plain_optimizer, batches[: max(0, len(batches) - 2)])
+        assert len(outputs) == len(expected) and all(map(torch.equal, outputs, expected))
+    assert drain(pipeline, iterator) == []
+    assert_same(model, plain)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("execute_all_batches", [True, False])
+@pytest.mark.parametrize("threads", [False, True, None])
+def test_an_iterator_may_begin_anew_as_the_same_object(threads, execute_all_batches):
+    seed = random.randrange(1 << 20)
+    print(f"seed {seed}")
+    run_ranks(restart, 2, "farandole", seed=seed, threads=threads, execute_all_batches=execute_all_batches)
+
+
+def restart_unevenly(rank: int, world_size: int) -> None:
+    """A rank whose iterator has not ended goes on with what is left in it; all end together again."""
+    (model, optimizer), (plain, plain_optimizer) = made(), made()
+    pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
+    first, second = make_batches(1, 3 + 3 * rank), make_batches(2, 3)
+    iterator = Restarting([first, second])
+    outputs = drain(pipeline, iterator)
+    unused = pipeline.unused_batches
+    assert [id(batch.dense) for batch in unused] == [id(batch.dense) for batch in first[3 : 3 + len(unused)]]
+    with_next = first[3 + len(unused) :] if rank == 1 else second
+    fewest = torch.tensor([len(with_next)])
+    dist.all_reduce(fewest, dist.ReduceOp.MIN)
+    outputs += drain(pipeline, iterator)
+    expected = plain_loop(plain, plain_optimizer, first[:3]) + plain_loop(plain, plain_optimizer, with_next[:fewest])
+    assert len(outputs) == len(expected) and all(map(torch.equal, outputs, expected))
+    assert_same(model, plain)
+    # What was unused before is forgotten; what is now is still there when all have been asked again.
+    left = [id(batch.dense) for batch in pipeline.unused_batches]
+    assert left == [id(batch.dense) for batch in with_next[fewest : fewest + len(left)]]
+    with pytest.raises(StopIteration):
+        pipeline.progress(Restarting([]) if rank == 0 else iterator)
+    if rank == 1:
+        assert [id(batch.dense) for batch in pipeline.unused_batches][: len(left)] == left
+
+
+def test_ranks_that_begin_anew_unevenly_end_together():
+    run_ranks(restart_unevenly, 2, "farandole")
+
+
+def test_a_loader_that_has_ended_stays_so():
+    loader = iter(DataLoader(Numbers(), batch_size=2, num_workers=1))
+    model = Linear()
+    pipeline = TrainPipelineBase(model, torch.optim.SGD(model.parameters(), lr=0.0), CPU)
+    assert len(drain(pipeline, loader)) == 6
+    assert drain(pipeline, loader) == []

@@ -328,13 +328,6 @@ def refuse(rank: int, world_size: int) -> None:
         TrainPipelineSparseDist(3, optimizer, CPU)
     with pytest.raises(ValueError, match=r"enable_amp=torch\.float64"):
         TrainPipelineSparseDist(model, optimizer, CPU, enable_amp=torch.float64)
-    with pytest.raises(TypeError, match=r"expected a bool; custom_model_fwd goes by name"):
-        TrainPipelineBase(model, optimizer, CPU, model)
-    TrainPipelineSparseDist(model, optimizer, CPU, apply_jit=False, pipeline_postproc=True)
-    with pytest.raises(ValueError, match=r"apply_jit=True: expected False: modules are not scripted"):
-        TrainPipelineSparseDist(model, optimizer, CPU, apply_jit=True)
-    with pytest.raises(TypeError, match=r"TrainPipelineSparseDist\(\) got an unexpected keyword argument 'aply_jit'"):
-        TrainPipelineSparseDist(model, optimizer, CPU, aply_jit=False)
     wrong_model = torch.nn.Linear(2, 2)
     base = TrainPipelineBase(wrong_model, optimizer, CPU)
     with pytest.raises(TypeError, match=r"the model returned a Tensor: expected \(losses, output\)"):

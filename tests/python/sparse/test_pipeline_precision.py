@@ -9,7 +9,17 @@ import torch
 
 from farandole.sparse import TrainPipelineBase, TrainPipelineSparseDist
 from support.processes import run_ranks
-from support.recommenders import Batch, Recommender, assert_same, drain, make_batches, wrapped
+from support.recommenders import (
+    Batch,
+    Recommender,
+    Trouble,
+    assert_same,
+    drain,
+    drain_with_errors,
+    make_batches,
+    plain_loop,
+    wrapped,
+)
 
 CPU = torch.device("cpu")
 
@@ -110,3 +120,98 @@ def test_without_cuda_there_is_a_warning_and_no_scaling():
     for wrong in ("bfloat16", 1, None):
         with pytest.raises(TypeError, match="enable_amp="):
             TrainPipelineBase(model, optimizer, CPU, enable_amp=wrong)
+
+
+def overflow_on_one(rank: int, world_size: int, grad_accum: int) -> None:
+    """Of nine batches the 2nd, 7th and last overflow, each on one rank, in a table that no other rank has."""
+    bad = {1: 0, 6: world_size - 1, 8: 0}
+    model, plain = wrapped(Recommender(2)), wrapped(Recommender(2))
+    optimizer, plain_optimizer = (torch.optim.Adam(each.parameters(), lr=0.05) for each in (model, plain))
+    norms: list[torch.Tensor] = []
+    optimizer.register_step_pre_hook(
+        lambda *_: norms.append(torch.nn.utils.clip_grad_norm_(model.module.dense.parameters(), 0.1))
+    )
+    numbers = iter(range(100))
+    table = model.module.tables[0].table
+    table.register_hook(lambda grad: grad * (float("inf") if bad.get(next(numbers)) == rank else 1))
+    # Scales are powers of two, so that they change no bit of what is not tiny.
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0, growth_interval=2)
+    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, grad_accum=grad_accum, grad_scaler=scaler)
+    assert pipeline.grad_scaler is scaler
+    batches = make_batches(1, 9)
+    outputs = drain(pipeline, iter(batches))
+    scale, steps, plain_norms = 128.0, 0, []
+    for first in range(0, 9, grad_accum):
+        window = range(first, min(first + grad_accum, 9))
+        plain_optimizer.zero_grad()
+        for index in window:
+            plain.require_backward_grad_sync = index == window[-1]
+            losses, output = plain(batches[index])
+            torch.sum(losses / grad_accum, dim=0).backward()
+            assert torch.equal(outputs[index], output), index
+        if bad.keys() & window:
+            scale, steps = scale / 2, 0
+            continue
+        plain_norms.append(torch.nn.utils.clip_grad_norm_(plain.module.dense.parameters(), 0.1))
+        plain_optimizer.step()
+        steps += 1
+        if steps % 2 == 0:
+            scale *= 2
+    assert norms == plain_norms
+    assert scaler.get_scale() == scale
+    assert_same(model, plain)
+
+
+@pytest.mark.parametrize("grad_accum", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_an_overflow_on_one_rank_skips_the_step_of_all(world_size, grad_accum):
+    run_ranks(overflow_on_one, world_size, "farandole", grad_accum=grad_accum)
+
+
+def overflow_elsewhere(rank: int, world_size: int) -> None:
+    model = wrapped(Recommender(2))
+    parameters = [torch.nn.Parameter(torch.ones(1))] if rank == 0 else model.module.tables.parameters()
+    optimizer = torch.optim.SGD(parameters, lr=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, grad_scaler=scaler)
+    batches = make_batches(1, 3)
+    batches[1].dense[:] = float("inf")
+    drain(pipeline, iter(batches))
+    assert scaler.get_scale() == 64.0
+
+
+def test_a_rank_without_gradients_takes_part():
+    run_ranks(overflow_elsewhere, 2, "farandole")
+
+
+def fail_in_a_scaled_step(rank: int, world_size: int) -> None:
+    model, plain = wrapped(Recommender(2)), wrapped(Recommender(2))
+    optimizer, plain_optimizer = (torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, plain))
+    calls = iter(range(100))
+
+    def fail_at_second(*_: object) -> None:
+        if next(calls) == 1:
+            raise Trouble("step")
+
+    optimizer.register_step_pre_hook(fail_at_second)
+    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, grad_scaler=torch.amp.GradScaler("cpu", init_scale=128.0))
+    batches = make_batches(1, 4)
+    seen = drain_with_errors(pipeline, iter(batches))
+    assert isinstance(seen[1], Trouble)
+    plain_loop(plain, plain_optimizer, [batches[0], *batches[2:]])
+    assert_same(model, plain)
+
+
+def test_a_step_that_fails_leaves_a_scaler_that_goes_on():
+    run_ranks(fail_in_a_scaled_step, 2, "farandole")
+
+
+def test_a_scaler_of_the_users_is_checked():
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"grad_scaler=3: expected a torch\.amp\.GradScaler, or None"):
+        TrainPipelineBase(model, optimizer, CPU, grad_scaler=3)
+    with pytest.raises(ValueError, match=r"enable_grad_scaling=False with a grad_scaler"):
+        TrainPipelineBase(model, optimizer, CPU, grad_scaler=torch.amp.GradScaler("cpu"), enable_grad_scaling=False)
+    off = TrainPipelineBase(model, optimizer, CPU, grad_scaler=torch.amp.GradScaler("cpu", enabled=False))
+    assert off.grad_scaler is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 
 import pytest
@@ -159,16 +160,18 @@ def test_says_so_where_fx_was_deceived():
 
 
 class Mixed(Recommender):
-    """Ids go through a module that counts its calls before they are looked up."""
+    """Ids go through a module that counts its calls, and notes their modes, before they are looked up."""
 
     class Shift(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+            self.modes: list[bool] = []
 
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             self.calls += 1
-            return ids + self.calls
+            self.modes.append(self.training)
+            return ids + self.calls + 7 * self.training
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -195,3 +198,98 @@ def process_once(rank: int, world_size: int, threads: bool) -> None:
 @pytest.mark.parametrize("threads", [False, True])
 def test_runs_what_comes_before_a_table_once_for_each_batch(threads):
     run_ranks(process_once, 2, "farandole", threads=threads)
+
+
+def switch_modes(rank: int, world_size: int, seed: int, threads: bool) -> None:
+    """Of a batch that has come ahead in another mode nothing is left but what its own forward would do."""
+    pick = random.Random(seed)
+    model, plain = wrapped(Mixed(1)), wrapped(Mixed(1))
+    optimizer, plain_optimizer = (torch.optim.Adam(each.parameters(), lr=0.05) for each in (model, plain))
+    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, strict=True, load_on_thread=threads)
+    batches = make_batches(3, 12)
+    iterator = iter(batches)
+    for number, batch in enumerate(batches):
+        is_training = pick.random() < 0.5
+        how = pick.choice(["stay", "stay", "detach", "attach"])
+        print(f"seed {seed}, batch {number}: training {is_training}, {how}")
+        model.train(is_training), plain.train(is_training)
+        if how != "stay":
+            pipeline.detach()
+        if how == "attach":
+            pipeline.attach(model)
+        output = pipeline.progress(iterator)
+        if is_training:
+            [expected] = plain_loop(plain, plain_optimizer, [batch])
+        else:
+            _, expected = plain(batch)
+        assert torch.equal(output, expected), number
+    shift, plain_shift = model.module.shift, plain.module.shift
+    assert (int(shift.calls), shift.modes) == (int(plain_shift.calls), plain_shift.modes)
+    assert_same(model, plain)
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_modes_may_switch_and_models_be_detached_with_a_batch_that_came_ahead(threads):
+    seed = random.randrange(1 << 20)
+    print(f"seed {seed}")
+    run_ranks(switch_modes, 2, "farandole", seed=seed, threads=threads)
+
+
+def switch_too_late(rank: int, world_size: int) -> None:
+    model = wrapped(Mixed(1))
+    pipeline = TrainPipelineSparseDist(model, torch.optim.SGD(model.parameters(), lr=0.1), CPU)
+    iterator = iter(make_batches(3, 4))
+    pipeline.progress(iterator)
+    model.eval()
+    model(make_batches(4, 1)[0])  # counts
+    with pytest.raises(RuntimeError, match=r"batch 1 has been through 'shift' in training mode"):
+        pipeline.progress(iterator)
+    assert len(drain(pipeline, iterator)) == 2
+
+
+def test_a_batch_that_cannot_be_taken_back_is_an_error():
+    run_ranks(switch_too_late, 2, "farandole")
+
+
+def attach_another_mixed(rank: int, world_size: int) -> None:
+    """What came ahead for one model is none of the other's business, and comes ahead there in its turn."""
+    models = [wrapped(Mixed(seed)) for seed in (1, 2)]
+    plains = [wrapped(Mixed(seed)) for seed in (1, 2)]
+    optimizers, plain_optimizers = (
+        [torch.optim.SGD(each.parameters(), lr=0.1) for each in of] for of in (models, plains)
+    )
+    pipeline = TrainPipelineSparseDist(models[0], optimizers[0], CPU)
+    batches = make_batches(3, 6)
+    iterator = iter(batches)
+    outputs = [pipeline.progress(iterator) for _ in range(2)]
+    pipeline.attach(models[1], optimizers[1])
+    outputs += drain(pipeline, iterator)
+    expected = plain_loop(plains[0], plain_optimizers[0], batches[:2])
+    expected += plain_loop(plains[1], plain_optimizers[1], batches[2:])
+    assert all(map(torch.equal, outputs, expected))
+    assert_same(models[1], plains[1])
+    assert [int(model.module.shift.calls) for model in models] == [2, 4]
+
+
+def test_another_model_processes_the_batches_that_it_computes():
+    run_ranks(attach_another_mixed, 2, "farandole")
+
+
+def process_uneven(rank: int, world_size: int) -> None:
+    model, plain = wrapped(Mixed(1)), wrapped(Mixed(1))
+    optimizer, plain_optimizer = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
+    pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
+    batches = make_batches(3, 3 + rank)
+    outputs = drain(pipeline, iter(batches))
+    assert len(pipeline.unused_batches) == rank
+    outputs += drain(pipeline, iter(batches))
+    expected = plain_loop(plain, plain_optimizer, batches[:3]) + plain_loop(plain, plain_optimizer, batches[:3])
+    assert all(map(torch.equal, outputs, expected))
+    iterator = iter(batches)
+    pipeline.progress(iterator)
+    pipeline.reset()
+    assert int(model.module.shift.calls) == 7
+
+
+def test_batches_that_are_not_computed_leave_nothing_in_what_processed_them():
+    run_ranks(process_uneven, 2, "farandole")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+import types
 from typing import Any
 
 import pytest
@@ -138,8 +140,7 @@ def detach_and_attach(rank: int, world_size: int) -> None:
     with torch.no_grad():
         assert torch.equal(model(batches[0])[1], plain(batches[0])[1])
     other, other_optimizer = made(8)
-    pipeline.attach(other)
-    pipeline._optimizer = other_optimizer
+    pipeline.attach(other, other_optimizer)
     plain, plain_optimizer = made(8)
     outputs = drain(pipeline, iter(batches))
     assert all(map(torch.equal, outputs, plain_loop(plain, plain_optimizer, batches)))
@@ -158,8 +159,7 @@ def attach_another(rank: int, world_size: int) -> None:
     iterator = iter(batches)
     outputs = [pipeline.progress(iterator) for _ in range(2)]
     pipeline.detach()
-    pipeline.attach(other)
-    pipeline._optimizer = other_optimizer
+    pipeline.attach(other, other_optimizer)
     outputs += drain(pipeline, iterator)
     expected = plain_loop(plain, plain_optimizer, batches[:2])
     expected += plain_loop(plain_other, plain_other_optimizer, batches[2:])
@@ -169,6 +169,61 @@ def attach_another(rank: int, world_size: int) -> None:
 
 def test_attaches_another_model_with_batches_in_flight():
     run_ranks(attach_another, 2, "farandole")
+
+
+class DMPCollection(torch.nn.Linear):
+    """As torchrec's."""
+
+
+def attach_wrong_ones(rank: int, world_size: int) -> None:
+    """What attach() refuses leaves the pipeline as it was."""
+    (model, optimizer), (plain, plain_optimizer) = made(7), made(7)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, grad_scaler=scaler)
+    batches = make_batches(1, 6)
+    iterator = iter(batches)
+    outputs = [pipeline.progress(iterator)]
+    other, other_optimizer = made(8)
+    with pytest.raises(ValueError, match=r"optimizer \(Adam\) has no parameter of this DistributedDataParallel"):
+        pipeline.attach(other)
+    other.fused_optimizer = types.SimpleNamespace(params={"table": None})
+    with pytest.raises(ValueError, match="fused into the backward would take scaled gradients"):
+        pipeline.attach(other, other_optimizer)
+    with pytest.raises(TypeError, match="model is a int"):
+        pipeline.attach(3)
+    sys.modules["torchrec.distributed.model_parallel"] = types.SimpleNamespace(DMPCollection=DMPCollection)
+    with pytest.raises(ValueError, match="model is a DMPCollection"):
+        pipeline.attach(DMPCollection(2, 2), optimizer)
+    del sys.modules["torchrec.distributed.model_parallel"]
+    linear = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="Linear has no sharded module"):
+        pipeline.attach(linear, torch.optim.SGD(linear.parameters(), lr=0.1))
+    outputs += drain(pipeline, iterator)
+    assert all(map(torch.equal, outputs, plain_loop(plain, plain_optimizer, batches)))
+    EvalPipelineSparseDist(model, optimizer, CPU).attach(made(8)[0])
+
+
+def test_attach_refuses_what_a_pipeline_is_not_made_of():
+    run_ranks(attach_wrong_ones, 2, "farandole")
+
+
+def attach_within_a_window(rank: int, world_size: int) -> None:
+    (model, optimizer), (other, other_optimizer), (plain, plain_optimizer) = made(7), made(8), made(8)
+    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, grad_accum=2)
+    before = [part.clone() for part in model.parameters()]
+    batches = make_batches(1, 7)
+    iterator = iter(batches)
+    pipeline.progress(iterator)
+    with pytest.warns(UserWarning, match="within a window of gradient accumulation: it is not stepped"):
+        pipeline.attach(other, other_optimizer)
+    outputs = drain(pipeline, iterator)
+    assert all(map(torch.equal, model.parameters(), before))
+    assert all(map(torch.equal, outputs, plain_loop(plain, plain_optimizer, batches[1:], 2)))
+    assert_same(other, plain)
+
+
+def test_another_model_begins_a_window():
+    run_ranks(attach_within_a_window, 2, "farandole")
 
 
 def train_base(rank: int, world_size: int, seed: int) -> None:

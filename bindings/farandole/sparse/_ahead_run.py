@@ -1,0 +1,81 @@
+"""What post-processing modules were before they ran for a batch, for batches that are not to have run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from farandole.sparse._model_state import ModelState
+
+# Of the pipeline and of the caller, who may change the mode before the batch's forward.
+_BESIDES = ("forward", "training")
+
+
+class AheadRun:
+    """One run of these modules, from when it is made to ``has_run()``.
+
+    Tensors that no run has written to so far are not copied, but all buffers are before the first run.
+
+    Args:
+        modules: by name.
+        written: where tensors lie that a run has written to, None before the first; ``has_run()`` returns it anew.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], written: frozenset[str] | None) -> None:
+        self.modules = dict(modules)
+        self._written = written
+        self._before = [ModelState(module, _BESIDES) for module in self.modules.values()]
+        self._after: list[ModelState] = []
+        self._tensors = {
+            name: (tensor, _version(tensor), tensor.detach().clone() if self._is_copied(name, tensor) else None)
+            for name, tensor in self._all().items()
+        }
+        self._versions: dict[str, int] = {}
+
+    def has_run(self) -> frozenset[str]:
+        self._after = [ModelState(module, _BESIDES) for module in self.modules.values()]
+        tensors = self._all()
+        self._versions = {name: _version(tensor) for name, tensor in tensors.items()}
+        changed = {
+            name for name, (tensor, version, _) in self._tensors.items() if version != self._versions.get(name, version)
+        }
+        return (self._written or frozenset()) | changed
+
+    def take_back(self) -> bool:
+        """As if it had not been; False, and nothing is done, where that is not known any more, or others have changed
+        the modules since."""
+        now = {name: _version(tensor) for name, tensor in self._all().items()}
+        if now != self._versions or any(state.has_changed() for state in self._after):
+            return False
+        written = [
+            (tensor, before)
+            for name, (tensor, version, before) in self._tensors.items()
+            if self._versions.get(name, version) != version
+        ]
+        if any(before is None for _, before in written):
+            return False
+        for state in self._before:
+            state.restore()
+        with torch.no_grad():
+            for tensor, before in written:
+                tensor.copy_(before)
+        return True
+
+    def _is_copied(self, name: str, tensor: torch.Tensor) -> bool:
+        return not isinstance(tensor, nn.Parameter) if self._written is None else name in self._written
+
+    def _all(self) -> dict[str, torch.Tensor]:
+        found = {}
+        for name, module in self.modules.items():
+            for child_name, child in module.named_modules(prefix=name):
+                values = {**vars(child), **child._buffers, **child._parameters}
+                for key, value in values.items():
+                    if isinstance(value, torch.Tensor):
+                        found[f"{child_name}.{key}"] = value
+        return found
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,89 @@
+"""Whether a model is still the one that was attached: its sharded modules, and what their inputs are made with."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import nn
+
+from farandole.sparse._sharded import sharded_modules
+
+_AGAIN = "detach() the pipeline before a change and attach() it after"
+
+
+class ModelChanges:
+    """
+    Args:
+        is_sharded: tells sharded modules.
+    """
+
+    def __init__(self, model: nn.Module, is_sharded: Callable[[nn.Module], bool]) -> None:
+        self._model = model
+        self._is_sharded = is_sharded
+        self._sharded = sharded_modules(model, is_sharded)
+        self._ids = set(map(id, self._sharded.values()))
+        self._tree = self._modules()
+        self._processing: dict[str, nn.Module] = {}
+        self._parameters: tuple[str, ...] = ()
+
+    def watch(self, processing: Iterable[str], attributes: Iterable[str]) -> None:
+        """By name, what runs ahead of forwards: modules, and attributes of the model."""
+        self._processing = {name: self._model.get_submodule(name) for name in processing}
+        self._parameters = tuple(
+            name for name in attributes if isinstance(operator.attrgetter(name)(self._model), torch.Tensor)
+        )
+
+    def refuse(self, forwards: Mapping[str, Callable[..., object]]) -> bool:
+        """Whether other modules have come or gone.
+
+        Args:
+            forwards: by name, those that were put into modules.
+
+        Raises:
+            RuntimeError: a sharded module has, or what runs ahead of forwards has become another one, or is trained.
+        """
+        for name, forward in forwards.items():
+            expected = self._processing[name] if name in self._processing else self._sharded[name]
+            if self._found(name) is not expected or vars(expected).get("forward") is not forward:
+                raise _changed(name, "the module and the forward that were attached")
+        for name, module in self._processing.items():
+            trained = [key for key, parameter in module.named_parameters() if parameter.requires_grad]
+            if trained:
+                raise _changed(name, f"no trainable parameters ({', '.join(trained)}) in what runs ahead of forwards")
+        for name in self._parameters:
+            if operator.attrgetter(name)(self._model).requires_grad:
+                raise _changed(name, "no trainable parameter in what runs ahead of forwards")
+        return self._has_other_modules()
+
+    def _has_other_modules(self) -> bool:
+        tree = self._modules()
+        if len(tree) == len(self._tree) and all(map(operator.is_, tree, self._tree)):
+            return False
+        now = sharded_modules(self._model, self._is_sharded)
+        for name in {**self._sharded, **now}:
+            if now.get(name) is not self._sharded.get(name):
+                raise _changed(name, "the sharded modules that were attached")
+        self._tree = tree
+        return True
+
+    # Not those inside of sharded ones, which make some as they run.
+    def _modules(self) -> list[nn.Module]:
+        found, todo, sharded = [], [self._model], self._ids
+        while todo:
+            module = todo.pop()
+            found.append(module)
+            if id(module) not in sharded:
+                todo += [child for child in module._modules.values() if child is not None]
+        return found
+
+    def _found(self, name: str) -> nn.Module | None:
+        try:
+            return self._model.get_submodule(name)
+        except AttributeError:
+            return None
+
+
+def _changed(name: str, expected: str) -> RuntimeError:
+    return RuntimeError(f"{name} has changed under its pipeline: expected {expected}; {_AGAIN}")

@@ -1,0 +1,94 @@
+"""Dense gradients are reduced once in a window of gradient accumulation, by whatever wrapper has them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchsDdp
+
+from farandole.ddp import DistributedDataParallel as OurDdp
+from farandole.sparse import TrainPipelineSparseDist
+from support.processes import run_ranks
+from support.recommenders import Recommender, assert_same, make_batches
+
+CPU = torch.device("cpu")
+
+
+class WithHead(Recommender):
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed, tables=2)
+        self.head = nn.Linear(1, 1)
+
+    def score(self, features: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self.head(self.dense(features)).squeeze(1)
+        return nn.functional.binary_cross_entropy_with_logits(scores, labels, reduction="none"), scores.detach()
+
+
+def wrapped(how: str) -> tuple[nn.Module, dict[str, Any]]:
+    """The model and its wrappers, by name."""
+    inner = WithHead(3)
+    model: nn.Module = inner
+    wrappers: dict[str, Any] = {}
+    if "dense" in how:
+        wrappers["dense"] = inner.dense = (OurDdp if "ours" in how else TorchsDdp)(inner.dense)
+        wrappers["head"] = inner.head = (OurDdp if "ours" in how else TorchsDdp)(inner.head)
+    if "whole" in how:
+        ignored = ("tables", "dense") if "dense" in how else ("tables",)
+        if "dense" in how:
+            inner.head = inner.head.module
+            del wrappers["head"]
+        names = [name for name, _ in inner.named_parameters() if name.startswith(ignored)]
+        TorchsDdp._set_params_and_buffers_to_ignore_for_model(inner, names)
+        wrappers["whole"] = model = TorchsDdp(inner)
+    return model, wrappers
+
+
+def count_reductions(rank: int, world_size: int, how: str, grad_accum: int) -> None:
+    (model, wrappers), (plain, plain_wrappers) = wrapped(how), wrapped(how)
+    optimizer, plain_optimizer = (torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, plain))
+    counts: Counter[str] = Counter()
+
+    def counted(name, bucket):  # torch would take these annotations for wrong ones
+        counts[name] += 1
+        work = dist.all_reduce(bucket.buffer().div_(world_size), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    for name, wrapper in wrappers.items():
+        wrapper.register_comm_hook(name, counted)
+    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, strict=True, grad_accum=grad_accum)
+    batches = make_batches(1, 7)
+    iterator, outputs = iter(batches), []
+    for index in range(7):
+        counts.clear()
+        outputs.append(pipeline.progress(iterator))
+        is_last = index % grad_accum == grad_accum - 1
+        assert counts == dict.fromkeys(wrappers, 1) if is_last else not counts, (index, counts)
+    with pytest.raises(StopIteration):
+        pipeline.progress(iterator)
+    for index, batch in enumerate(batches):
+        is_last = index % grad_accum == grad_accum - 1 or index == 6
+        if index % grad_accum == 0:
+            plain_optimizer.zero_grad()
+        for wrapper in plain_wrappers.values():
+            wrapper.require_backward_grad_sync = is_last
+        losses, output = plain(batch)
+        torch.sum(losses / grad_accum, dim=0).backward()
+        assert torch.equal(outputs[index], output), index
+        if is_last:
+            plain_optimizer.step()
+    assert_same(model, plain)
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("grad_accum", [1, 3])
+@pytest.mark.parametrize(
+    "how",
+    ["none", "whole", "dense by torch's", "dense by ours", "whole and dense by torch's", "whole and dense by ours"],
+)
+def test_gradients_are_reduced_once_in_a_window(how, grad_accum):
+    run_ranks(count_reductions, 2, "farandole", how=how, grad_accum=grad_accum)
