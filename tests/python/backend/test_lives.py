@@ -21,8 +21,8 @@ TRANSPORTS = {"shm": {}, "ucx": {"FARANDOLE_TRANSPORT": "ucx"}}
 AFTER_FAILURE = Counter({"thread farandole-call": 2})
 # Of memory, what the process loads and touches once: libraries (UCX's 2 MiB, torch's own code), allocators' arenas.
 ONCE_BYTES = 32 << 20
-# Of the allocators' fragmentation and of torch's stores, for each life: measured 1 to 20 KiB, falling.
-LIFE_BYTES = 40 << 10
+# Of the allocators' fragmentation and of torch's stores, for each life: measured 1 to 30 KiB, falling.
+LIFE_BYTES = 64 << 10
 
 
 def _init(folder, life, rank, world_size):
