@@ -1,4 +1,4 @@
-"""Several groups, several lives of a group, and the process around it."""
+"""Several groups, and the process around them."""
 
 import copy
 import datetime
@@ -80,22 +80,6 @@ def _threads(rank, world_size):
 
 def test_groups_are_used_by_several_threads_at_once():
     assert run_ranks(_threads, 2, "farandole", timeout=90) == [[], []]
-
-
-def _again(rank, world_size, folder):
-    for life in range(5):
-        store = dist.FileStore(os.path.join(folder, str(life)), world_size)
-        dist.init_process_group("farandole", store=store, rank=rank, world_size=world_size)
-        x = torch.full((1000,), float(life))
-        dist.all_reduce(x)
-        assert x[0] == life * world_size
-        dist.destroy_process_group()
-        assert not dist.is_initialized()
-    return True
-
-
-def test_a_group_can_be_made_again_after_it_was_destroyed(tmp_path):
-    assert all(run_ranks(_again, 3, None, folder=str(tmp_path)))
 
 
 def _split(rank, world_size):

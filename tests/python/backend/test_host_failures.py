@@ -200,43 +200,6 @@ def test_an_abort_ends_the_operations_of_all_hosts_at_once(capsys):
             assert "rank 3 (host host-1, pid " in message and "aborted the group" in message, message
 
 
-def _resources():
-    maps = pathlib.Path("/proc/self/maps").read_text()
-    return {
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "memfd maps": sum("/memfd:" in line for line in maps.splitlines()),
-        "threads": len(os.listdir("/proc/self/task")),
-    }
-
-
-def _come_and_go(rank, world_size, folder, rounds):
-    after = []
-    for number in range(rounds):
-        store = dist.FileStore(os.path.join(folder, f"store{number}"), world_size)
-        dist.init_process_group("farandole", store=store, rank=rank, world_size=world_size)
-        tensor = torch.full((1000,), float(rank))
-        dist.all_reduce(tensor)
-        assert tensor[0].item() == 6
-        dist.destroy_process_group()
-        del store
-        after.append(_resources())
-    return after
-
-
-def test_a_process_may_join_and_leave_a_hundred_times(tmp_path, capsys):
-    shared_memory = set(os.listdir("/dev/shm"))
-    with Hosts(2) as hosts:
-        start = time.monotonic()
-        enter = hosts.enter(HOST_OF_RANK)
-        outcomes = run_ranks(_come_and_go, 4, None, timeout=150, enter=enter, folder=str(tmp_path), rounds=100)
-    with capsys.disabled():
-        print(f"\n100 times: {time.monotonic() - start:.1f} s; {outcomes[0][4]} -> {outcomes[0][-1]}", end="")
-    for after in outcomes:
-        for what, count in after[-1].items():
-            assert count <= after[4][what], (what, after[4], after[-1])
-    assert set(os.listdir("/dev/shm")) <= shared_memory
-
-
 EXIT_SCRIPT = """
     import os, sys, time, farandole, torch, torch.distributed as dist
     rank, folder = int(sys.argv[1]), sys.argv[2]

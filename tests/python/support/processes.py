@@ -72,15 +72,15 @@ def run_ranks(
         return results
 
 
-def await_all(rank: int, world_size: int) -> None:
-    """On every rank: returns when all have come this far. Who has met an error stays until the others have met theirs:
-    leaving would be another one for them.
+def await_all(rank: int, world_size: int, where: str = "to the end") -> None:
+    """On every rank: returns when all have come this far, which the group has no part in. Who has met an error stays
+    until the others have met theirs: leaving would be another one for them.
     """
     import torch.distributed
 
     store = torch.distributed.distributed_c10d._get_default_store()
-    store.set(f"came {rank}", "")
-    store.wait([f"came {other}" for other in range(world_size)])
+    store.set(f"came {where} {rank}", "")
+    store.wait([f"came {where} {other}" for other in range(world_size)])
 
 
 def _collect(processes: list[Any], pipes: list[Any], deadline: float, may_die: Collection[int]) -> list[Any]:

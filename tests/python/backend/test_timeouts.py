@@ -1,0 +1,95 @@
+"""Time limits of single operations: of wait(), and of the options that c10d's calls take."""
+
+import datetime
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from support.hosts import Hosts
+from support.processes import await_all, run_ranks
+
+LATE = 1  # the rank that does not come
+LIMIT = datetime.timedelta(milliseconds=300)
+HOST_OF_RANK = (0, 0, 1)
+
+
+def _run(fn, where, **kwargs):
+    if where == "one host":
+        return run_ranks(fn, 3, "farandole", **kwargs)
+    with Hosts(2) as hosts:
+        return run_ranks(fn, 3, "farandole", enter=hosts.enter(HOST_OF_RANK), **kwargs)
+
+
+def _parts(world_size):
+    return torch.zeros(world_size, 4)
+
+
+def _with(options, **values):
+    for name, value in {"timeout": LIMIT, **values}.items():
+        setattr(options, name, value)
+    return options
+
+
+# What a group of 3 is called with, as c10d's own methods have it; each with a time limit of its own.
+CALLS = {
+    "allreduce": lambda pg, n: pg.allreduce([torch.ones(4)], _with(dist.AllreduceOptions())),
+    "allreduce_large": lambda pg, n: pg.allreduce([torch.ones(3_000_000)], _with(dist.AllreduceOptions())),
+    "broadcast": lambda pg, n: pg.broadcast([torch.ones(4)], _with(dist.BroadcastOptions(), rootRank=LATE)),
+    "allgather": lambda pg, n: pg.allgather([list(_parts(n))], [torch.ones(4)], _with(c10d.AllgatherOptions())),
+    "alltoall_base": lambda pg, n: pg.alltoall_base(_parts(n), _parts(n), [], [], _with(dist.AllToAllOptions())),
+    "reduce_scatter": lambda pg, n: pg.reduce_scatter(
+        [torch.ones(4)], [list(_parts(n))], _with(dist.ReduceScatterOptions())
+    ),
+    "barrier": lambda pg, n: pg.barrier(_with(dist.BarrierOptions())),
+}
+
+
+def _wait(rank, world_size, call, by):
+    """Rank 1 stays away; the others' limit is the options' (``by``), or that of wait()."""
+    group = dist.group.WORLD
+    dist.barrier()
+    result = None
+    if rank != LATE:
+        if by == "wait":
+            start = time.monotonic()
+            work = dist.all_reduce(torch.ones(3_000_000 if call.endswith("large") else 4), async_op=True)
+            with pytest.raises(dist.DistBackendError) as error:
+                work.wait(LIMIT)
+        else:
+            work = CALLS[call](group, world_size)
+            start = time.monotonic()
+            with pytest.raises(dist.DistBackendError) as error:
+                work.wait()
+        result = time.monotonic() - start, str(error.value)
+        with pytest.raises(dist.DistBackendError):  # the others may wait for what this rank will not do
+            dist.barrier()
+    await_all(rank, world_size)
+    return result
+
+
+def _check(outcomes, where):
+    assert max(outcomes[rank][0] for rank in (0, 2)) > 0.29
+    for rank in (0, 2):
+        seconds, message = outcomes[rank]
+        assert seconds < 5, (seconds, message)
+        print(f"rank {rank} after {1e3 * seconds:.0f} ms: {message}")
+        # One gives up first, and the other hears of it; or it waits for one that waits for who is missing.
+        assert "not done after 300 ms" in message, message
+        told = "rank 1 (host " if where == "one host" else "rank 1 has called 1 collectives "
+        assert told in message, message
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("where", ["one host", "two hosts"])
+def test_the_limit_in_a_calls_options_holds_and_names_who_is_missing(call, where):
+    _check(_run(_wait, where, call=call, by="options"), where)
+
+
+@pytest.mark.parametrize("call", ["allreduce", "allreduce_large"])
+@pytest.mark.parametrize("where", ["one host", "two hosts"])
+def test_the_limit_of_wait_holds_for_collectives_and_names_who_is_missing(call, where):
+    _check(_run(_wait, where, call=call, by="wait"), where)
