@@ -281,6 +281,8 @@ void Communicator::recv(int peer, p2p::MessageKind kind, std::uint32_t tag, std:
   if (peer != kAnySource) {
     if (!peers_[peer].connected && !connectFor(peer, message)) return;
     from = peers_[peer].id;
+  } else {
+    message.tag = p2p::kNoTag;  // until it is known from whom it comes
   }
   const std::uint64_t wanted = p2p::makeTag(members_[rank_].group, kind, source, tag, element);
   engine().transport().recv(from, wanted, mask, data, bytes, message);

@@ -114,6 +114,8 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   // Ends an operation that has lost a rank. Where there is a watch its word comes first, for it
   // knows why, unless it takes too long.
   void failForLoss(Operation& operation, const Status& status);
+  // The death that a rank of this host gave the group up for, before this rank has seen it; or ok.
+  Status toldDeath() const;
   // Ends those that have waited for that word, all or those that have done so for long enough.
   void settleLosses(bool all);
 

@@ -83,9 +83,19 @@ void Communicator::failAll(const Status& status, int culprit) {
   tellFollower([status](Communicator& follower) { follower.abort(status); });
 }
 
+// With a watch its word comes first.
+Status Communicator::toldDeath() const {
+  if (host_ == nullptr || watch_ != nullptr) return Status::ok();
+  for (int index = 0; index < host_->size(); ++index) {
+    if (host_->isAbandoned(index) && host_->culpritOf(index) != HostSegment::kNobody) return canCome(index);
+  }
+  return Status::ok();
+}
+
 void Communicator::failForLoss(Operation& operation, const Status& status) {
-  // A rank that aborted the group is the reason, and not who has left since.
+  // A rank that aborted the group is the reason, and not who has left since; so is one whose death made others leave.
   if (lookAround()) return operation.fail(aborted_);
+  if (const Status death = toldDeath(); !death) return operation.fail(death);
   if (watch_ == nullptr || !aborted_) return operation.fail(status);
   operation.isLost_ = true;
   ++operation.outstanding_;

@@ -141,10 +141,15 @@ void Operation::noteFailed(Message& message) {
     if (const Status status = mismatch(message); !status) fail(status);
     return;
   }
+  // Begun to be received from whoever it was.
+  if (!message.isSend && message.peer == kAnySource && message.tag != p2p::kNoTag) {
+    message.peer = p2p::sourceOf(message.tag);
+  }
   communicator_->noteLost(message.peer);
   const Status status =
       message.status.wrap((message.isSend ? "sending to " : "receiving from ") + communicator_->describe(message.peer));
-  if (code == StatusCode::kPeerFailed || code == StatusCode::kPeerLeft) {
+  // Nobody here has cancelled a message of what is not done: UCX does when a connection breaks.
+  if (code == StatusCode::kPeerFailed || code == StatusCode::kPeerLeft || code == StatusCode::kAborted) {
     communicator_->failForLoss(*this, status);
   } else {
     fail(status);

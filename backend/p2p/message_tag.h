@@ -46,6 +46,9 @@ inline constexpr std::uint64_t kExactMask = ~std::uint64_t{0};
 inline constexpr std::uint64_t kAnyElementMask = ~kElementField;
 inline constexpr std::uint64_t kAnySourceMask = ~(kElementField | kSourceField);
 
+// That of no point-to-point message.
+inline constexpr std::uint64_t kNoTag = ~std::uint64_t{0};
+
 constexpr std::uint32_t userField(MessageKind kind, std::uint32_t userTag) {
   switch (kind) {
     case MessageKind::kPointToPoint: return userTag & kMaxUserTag;

@@ -100,10 +100,14 @@ void ShmTransport::pull(Link& link, Request& request, const Unexpected& message)
     return request.onDone(request);
   }
   Status status = request.noteSent(message.tag, message.bytes);
+  bool isOver = false;
   if (!status || (link.canCopy && message.bytes < kSharedBytes)) {
     if (status) status = copyFromProcess(link.pid, request.data, message.remote, message.bytes);
-    tellFinished(link, message.remoteId, status.code(), wanted);
-    return request.finish(std::move(status));
+    isOver = status.code() == StatusCode::kPeerFailed;
+    if (!isOver) {
+      tellFinished(link, message.remoteId, status.code(), wanted);
+      return request.finish(std::move(status));
+    }
   }
   const std::uint32_t id = takeEntry(pulls_, freePulls_);
   Pull& pull = pulls_[id];
@@ -114,8 +118,10 @@ void ShmTransport::pull(Link& link, Request& request, const Unexpected& message)
           .id = message.remoteId,
           .slot = static_cast<std::uint16_t>(message.slot),
           .isStreamed = !link.canCopy,
+          .isOver = isOver,
           .patience = kCallsForFirst};
   request.handle = &request;
+  if (isOver) return;
   if (pull.isStreamed) {
     tell(link, CellKind::kClear, message.remoteId, id);
   } else if (pull.slot != kNoSlot) {
@@ -141,7 +147,7 @@ void ShmTransport::finish(Pull& pull, Status status) {
 bool ShmTransport::advancePulls() {
   bool any = false;
   for (std::size_t i = 0; i < pulls_.size(); ++i) {
-    if (pulls_[i].request != nullptr && !pulls_[i].isStreamed) any |= advance(pulls_[i]);
+    if (pulls_[i].request != nullptr && !pulls_[i].isStreamed && !pulls_[i].isOver) any |= advance(pulls_[i]);
   }
   return any;
 }
@@ -160,6 +166,8 @@ bool ShmTransport::advance(Pull& pull) {
   }
   const std::size_t bytes = std::min(kFragmentsPerCopy * kFragmentBytes, pull.bytes - begin);
   Status status = copyFromProcess(pull.link->pid, pull.request->data + begin, pull.from + begin, bytes);
+  pull.isOver = status.code() == StatusCode::kPeerFailed;
+  if (pull.isOver) return true;
   if (pull.failure) pull.failure = std::move(status);
   noteCome(pull, bytes);
   return true;
@@ -234,7 +242,7 @@ bool ShmTransport::stream(Outgoing& outgoing, bool again) {
 // Something that only this process can advance, now.
 bool ShmTransport::isWorkLeft() const {
   const auto canAdvance = [](const Pull& pull) {
-    if (pull.request == nullptr || pull.isStreamed) return false;
+    if (pull.request == nullptr || pull.isStreamed || pull.isOver) return false;
     if (pull.slot == kNoSlot) return true;
     return pull.link->reader.slot(pull.slot).taken.load() < numFragments(pull.bytes);
   };

@@ -122,6 +122,7 @@ class ShmTransport final : public Transport {
     std::uint32_t id = 0;
     std::uint16_t slot = kNoSlot;
     bool isStreamed = false;  // by the sender alone
+    bool isOver = false;      // the sender's process has ended: how, its link will tell, and end this with that
     int patience = 0;         // empty calls, before this side copies itself
     Status failure{};         // of this side's copying
   };

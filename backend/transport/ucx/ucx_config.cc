@@ -37,9 +37,11 @@ void setDefault(ucp_config_t* config, const Default& setting) {
 }  // namespace
 
 Status ucxError(const std::string& what, ucs_status_t status) {
+  // An I/O error is what reading the memory of a process that has just died gives.
   const StatusCode code = status == UCS_ERR_CANCELED ? StatusCode::kAborted
                           : status == UCS_ERR_ENDPOINT_TIMEOUT || status == UCS_ERR_CONNECTION_RESET ||
-                                  status == UCS_ERR_NOT_CONNECTED || status == UCS_ERR_UNREACHABLE
+                                  status == UCS_ERR_NOT_CONNECTED || status == UCS_ERR_UNREACHABLE ||
+                                  status == UCS_ERR_IO_ERROR
                               ? StatusCode::kPeerLeft
                               : StatusCode::kInternal;
   return Status(code, what + ": " + ucs_status_string(status));
