@@ -1,8 +1,6 @@
 """What the survivors are told when a rank of one host dies or aborts, and how soon."""
 
 import datetime
-import os
-import signal
 import threading
 import time
 
@@ -10,33 +8,34 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from backend.failing import ACTIONS, act_until, survive
+from backend.actions import ACTIONS, NAMED, OTHERS
+from backend.failing import die_often
 from support.processes import run_ranks
 
 VICTIM = 1
 
 
-def _survive(rank, world_size, action, delay):
-    """Rank 1 is killed, at a random moment, while the others are in `action`."""
-    dist.barrier()
-    start = time.monotonic()
-    if rank == VICTIM:
-        act_until(start + delay, action, rank, world_size, VICTIM)
-        os.kill(os.getpid(), signal.SIGKILL)
-    failed_at, messages = survive(action, rank, world_size, VICTIM)
-    return failed_at - start - delay, messages
+@pytest.mark.parametrize("action", NAMED)
+def test_a_rank_killed_at_random_moments_is_named_by_its_survivors_within_seconds(action, tmp_path):
+    die_often(action, 3, VICTIM, tmp_path, "rank 1 (host ")
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("action", OTHERS)
+def test_a_rank_killed_in_any_other_operation_is_named_too(action, tmp_path):
+    die_often(action, 3, VICTIM, tmp_path, "rank 1 (host ")
+
+
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("action", ACTIONS)
-def test_a_killed_rank_is_named_by_its_survivors_within_seconds(action):
-    outcomes = run_ranks(_survive, 3, "farandole", timeout=60, may_die={VICTIM}, action=action, delay=0.5)
-    assert outcomes[VICTIM] is None
-    for rank in (0, 2):
-        seconds, messages = outcomes[rank]
-        assert seconds < 20  # not the timeout of 60
-        for message in messages:
-            assert "rank 1 (host " in message and "its process died" in message, message
+def test_a_rank_killed_over_ucx_on_one_host_is_named_too(action, tmp_path):
+    die_often(action, 3, VICTIM, tmp_path, "rank 1 (host ", times=2, env={"FARANDOLE_TRANSPORT": "ucx"})
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("action", ["send", "recv", "batch", "all_to_all"])
+def test_a_rank_killed_while_all_passes_through_the_rings_is_named_too(action, tmp_path):
+    die_often(action, 3, VICTIM, tmp_path, "rank 1 (host ", times=2, env={"FARANDOLE_SHM_SINGLE_COPY": "off"})
 
 
 def _abort(rank, world_size, pending):

@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from backend.failing import ACTIONS, act_until, survive
+from backend.actions import ACTIONS, NAMED, OTHERS
+from backend.failing import die_often
 from support.hosts import Hosts, PretendHost
 from support.processes import run_ranks
 
@@ -39,41 +40,32 @@ def _report(capsys, what, times):
         )
 
 
-def _survive(rank, world_size, action, victim, delay):
-    dist.barrier()
-    start = time.monotonic()
-    if rank == victim:
-        act_until(start + delay, action, rank, world_size, victim)
-        os.kill(os.getpid(), signal.SIGKILL)
-    failed_at, messages = survive(action, rank, world_size, victim)
-    return failed_at - start - delay, messages
+def _kill(action, victim, folder, times=2):
+    with Hosts(2) as hosts:
+        name = f"rank {victim} (host host-{HOST_OF_RANK[victim]}, pid "
+        die_often(action, 4, victim, folder, name, times, enter=hosts.enter(HOST_OF_RANK))
 
 
-def _check_survivors(outcomes, victim, host):
-    for rank, outcome in enumerate(outcomes):
-        if rank == victim:
-            continue
-        seconds, messages = outcome
-        assert seconds < 5  # not the timeout of 60
-        for message in messages:
-            assert f"rank {victim} (host {host}, pid " in message, message
-        assert "its process died" in messages[-1], messages
+@pytest.mark.parametrize("action", NAMED)
+def test_a_rank_killed_at_random_moments_is_named_by_the_survivors_of_all_hosts(action, tmp_path):
+    _kill(action, VICTIM, tmp_path)
 
 
-# Rank 0 is the root of the control plane's tree.
-@pytest.mark.sample(6)
-@pytest.mark.parametrize(("action", "victim"), [*((action, 3) for action in ACTIONS), ("recv", 0), ("all_reduce", 0)])
-def test_a_killed_rank_is_named_by_the_survivors_of_all_hosts(action, victim, capsys):
-    outcomes = _run(_survive, may_die={victim}, action=action, victim=victim, delay=0.5)
-    _report(capsys, f"rank {victim} killed in {action}", {r: o[0] for r, o in enumerate(outcomes) if r != victim})
-    _check_survivors(outcomes, victim, f"host-{HOST_OF_RANK[victim]}")
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("action", OTHERS)
+def test_a_rank_killed_in_any_other_operation_is_named_too(action, tmp_path):
+    _kill(action, VICTIM, tmp_path)
 
 
-def test_a_killed_rank_is_named_where_one_machine_pretends_to_be_two():
-    enter = PretendHost(HOST_OF_RANK)
-    options = {"timeout": 60, "may_die": {VICTIM}, "enter": enter}
-    outcomes = run_ranks(_survive, 4, "farandole", **options, action="all_reduce", victim=VICTIM, delay=0.5)
-    _check_survivors(outcomes, VICTIM, os.uname().nodename)
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("action", ACTIONS)
+def test_the_root_of_the_control_planes_tree_is_named_too(action, tmp_path):
+    _kill(action, 0, tmp_path)
+
+
+def test_a_killed_rank_is_named_where_one_machine_pretends_to_be_two(tmp_path):
+    name = f"rank {VICTIM} (host {os.uname().nodename}, pid "
+    die_often("all_reduce", 4, VICTIM, tmp_path, name, enter=PretendHost(HOST_OF_RANK))
 
 
 def _shrink(rank, world_size):
