@@ -129,8 +129,9 @@ class PipelineSchedule(metaclass=RefusesOnAllRanks):
             return_outputs: whether the last stage collects its outputs.
             loss_kwargs: further keyword arguments of ``loss_fn``.
             arg_mbs, kwarg_mbs, target_mbs: instead of the above, one entry per microbatch.
-            finalize_gradients: of FSDP2 modules: whether this step reduces their gradients and reshards their
-                parameters. Otherwise a later step does, for both, and ``.grad`` is not there until then.
+            finalize_gradients: of stages wrapped for data parallelism: whether this step reduces gradients between
+                replicas. Otherwise they add up, as in ``no_sync()``, and a later step reduces those of both; FSDP2
+                modules then reshard their parameters, too, and have no ``.grad`` until then. The same on all replicas.
             loss_weights: on the last stage what each microbatch counts for, its rows or tokens, for losses that
                 average over them: the gradient of its loss is its part of their sum instead of 1 / n_microbatches, so
                 that gradients are those of the mean over the whole batch however it is split. Without ``scale_grads``
