@@ -3,6 +3,7 @@
 #include <c10/util/ScopeExit.h>
 
 #include <chrono>
+#include <optional>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "bindings/csrc/python_stage.h"
@@ -110,7 +111,8 @@ class PythonExecutor {
  public:
   PythonExecutor(const pipeline::Plan& plan, int rank, const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                  const std::vector<std::shared_ptr<PythonStage>>& stages, double lossScale, std::string description,
-                 std::string rankName, bool areShapesDeclared, std::uint64_t alike, at::Device device) {
+                 std::string rankName, bool areShapesDeclared, std::uint64_t alike, bool checksForNan,
+                 at::Device device) {
     pipeline::ExecutorConfig config;
     config.device = device;
     if (group && !device.is_cpu()) config.deviceBackend = group->getBackend(device.type());
@@ -120,6 +122,7 @@ class PythonExecutor {
     config.rankName = std::move(rankName);
     config.areShapesDeclared = areShapesDeclared;
     config.alike = alike;
+    config.checksForNan = checksForNan;
     config.describeError = [this] { return raised_.describe(); };
     config.notify = [](const std::string& text) {
       const py::gil_scoped_acquire gil;
@@ -208,15 +211,18 @@ class PythonExecutor {
 };
 
 // Of a rank that has no executor: the others learn why from the beginning of their step.
-void refuseStep(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& reason) {
+void refuseStep(const c10::intrusive_ptr<c10d::ProcessGroup>& group, const std::string& reason,
+                std::optional<double> patience) {
   const py::gil_scoped_release released;
-  pipeline::refuseStep(group->getBackend(c10::DeviceType::CPU), reason);
+  const auto limit = patience ? std::chrono::milliseconds(static_cast<std::int64_t>(*patience * 1e3)) : kNoTimeout;
+  pipeline::refuseStep(group->getBackend(c10::DeviceType::CPU), reason, limit);
 }
 
 }  // namespace
 
 void bindPipelineExecutor(py::module_& module) {
-  module.def("refuse_pipeline_step", &refuseStep, py::arg("group"), py::arg("reason"));
+  module.def("refuse_pipeline_step", &refuseStep, py::arg("group"), py::arg("reason"),
+             py::arg("patience") = py::none());
   py::class_<PythonStage, std::shared_ptr<PythonStage>>(module, "PipelineStage")
       .def(py::init(&makeStage), py::kw_only(), py::arg("index"), py::arg("is_first"), py::arg("is_last"),
            py::arg("module"), py::arg("loss_fn"), py::arg("declared_inputs"), py::arg("declared_outputs"),
@@ -226,10 +232,10 @@ void bindPipelineExecutor(py::module_& module) {
   py::class_<PythonExecutor>(module, "PipelineExecutor")
       .def(py::init<const pipeline::Plan&, int, const c10::intrusive_ptr<c10d::ProcessGroup>&,
                     const std::vector<std::shared_ptr<PythonStage>>&, double, std::string, std::string, bool,
-                    std::uint64_t, at::Device>(),
+                    std::uint64_t, bool, at::Device>(),
            py::kw_only(), py::arg("plan"), py::arg("rank"), py::arg("group").none(true), py::arg("stages"),
            py::arg("loss_scale"), py::arg("description"), py::arg("rank_name"), py::arg("shapes_declared") = false,
-           py::arg("alike") = 0, py::arg("device") = at::Device(at::kCPU))
+           py::arg("alike") = 0, py::arg("checks_for_nan") = false, py::arg("device") = at::Device(at::kCPU))
       .def("step", &PythonExecutor::step, py::kw_only(), py::arg("args"), py::arg("kwargs"), py::arg("targets"),
            py::arg("loss_kwargs"), py::arg("outputs"), py::arg("losses"), py::arg("relearn"),
            py::arg("loss_scales") = py::none())

@@ -157,7 +157,7 @@ class PipelineStage:
         is_never_split: bool = False,
     ) -> None: ...
 
-def refuse_pipeline_step(group: dist.ProcessGroup, reason: str) -> None: ...
+def refuse_pipeline_step(group: dist.ProcessGroup, reason: str, patience: float | None = None) -> None: ...
 
 class PipelineExecutor:
     def __init__(
@@ -173,6 +173,7 @@ class PipelineExecutor:
         shapes_declared: bool = False,
         alike: int = 0,
         device: torch.device = ...,
+        checks_for_nan: bool = False,
     ) -> None: ...
     def step(
         self,

@@ -32,6 +32,9 @@ struct ExecutorConfig {
   bool areShapesDeclared = false;
   std::uint64_t alike = 0;  // what, beside the plan, must be the same on all ranks
 
+  // A loss, or a gradient that goes to the stage before, that is NaN or infinite fails its stage.
+  bool checksForNan = false;
+
   // Called inside a catch block: says what was thrown.
   std::function<std::string()> describeError = describeCurrentError;
 

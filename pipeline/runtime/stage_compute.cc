@@ -70,6 +70,8 @@ bool match(const std::vector<TensorMeta>& metas, const std::vector<at::Tensor>& 
   return same;
 }
 
+bool isFinite(const at::Tensor& tensor) { return at::isfinite(tensor).all().item<bool>(); }
+
 const char* nameOf(StepOp op) {
   switch (op) {
     case StepOp::kBackwardInput: return "backward for the inputs: ";
@@ -164,6 +166,9 @@ void StageCompute::takeLoss(Stage& stage, std::int32_t microbatch) {
         "the loss is " +
             (loss.defined() ? toString(TensorMeta::of(loss)) : std::to_string(outputs_.size()) + " tensors") +
             ", expected a tensor of one element that requires grad");
+  }
+  if (config_.checksForNan && !isFinite(loss)) {
+    return failure_.fail(stage, microbatch, "the loss is NaN or infinite, expected a finite number");
   }
   seedLoss(stage.slots[microbatch], loss, lossScales_.empty() ? config_.lossScale : lossScales_[microbatch]);
 }
@@ -295,6 +300,12 @@ void StageCompute::returnInputGrads(Stage& stage, std::int32_t microbatch) {
       at::Tensor grad;
       // Taken out, since the input itself may live on until W.
       if (meta.requiresGrad && !failure_.isFailed()) grad = std::move(slot.inputs[grads_.size()].mutable_grad());
+      if (config_.checksForNan && grad.defined() && !isFinite(grad)) {
+        failure_.fail(stage, microbatch,
+                      "backward: the gradient of input " + std::to_string(grads_.size()) +
+                          " is NaN or infinite somewhere, expected finite numbers");
+        grad.reset();
+      }
       if (meta.requiresGrad && !grad.defined()) grad = meta.zeros(config_.device);
       // Autograd may have given the same memory to a parameter, whose gradient later backwards add to.
       if (grad.defined() && grad.has_storage() && grad.storage().use_count() > 1) grad = grad.clone();

@@ -58,9 +58,9 @@ void StepAgreement::postVote(const Vote& vote) {
   voteWork_ = backend_->allreduce(voteTensor_, maximum());
 }
 
-StepAgreement::Outcome StepAgreement::awaitVote() {
+StepAgreement::Outcome StepAgreement::awaitVote(std::chrono::milliseconds patience) {
   if (worldSize_ == 1) return {vote_.refuse, vote_.relearn, true};
-  voteWork_->wait();
+  voteWork_->wait(patience);
   voteWork_.reset();
   const std::int64_t* data = voteTensor_[0].data_ptr<std::int64_t>();
   return {data[0] != 0, data[1] != 0, data[2] == -data[3]};
@@ -85,10 +85,11 @@ std::vector<FailureReport> StepAgreement::exchangeReports(const FailureReport& m
   return reports;
 }
 
-void refuseStep(const c10::intrusive_ptr<c10d::Backend>& backend, const std::string& reason) {
+void refuseStep(const c10::intrusive_ptr<c10d::Backend>& backend, const std::string& reason,
+                std::chrono::milliseconds patience) {
   StepAgreement agreement(backend, backend->getSize());
   agreement.postVote({true, true, 0});
-  agreement.awaitVote();
+  agreement.awaitVote(patience);
   agreement.exchangeReports({true, systemTimeNs(), reason});
 }
 

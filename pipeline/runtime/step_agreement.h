@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <chrono>
 #include <cstdint>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -42,7 +43,8 @@ class StepAgreement {
   StepAgreement(c10::intrusive_ptr<c10d::Backend> backend, int worldSize);
 
   void postVote(const Vote& vote);
-  Outcome awaitVote();
+  // Waits no longer than `patience` where that is not kNoTimeout.
+  Outcome awaitVote(std::chrono::milliseconds patience = kNoTimeout);
   bool anyFailed(bool failed);
   std::vector<FailureReport> exchangeReports(const FailureReport& mine);
 
@@ -54,8 +56,10 @@ class StepAgreement {
   c10::intrusive_ptr<c10d::Work> voteWork_;
 };
 
-// Takes part in the beginning of a step that this rank cannot even compile; all others then return the reason.
-void refuseStep(const c10::intrusive_ptr<c10d::Backend>& backend, const std::string& reason);
+// Takes part in the beginning of a step that this rank cannot even compile; all others then return the reason. Throws
+// when they do not come to that step within `patience`; kNoTimeout: the group's timeout.
+void refuseStep(const c10::intrusive_ptr<c10d::Backend>& backend, const std::string& reason,
+                std::chrono::milliseconds patience = kNoTimeout);
 
 // Of the system clock.
 std::int64_t systemTimeNs();

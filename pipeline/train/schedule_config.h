@@ -28,7 +28,8 @@ struct ScheduleConfig {
   c10::intrusive_ptr<c10d::Backend> backend = nullptr;  // of any kind that sends CPU tensors; none: a single rank
   std::vector<ModuleStage> stages = {};                 // this rank's, in any order
   Loss loss = {};
-  bool scaleGrads = true;  // gradients are means over the microbatches, as their losses' mean has them; else sums
+  bool checkForNan = false;  // a loss, or a gradient for the stage before, that is NaN or infinite is all ranks' error
+  bool scaleGrads = true;    // gradients are means over the microbatches, as their losses' mean has them; else sums
 
   std::int32_t rank() const { return backend ? backend->getRank() : 0; }
   std::int32_t numRanks() const { return backend ? backend->getSize() : 1; }

@@ -36,6 +36,7 @@ Result<std::unique_ptr<ScheduleRun>> ScheduleRun::make(const ScheduleConfig& con
 
   executor.description = (config.plan ? "a plan" : config.name) + (trains ? " step" : " forward only") + ", stages " +
                          listed + ", numMicrobatches = " + std::to_string(count);
+  executor.checksForNan = config.checkForNan;
   if (trains && config.scaleGrads) {
     const Result<std::int32_t> microbatches = ends->microbatchesOfOneModel();
     if (!microbatches) return microbatches.status();

@@ -53,6 +53,9 @@ class ModelParallelConfig:
     grad_sync_func: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None
     param_sync_func: Callable[[Any], Any] | Sequence[Callable[[Any], Any]] | None = None
     finalize_model_grads_func: Callable[..., Any] | None = None
+    check_for_nan_in_loss_and_grad: bool = False
+    """A loss, or a gradient that a stage gives to the one before, that is NaN or infinite fails the step on all ranks of
+    the pipeline, with stage and microbatch; named as Megatron-LM's argument. Not beside a loss scale."""
     overlap_p2p_comm: bool = False
     """No effect, like ``batch_p2p_comm`` and ``overlap_p2p_comm_warmup_flush``: messages always overlap compute."""
     batch_p2p_comm: bool = True

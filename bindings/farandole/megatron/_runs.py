@@ -17,6 +17,7 @@ from farandole.megatron._chunk import Call, Chunk
 from farandole.megatron._shapes import DeclaredShapes
 from farandole.pipelining import _plans
 from farandole.pipelining._devices import channel_of
+from farandole.pipelining._refusal import rank_name
 
 _KEPT = 8  # of each group; a batch size that ramps up leaves its earlier ones behind
 
@@ -31,6 +32,7 @@ class RunKey:
     forward_only: bool
     both: bool  # an encoder and a decoder
     confirms: bool  # ranks agree before the step begins, for what all of them take part in
+    checks_for_nan: bool
     shapes: Any  # what the shapes are computed from; None where they come with the tensors
     device: torch.device = field(repr=False)  # of the models; another index on each rank
 
@@ -85,6 +87,7 @@ class Run:
             description=f"Megatron {'forward only' if key.forward_only else 'forward-backward'}, rank {rank}, {key}",
             rank_name=rank_name(group),
             shapes_declared=not self._learns,
+            checks_for_nan=key.checks_for_nan,
             alike=int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little"),
             device=key.device,
         )
@@ -140,13 +143,6 @@ def run_for(key: RunKey, group: dist.ProcessGroup | None, make: Callable[[], Run
             kept.popitem(last=False)
     kept.move_to_end(key)
     return run
-
-
-def rank_name(group: dist.ProcessGroup | None) -> str:
-    if group is None:
-        return "rank 0"
-    rank = dist.get_rank()
-    return f"rank {group.rank()}" + ("" if rank == group.rank() else f" (global rank {rank})")
 
 
 def _num_warmup(key: RunKey, size: int, rank: int) -> int | None:

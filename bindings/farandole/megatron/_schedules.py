@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from farandole import _C
 from farandole.megatron._calls import call_with_what_it_takes
 from farandole.megatron._chunk import Call
 from farandole.megatron._config import StepConfig
 from farandole.megatron._losses import Collected
 from farandole.megatron._models import get_attr_wrapped_model, get_model_config, is_encoder_and_decoder
-from farandole.megatron._runs import Run, RunKey, rank_name, run_for
+from farandole.megatron._runs import Run, RunKey, run_for
 from farandole.megatron._shapes import AdjustShapes, Lengths, declared_shapes
 from farandole.megatron._sync import StepSync
 from farandole.megatron._timing import timed
 from farandole.megatron._topology import Topology, parallel_state, topology_of
 from farandole.pipelining._devices import one_device, stage_device
+from farandole.pipelining._refusal import tell_others
 
 
 class ForwardBackward:
@@ -179,6 +179,7 @@ class ForwardBackward:
             forward_only=forward_only,
             both=both,
             confirms=config.timers is not None and bool(config.barrier_with_L1_time),
+            checks_for_nan=bool(config.check_for_nan_in_loss_and_grad),
             shapes=None if shapes is None else (lengths, part, config.hidden_size, config.pipeline_dtype),
             device=one_device([_device_of(model) for model in models]),
         )
@@ -245,9 +246,8 @@ def _refusal(pipelined: bool, p2p_communicator: Any) -> Iterator[None]:
         group = getattr(p2p_communicator, "pp_group", None)
         if group is None and state is not None:
             group = state.get_pipeline_model_parallel_group()
-        if pipelined and group is not None and group.size() > 1:
-            with contextlib.suppress(RuntimeError):
-                _C.refuse_pipeline_step(group, f"{rank_name(group)}: {type(error).__name__}: {error}")
+        if pipelined:
+            tell_others(group, error)
         raise
 
 

@@ -31,7 +31,7 @@ class GradSync:
     def __init__(self, wrappers: list[_Wrapper]):
         self._wrappers = wrappers
         self.finalizes = True
-        """Of FSDP2 modules: whether the step that runs reduces their gradients."""
+        """Whether the step that runs reduces gradients; else they add up, as in no_sync(), for a later step's."""
 
     @classmethod
     def of(cls, submodule: nn.Module) -> GradSync | None:
@@ -58,7 +58,8 @@ class GradSync:
     def require(self, required: bool) -> None:
         """Called with False before the first forward of a step and with True before its last backward."""
         for wrapper in self._wrappers:
-            wrapper.require(required)
+            if self.finalizes or not required or wrapper.finish is not None:
+                wrapper.require(required)
 
     def finish(self) -> None:
         """Called after the last backward of a step, where a wrapper must finish."""

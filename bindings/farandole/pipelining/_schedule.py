@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from farandole import _C
 from farandole.pipelining import _plans
@@ -17,6 +16,7 @@ from farandole.pipelining._grad_sync import GradSync
 from farandole.pipelining._inputs import Batch, Inputs, InputSplitter
 from farandole.pipelining._loss_weights import LossWeights, loss_scales
 from farandole.pipelining._microbatches import merge_outputs
+from farandole.pipelining._refusal import RefusesOnAllRanks, rank_name, refusal
 from farandole.pipelining._stage import PipelineStage
 from farandole.pipelining._stage_edges import Edge, Ends, outputs_by_stage, pairs_of, selected_outputs
 
@@ -44,10 +44,15 @@ class ScheduleConfig:
     scale_grads: bool
     backward_requires_autograd: bool = True
     edges: Sequence[Edge] | None = None
+    check_for_nan_in_loss_and_grad: bool = False
 
 
-class PipelineSchedule:
-    """Runs steps of a plan over the stages of this rank. Made by the classes below it."""
+class PipelineSchedule(metaclass=RefusesOnAllRanks):
+    """Runs steps of a plan over the stages of this rank. Made by the classes below it.
+
+    What a constructor refuses on one rank is raised there and, in their next step, as RuntimeError on the others, for
+    which that rank waits, up to a minute.
+    """
 
     schedule_name = ""
     """One of :func:`schedule_names`, where the plan has a name."""
@@ -78,6 +83,14 @@ class PipelineSchedule:
         self._lowered: dict[bool, _C.Plan] = {}  # by whether it is forward only
         self._runs: dict[bool, _Run] = {}
         self._last_run: _Run | None = None
+
+    @classmethod
+    def _group_of_arguments(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for given in (*args[:1], kwargs.get("stage"), kwargs.get("stages")):
+            for stage in given if isinstance(given, (list, tuple)) else [given]:
+                if getattr(stage, "group", None) is not None:
+                    return stage.group
+        return None
 
     def compute_plan(self, *, forward_only: bool) -> _C.Plan:
         """What each rank runs in which order, with or without communication; the same on all ranks."""
@@ -118,8 +131,9 @@ class PipelineSchedule:
             return_outputs: whether the last stage collects its outputs.
             loss_kwargs: further keyword arguments of ``loss_fn``.
             arg_mbs, kwarg_mbs, target_mbs: instead of the above, one entry per microbatch.
-            finalize_gradients: of FSDP2 modules: whether this step reduces their gradients and reshards their
-                parameters. Otherwise a later step does, for both, and ``.grad`` is not there until then.
+            finalize_gradients: of stages wrapped for data parallelism: whether this step reduces gradients between
+                replicas. Otherwise they add up, as in ``no_sync()``, and a later step reduces those of both; FSDP2
+                modules then reshard their parameters, too, and have no ``.grad`` until then. The same on all replicas.
             loss_weights: on the last stage what each microbatch counts for, its rows or tokens, for losses that
                 average over them: the gradient of its loss is its part of their sum instead of 1 / n_microbatches, so
                 that gradients are those of the mean over the whole batch however it is split. Without ``scale_grads``
@@ -198,13 +212,8 @@ class PipelineSchedule:
         return_outputs: bool,
         loss_weights: LossWeights | None = None,
     ) -> Any:
-        try:
+        with refusal(self._stages[0].group):
             run = self._last_run = self._compiled(train)
-        except Exception as error:
-            first = self._stages[0]
-            with contextlib.suppress(RuntimeError):
-                _C.refuse_pipeline_step(first.group, f"{_rank_name(first)}: {type(error).__name__}: {error}")
-            raise
         try:
             if train and self._config.backward_requires_autograd and not torch.is_grad_enabled():
                 raise RuntimeError("step() was called with gradients disabled, expected them enabled: or call eval()")
@@ -258,8 +267,9 @@ class PipelineSchedule:
                 ],
                 loss_scale=copies / self._n_microbatches if self.scale_grads else 1.0,
                 description=f"{described}, n_microbatches={self._n_microbatches}",
-                rank_name=_rank_name(first),
                 device=self._device,
+                rank_name=rank_name(first.group),
+                checks_for_nan=self._config.check_for_nan_in_loss_and_grad,
             )
             last = ends.microbatches_that_end_in([stage.stage_index for stage in self._stages])
             splitter = InputSplitter(
@@ -330,9 +340,3 @@ class PipelineSchedule:
 
 def _listed(stages: list[int]) -> str:
     return str(stages[0]) if len(stages) == 1 else str(stages)
-
-
-def _rank_name(stage: PipelineStage) -> str:
-    # Several pipelines have a rank 0: an error that crosses over to another one must tell which.
-    rank = dist.get_rank()
-    return f"rank {stage.group_rank}" + ("" if rank == stage.group_rank else f" (global rank {rank})")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from farandole import _C
+from farandole.pipelining._refusal import PATIENCE, refusal
 from farandole.pipelining._schedule import PipelineSchedule, ScheduleConfig
 from farandole.pipelining._stage import PipelineStage
 from farandole.pipelining._stage_edges import Edge, edges_of, outputs_by_stage
@@ -36,6 +37,9 @@ class PipelineScheduleSingle(PipelineSchedule):
             which only some outputs are taken returns tensors and nothing else.
             Stages without one before them get the arguments of the step; each microbatch has one last stage. Stages of
             a model that torch's ``pipeline()`` traced bring theirs.
+        check_for_nan_in_loss_and_grad: in training, whether a loss, or a gradient that a stage gives to the one before,
+            that is NaN or infinite is an error on all ranks, which names stage and microbatch; the next step runs. It
+            reads what it checks once more. Not for scaled losses, whose overflow is what the scaler looks for.
 
     Raises:
         ValueError, NotImplementedError: arguments that cannot run, or cannot yet.
@@ -52,6 +56,7 @@ class PipelineScheduleSingle(PipelineSchedule):
         scale_grads: bool = True,
         *,
         edges: Sequence[Edge] | None = None,
+        check_for_nan_in_loss_and_grad: bool = False,
     ):
         stage = as_stage(stage)
         if not isinstance(stage, PipelineStage):
@@ -69,6 +74,7 @@ class PipelineScheduleSingle(PipelineSchedule):
             output_merge_spec,
             scale_grads,
             edges=edges_between([stage], edges),
+            check_for_nan_in_loss_and_grad=check_for_nan_in_loss_and_grad,
         )
         super().__init__([stage], config)
         if self.schedule_name:
@@ -101,6 +107,7 @@ class PipelineScheduleMulti(PipelineSchedule):
         backward_requires_autograd: bool = True,
         *,
         edges: Sequence[Edge] | None = None,
+        check_for_nan_in_loss_and_grad: bool = False,
     ):
         stages = [as_stage(stage) for stage in stages] if isinstance(stages, (list, tuple)) else stages
         _check_stages(stages)
@@ -113,6 +120,7 @@ class PipelineScheduleMulti(PipelineSchedule):
             scale_grads,
             backward_requires_autograd,
             edges_between(stages, edges),
+            check_for_nan_in_loss_and_grad,
         )
         super().__init__(stages, config)
         self._plan: _C.Plan | None = None
@@ -162,15 +170,16 @@ class PipelineScheduleMulti(PipelineSchedule):
             ValueError: the plan is wrong, or not for these stages, ranks and microbatches, or names other edges than the
                 schedule was given.
         """
-        if format not in ("compute_only", "compute_comms"):
-            raise ValueError(f"format is {format!r}, expected 'compute_only' or 'compute_comms'")
-        plan = _C.Plan.from_csv(Path(filename).read_text(), None, *self._graph())
-        if plan.has_communication != (format == "compute_comms"):
-            raise ValueError(
-                f"{filename} has {'' if plan.has_communication else 'no '}communication, expected it "
-                f"{'with' if format == 'compute_comms' else 'without'}, as format={format!r} says"
-            )
-        self._use(plan)
+        with refusal(self._stages[0].group, PATIENCE):
+            if format not in ("compute_only", "compute_comms"):
+                raise ValueError(f"format is {format!r}, expected 'compute_only' or 'compute_comms'")
+            plan = _C.Plan.from_csv(Path(filename).read_text(), None, *self._graph())
+            if plan.has_communication != (format == "compute_comms"):
+                raise ValueError(
+                    f"{filename} has {'' if plan.has_communication else 'no '}communication, expected it "
+                    f"{'with' if format == 'compute_comms' else 'without'}, as format={format!r} says"
+                )
+            self._use(plan)
 
     _load_csv = load_csv  # torch's name
 
@@ -241,6 +250,7 @@ class ScheduleFromPlan(PipelineScheduleMulti):
         scale_grads: bool = True,
         *,
         outputs_to: dict[tuple[int, int], Sequence[int]] | None = None,
+        check_for_nan_in_loss_and_grad: bool = False,
     ):
         if not isinstance(plan, _C.Plan):
             raise TypeError(f"plan is a {type(plan).__name__}, expected a farandole.pipelining.Plan")
@@ -252,6 +262,7 @@ class ScheduleFromPlan(PipelineScheduleMulti):
             kwargs_chunk_spec,
             output_merge_spec,
             scale_grads,
+            check_for_nan_in_loss_and_grad=check_for_nan_in_loss_and_grad,
         )
         if self._edges is not None and set(self._edges) != set(edges_of(plan)):
             raise ValueError(

@@ -90,6 +90,7 @@ class ScheduleLoopedBFS(PipelineScheduleMulti):
         args_chunk_spec: tuple[Any, ...] | None = None,
         kwargs_chunk_spec: dict[str, Any] | None = None,
         edges: Sequence[Edge] | None = None,
+        check_for_nan_in_loss_and_grad: bool = False,
     ):
         super().__init__(
             stages,
@@ -101,6 +102,7 @@ class ScheduleLoopedBFS(PipelineScheduleMulti):
             scale_grads,
             backward_requires_autograd,
             edges=edges,
+            check_for_nan_in_loss_and_grad=check_for_nan_in_loss_and_grad,
         )
 
 

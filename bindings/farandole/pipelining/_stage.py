@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from farandole.pipelining._devices import stage_device
+from farandole.pipelining._refusal import RefusesOnAllRanks
 from farandole.pipelining._stage_edges import Edge
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 Declared = list[tuple[list[int], torch.dtype]]
 
 
-class PipelineStage:
+class PipelineStage(metaclass=RefusesOnAllRanks):
     """A module that is one stage of a sequential pipeline. A rank has one of these for each of its stages.
 
     Args:
@@ -46,7 +47,9 @@ class PipelineStage:
             in a whole backward, in W where a schedule has backwards in two halves (I is then all that autograd does).
             Such a submodule cannot be wrapped for data parallelism.
 
-    ``input_grads``, ``output_grads`` and ``get_mesh`` of torch's class are not supported and refused.
+    ``input_grads``, ``output_grads`` and ``get_mesh`` of torch's class are not supported and refused. What is refused on
+    one rank is raised there and, in their next step, as RuntimeError on the others, for which that rank waits, up to a
+    minute.
     """
 
     def __init__(
@@ -97,6 +100,11 @@ class PipelineStage:
         self.declared_outputs = _declared(output_args, "output_args")
         self.edges: Sequence[Edge] | None = None  # of the traced model that it is a stage of
         self.arguments: TracedArguments | None = None
+
+    @classmethod
+    def _group_of_arguments(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        group = kwargs.get("group")
+        return dist.group.WORLD if group is None and dist.is_initialized() else group
 
     @property
     def is_first(self) -> bool:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from farandole.pipelining._refusal import PATIENCE, refusal
 from farandole.pipelining._stage import PipelineStage
 from farandole.pipelining._stage_edges import Edge
 
@@ -71,12 +72,13 @@ def build_stage(
         TypeError, ValueError, NotImplementedError: the module is not one of a traced model, or the graph is none that
             stages can be run by.
     """
-    _graph_module(stage_module)
-    sources = _sources(pipe_info)
-    stage = PipelineStage(stage_module, stage_index, pipe_info.num_stages, device, group=group)
-    stage.edges = _edges(sources)
-    stage.arguments = TracedArguments(stage_index, sources[stage_index])
-    return stage
+    with refusal(dist.group.WORLD if group is None and dist.is_initialized() else group, PATIENCE):
+        _graph_module(stage_module)
+        sources = _sources(pipe_info)
+        stage = PipelineStage(stage_module, stage_index, pipe_info.num_stages, device, group=group)
+        stage.edges = _edges(sources)
+        stage.arguments = TracedArguments(stage_index, sources[stage_index])
+        return stage
 
 
 def as_stage(stage: Any) -> Any:

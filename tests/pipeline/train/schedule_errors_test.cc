@@ -1,5 +1,7 @@
 #include <gtest/gtest.h>
 
+#include <limits>
+
 #include "pipeline/schedules/registry.h"
 #include "tests/pipeline/train/training.h"
 
@@ -48,6 +50,18 @@ class ScheduleErrors : public ::testing::Test {
   Example good_;
   ScheduleConfig config_;
 };
+
+TEST_F(ScheduleErrors, OfALossThatIsNaNReachEveryRankWhereThatIsAskedFor) {
+  Batch batch = goodBatch();
+  batch.target = batch.target.clone();
+  batch.target[-1].fill_(std::numeric_limits<double>::quiet_NaN());
+  Ranks all = make([](int, ScheduleConfig& config) { config.checkForNan = true; });
+  for (int time = 0; time < 2; ++time) {
+    expectErrors(all.step(batch),
+                 "rank 2, stage 2, microbatch 3: the loss is NaN or infinite, expected a finite number");
+    expectNextStepRuns(all);
+  }
+}
 
 TEST_F(ScheduleErrors, OfABatchReachEveryRank) {
   const auto changed = [this](const std::function<void(Batch&)>& change) {

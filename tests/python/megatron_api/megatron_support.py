@@ -85,11 +85,13 @@ def loss_func(kind: str, weights: torch.Tensor, output: torch.Tensor, non_loss_d
     return total, tokens, {"total": total.detach().clone(), "tokens": tokens}
 
 
-def batches(seed: int, count: int, length: int = SEQUENCE) -> Iterator[dict[str, torch.Tensor]]:
+def batches(seed: int, count: int, length: int = SEQUENCE, varies: bool = False) -> Iterator[dict[str, torch.Tensor]]:
+    """`varies`: each microbatch has a length of its own, up to twice the given one."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(count):
-        x = torch.randn(length, BATCH, HIDDEN, generator=generator, dtype=torch.double)
-        yield {"x": x, "weights": torch.randint(0, 3, (length, BATCH), generator=generator)}
+        own = int(torch.randint(1, 2 * length + 1, (), generator=generator)) if varies else length
+        x = torch.randn(own, BATCH, HIDDEN, generator=generator, dtype=torch.double)
+        yield {"x": x, "weights": torch.randint(0, 3, (own, BATCH), generator=generator)}
 
 
 @dataclass

@@ -85,7 +85,7 @@ def _run(theirs: bool, rank: int, options: dict[str, Any], virtual: int | None, 
     config = _config(options, virtual, recorder)
     models = [support.Chunk(config, c * size + rank, size * chunks, recorder.log) for c in range(chunks)]
     length = support.SEQUENCE // options["cp"] // (options["tp"] if config.sequence_parallel else 1)
-    iterators = [support.batches(options["seed"], options["count"], length) for _ in models]
+    iterators = [support.batches(options["seed"], options["count"], length, options["variable"]) for _ in models]
     schedules = _megatron_core.import_schedules()
     if theirs and not own_exchange:
         from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator

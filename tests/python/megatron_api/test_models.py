@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import weakref
 from collections.abc import Iterator
 from functools import partial
@@ -111,20 +112,24 @@ class EncoderDecoder(nn.Module):
         return torch.tanh(self.linear(own)) * self.tensors[-1].mean(0)
 
 
-def _encode_decode(rank: int, world_size: int, split: int, variable: bool) -> None:
+def _encode_decode(rank: int, world_size: int, split: int, variable: bool, seed: int) -> None:
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=world_size, pipeline_model_parallel_split_rank=split
     )
     assert parallel_state.is_pipeline_stage_before_split() == (rank < split)
     source_length, target_length, count = 7, 3, 5
+    rng = random.Random(seed)
+    lengths = [(source_length, target_length)] * count
+    if variable:
+        lengths = [(rng.randint(1, 9), rng.randint(1, 9)) for _ in range(count)]
     model = EncoderDecoder(rank, split, world_size)
     model.config = support.config_of(variable_seq_lengths=variable)
     alone = [EncoderDecoder(i, split, world_size) for i in range(world_size)]
     torch.manual_seed(1)
     shape = support.BATCH, support.HIDDEN
     pairs = [
-        (torch.randn(source_length, *shape, dtype=torch.double), torch.randn(target_length, *shape, dtype=torch.double))
-        for _ in range(count)
+        (torch.randn(source, *shape, dtype=torch.double), torch.randn(target, *shape, dtype=torch.double))
+        for source, target in lengths
     ]
 
     def forward_step(iterator: Iterator[Any], model: nn.Module) -> Any:
@@ -164,7 +169,9 @@ def _encode_decode(rank: int, world_size: int, split: int, variable: bool) -> No
 @pytest.mark.parametrize(("size", "split"), [(2, 1), (4, 1), (4, 2), (4, 3)])
 @pytest.mark.parametrize("variable", [False, True])
 def test_decoder_stages_relay_what_the_encoder_made_and_its_gradients_add_up(size, split, variable):
-    run_ranks(_encode_decode, size, "farandole", split=split, variable=variable)
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"seed {seed}")
+    run_ranks(_encode_decode, size, "farandole", split=split, variable=variable, seed=seed)
 
 
 def _asks_where_it_is(rank: int, world_size: int) -> None:

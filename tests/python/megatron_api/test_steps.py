@@ -75,7 +75,8 @@ def _fails(rank: int, world_size: int, where: str, failing: int) -> str:
 
         return SimpleNamespace(start=start, stop=lambda: running.remove(name))
 
-    model = support.chunk_of(rank, world_size, no_sync_func=recorder.no_sync, timers=timers)
+    checks = {"check_for_nan_in_loss_and_grad": True} if where == "nan" else {}
+    model = support.chunk_of(rank, world_size, no_sync_func=recorder.no_sync, timers=timers, **checks)
     active = [True]
 
     def forward_step(iterator: Iterator[Any], model: nn.Module) -> Any:
@@ -90,6 +91,8 @@ def _fails(rank: int, world_size: int, where: str, failing: int) -> str:
             if active[0] and where == "loss":
                 raise ZeroDivisionError("no such luck")
             loss, reduced = support.loss_func("mean", batch["weights"], output)
+            if active[0] and where == "nan":
+                return loss * float("nan"), reduced
             return (loss.repeat(2), reduced) if active[0] and where == "two losses" else (loss, reduced)
 
         return output, loss_func
@@ -122,6 +125,7 @@ def _fails(rank: int, world_size: int, where: str, failing: int) -> str:
             "rank 1, stage 1, microbatch 0: backward: ZeroDivisionError: integer division or modulo by zero",
         ),
         ("two losses", 2, "expected a tensor of one element"),
+        ("nan", 2, "rank 2, stage 2, microbatch 0: the loss is NaN or infinite, expected a finite number"),
     ],
 )
 def test_what_is_raised_reaches_every_rank_and_the_next_step_runs(where, failing, expected):

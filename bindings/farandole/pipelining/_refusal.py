@@ -1,0 +1,63 @@
+"""What one rank refuses reaches the others: they learn the reason from their next step, instead of waiting in it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from farandole import _C
+
+# Seconds for which a rank whose constructor failed waits for the others to come to their first step.
+PATIENCE = 60.0
+
+
+def rank_name(group: dist.ProcessGroup | None) -> str:
+    """Several pipelines have a rank 0: an error that crosses over to another one must tell which."""
+    if group is None:
+        return "rank 0"
+    rank = dist.get_rank()
+    return f"rank {group.rank()}" + ("" if rank == group.rank() else f" (global rank {rank})")
+
+
+@contextlib.contextmanager
+def refusal(group: Any, patience: float | None = None) -> Iterator[None]:
+    """What is raised inside is the others' error, too: this rank takes part in the beginning of their next step.
+
+    Args:
+        group: the pipeline's; nobody is told where it is none that this process is in with others.
+        patience: seconds to wait for the others; until the group's timeout if None.
+    """
+    try:
+        yield
+    except Exception as error:
+        tell_others(group, error, patience)
+        raise
+
+
+class RefusesOnAllRanks(type):
+    """Of classes whose constructor may refuse on one rank what it takes on others, unknown arguments included.
+
+    The class method ``_group_of_arguments(args, kwargs)`` says which group the others are in.
+    """
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)
+        except Exception as error:
+            tell_others(cls._group_of_arguments(args, kwargs), error, PATIENCE)  # type: ignore[attr-defined]
+            raise
+
+
+def tell_others(group: Any, error: Exception, patience: float | None = None) -> None:
+    """As :func:`refusal`, of an error that is being handled; once for each error."""
+    if not isinstance(group, dist.ProcessGroup) or group.size() == 1:
+        return
+    if getattr(error, "_farandole_told", False):  # by a constructor that was called inside
+        return
+    error._farandole_told = True  # type: ignore[attr-defined]
+    # What the others then see is of no interest here: this rank raises its own error.
+    with contextlib.suppress(RuntimeError):
+        _C.refuse_pipeline_step(group, f"{rank_name(group)}: {type(error).__name__}: {error}", patience)
