@@ -12,6 +12,7 @@ import torch.distributed as dist
 from farandole.ddp import _optimizer_state as saved
 from farandole.ddp._agreement import Facts, raising_together
 from farandole.ddp._expert_names import expert_suffix, trainable_of
+from farandole.ddp._overflow import OverflowFlag
 from farandole.ddp._runs import Cut, GradShard, Run, total_norm, whole_runs_of
 from farandole.ddp._tuning import TUNED_ROUNDS
 from farandole.ddp._whole import WholeParameters
@@ -46,17 +47,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
             optimizer.clip_grad_norm_(1.0)
             optimizer.step()
 
-    Learning rate schedulers take it as any optimizer. With a scaler of float16 losses take
-    ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler(process_group=...)``, which tells all ranks of an
-    overflow that one of them sees, and ``grad_reduce_in_fp32=True``.
+    Learning rate schedulers take it as any optimizer, and so does ``torch.amp.GradScaler``: an overflow that one rank
+    sees skips the step of all, of ``model_parallel_group`` too, and leaves them with one scale. ``unscale_()`` and
+    ``step()`` of the scaler are collectives then. With float16 gradients an optimizer that needs whole parameters is
+    refused there: ``grad_reduce_in_fp32=True``.
 
     Constructing is a collective: what is wrong on one rank is raised on all.
 
     Args:
         optimizer: made over parameters of the model, in any param groups. It is taken over with the state it has: its
             ``param_groups`` get the tensors that this rank updates, flat ones where the model is sharded and it updates
-            each element by itself, as Adam or SGD do. Else it must update each parameter by itself; of what this rank
-            reduces ``param_groups`` then show the gradients alone, for scalers.
+            each element by itself, as Adam or SGD do. Else it must update each parameter by itself. Those of the
+            DistributedOptimizer show what this rank has of the gradients, for scalers.
         model: the wrapped model, or several (virtual stages). Parameters that ``optimizer`` has not stay as they are.
         model_parallel_group: ranks with other parameters of the same model (pipeline and tensor parallel ones),
             over which norms of gradients are added up, too. A parameter with ``shared = True`` is left out of norms.
@@ -108,6 +110,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for one, prefix in zip(models, prefixes, strict=True)
         ]
         self._exchanges: list[WholeParameters] = []
+        self._has_float16_grads = any(
+            parameter.main_grad.dtype == torch.float16
+            for model in models
+            for parameter in model._trainable.values()
+            if parameter in group_of
+        )
         if is_flat:
             self._runs = [run for cut in cuts for run in cut.runs()]
         else:
@@ -120,14 +128,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not is_flat:
             self._graded = [shard for cut in cuts for shard in cut.shards()]
         self._is_provisional = False  # the state was made to be loaded into, and was not
-        self._has_grads = False
+        self._taken: list[int] | None = None  # the rounds, by model, whose gradients the runs have
         super().__init__([dict(group) for group in optimizer.param_groups], optimizer.defaults)
         self.state = optimizer.state
-        if is_flat:
-            self.param_groups = optimizer.param_groups
-        else:
-            for index, group in enumerate(self.param_groups):
-                group["params"] = [shard.tensor for shard in self._graded if shard.group == index]
+        for index, group in enumerate(self.param_groups):
+            group["params"] = [one.tensor for one in self._graded if one.group == index and one.is_seen_by_scalers]
+        self._flag = OverflowFlag(self._device, [*self._replica_groups, model_parallel_group], self._unscale_rest)
+        self.param_groups[-1]["params"].append(self._flag)
         self._settings = _settings_of(self.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -185,10 +192,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             exchange.gather_grads()
         for run in self._runs if self._exchanges else ():
             run.take_grad()
-        _agree_on_settings(self.param_groups, self._inner.param_groups, self._settings)
+        self._agree_on_settings()
         self._inner.step()
-        _copy_settings(self._inner.param_groups, self.param_groups)
-        self._settings = _settings_of(self.param_groups)
+        self._show_settings()
         self._drop_grads()
         self._publish()
         return loss
@@ -209,7 +215,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._check_names("state_dict()")
         if self._exchanges:
             self._finish_params()  # making the state steps in memory that is gathered into
-        _copy_settings(self.param_groups, self._inner.param_groups)
+        self._agree_on_settings()
         self._is_provisional = saved.initialize(self._inner, self._runs) or self._is_provisional
         return saved.collect(self._inner, self._runs, self._names)
 
@@ -230,7 +236,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             todo = saved.match(self._inner, self._runs, self._names, state_dict)
         for restore in todo:
             restore()
-        _copy_settings(self._inner.param_groups, self.param_groups)
+        self._show_settings()
         self._is_provisional = False
         self._publish()
 
@@ -262,18 +268,31 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "experts have one name"
             )
 
+    @property
+    def _device(self) -> torch.device:
+        return next(self._models[0].parameters()).device
+
+    @property
+    def _replica_groups(self) -> list[dist.ProcessGroup | None]:
+        return [group for model in self._models for group in (model.replicas.group, model.replicas.instances)]
+
     def _raising_together(self) -> contextlib.AbstractContextManager[Facts]:
-        first = self._models[0]
-        replicas = [group for model in self._models for group in (model.replicas.group, model.replicas.instances)]
-        return raising_together(replicas, [self._model_parallel_group], next(first.parameters()).device)
+        return raising_together(self._replica_groups, [self._model_parallel_group], self._device)
+
+    def _agree_on_settings(self) -> None:
+        _agree_on_settings(self.param_groups, self._inner.param_groups, self._settings)
+        self._settings = _settings_of(self.param_groups)
+
+    def _show_settings(self) -> None:
+        _copy_settings(self._inner.param_groups, self.param_groups)
+        self._settings = _settings_of(self.param_groups)
 
     def _total_norm(self, norm_type: float) -> torch.Tensor:
         """The weights: a sharded run is this rank's alone, any other is every replica's."""
         first = self._models[0]
-        device = next(first.parameters()).device
         copies = {False: first.replicas.group.size(), True: first.experts.group.size()}
         total = total_norm(
-            self._graded, norm_type, lambda run: 1.0 if self._is_sharded else 1.0 / copies[run.is_expert], device
+            self._graded, norm_type, lambda run: 1.0 if self._is_sharded else 1.0 / copies[run.is_expert], self._device
         )
         op = dist.ReduceOp.MAX if norm_type == torch.inf else dist.ReduceOp.SUM
         for group in (first.replicas.group, self._model_parallel_group):
@@ -282,23 +301,41 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return total if norm_type == torch.inf else total ** (1.0 / norm_type)
 
     def _take_grads(self, what: str) -> None:
-        if self._has_grads:
-            return
         for model in self._models:
             if not model._reducer.is_reduced():
                 raise RuntimeError(
                     f"{what}: gradients were not reduced: expected a backward outside of no_sync(), or "
                     "finish_grad_sync(), since the last zero_grad()"
                 )
+        # Not whether there was a zero_grad() since: that of the model's buffers does as well.
+        rounds = [model._reducer.rounds() for model in self._models]
+        if self._taken == rounds:
+            return
         if not self._exchanges:
             for run in self._runs:
                 run.take_grad()
-        self._has_grads = True
+        self._taken = rounds
 
     def _drop_grads(self) -> None:
-        self._has_grads = False
+        self._taken = None
         for run in self._runs:
             run.drop_grad()
+        self._flag.raise_again()
+
+    def _unscale_rest(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+        """A scaler has come to the last gradient that it sees: copies of another type are made now."""
+        self._take_grads("GradScaler.unscale_()")
+        by_type: dict[torch.dtype, list[torch.Tensor]] = {}
+        for one in self._graded:
+            if not one.is_seen_by_scalers and one.tensor.grad is not None:
+                by_type.setdefault(one.tensor.grad.dtype, []).append(one.tensor.grad)
+        if self._exchanges and self._has_float16_grads:
+            raise ValueError(
+                f"GradScaler.unscale_(): gradients are float16, and {type(self._inner).__name__} needs them whole, in "
+                "their own type, too short for unscaled ones: expected grad_reduce_in_fp32=True"
+            )
+        for grads in by_type.values():
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
 
 
 def _is_elementwise(optimizer: torch.optim.Optimizer, is_elementwise: bool | None) -> bool:

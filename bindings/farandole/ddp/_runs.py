@@ -61,6 +61,11 @@ class Run:
         if self._take_by_view:
             self.tensor.grad = grads
 
+    @property
+    def is_seen_by_scalers(self) -> bool:
+        """Not a copy, which may be of a step that was skipped."""
+        return self._take_by_view
+
     def take_grad(self) -> None:
         """Gives the optimizer the reduced gradients: a view of them where the type is its own, else a copy."""
         self.tensor.grad = self._grads if self._take_by_view else self._grads.to(self.tensor.dtype)
@@ -91,6 +96,8 @@ class GradShard:
         self.is_expert = is_expert
         self.tensor = torch.nn.Parameter(grads)
         self.tensor.grad = grads
+        # torch's scaler refuses the others, on ranks that have some.
+        self.is_seen_by_scalers = grads.dtype != torch.float16
 
 
 class Cut:
