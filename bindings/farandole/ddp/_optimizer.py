@@ -12,8 +12,11 @@ import torch.distributed as dist
 from farandole.ddp import _optimizer_state as saved
 from farandole.ddp._agreement import Facts, raising_together
 from farandole.ddp._expert_names import expert_suffix, trainable_of
+from farandole.ddp._norms import total_norm, uncounted
+from farandole.ddp._options import group_of as checked_group
 from farandole.ddp._overflow import OverflowFlag
-from farandole.ddp._runs import Cut, GradShard, Run, total_norm, whole_runs_of
+from farandole.ddp._runs import Cut, GradShard, Run, whole_runs_of
+from farandole.ddp._settings import agree_on_settings, copy_settings, settings_of
 from farandole.ddp._tuning import TUNED_ROUNDS
 from farandole.ddp._whole import WholeParameters
 from farandole.ddp._wrapper import DistributedDataParallel
@@ -61,12 +64,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
             DistributedOptimizer show what this rank has of the gradients, for scalers.
         model: the wrapped model, or several (virtual stages). Parameters that ``optimizer`` has not stay as they are.
         model_parallel_group: ranks with other parameters of the same model (pipeline and tensor parallel ones),
-            over which norms of gradients are added up, too. A parameter with ``shared = True`` is left out of norms.
+            over which norms of gradients are added up, too. Of what several of them have, one counts: a parameter with
+            ``shared = True`` is left out, and of those with ``shared_embedding = True`` all but the first rank's.
+        tensor_parallel_group: the tensor-parallel ranks among these. On all but the first of them parameters that have
+            no ``tensor_model_parallel = True`` are left out of norms, experts excepted.
         is_elementwise: whether a custom optimizer updates each element by itself, or each parameter: must be said
             where that is not known.
 
     Raises:
-        ValueError: an optimizer that can do neither over a sharded model; a parameter that is of none of the models.
+        ValueError: an optimizer that can do neither over a sharded model; a parameter that is of none of the models;
+            embeddings that may be parts or copies of each other.
     """
 
     def __init__(
@@ -75,6 +82,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         model: DistributedDataParallel | Sequence[DistributedDataParallel],
         *,
         model_parallel_group: dist.ProcessGroup | None = None,
+        tensor_parallel_group: dist.ProcessGroup | None = None,
         is_elementwise: bool | None = None,
     ) -> None:
         models = [model] if isinstance(model, torch.nn.Module) else list(model)
@@ -95,8 +103,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._is_sharded = any(one._param_sync is not None for one in models)
         self._models = models
         self._inner = optimizer
-        self._model_parallel_group = model_parallel_group
+        is_member = isinstance(model_parallel_group, dist.ProcessGroup)
+        self._model_parallel_group = model_parallel_group if is_member else None
         with self._raising_together() as facts:
+            for name, group in (
+                ("model_parallel_group", model_parallel_group),
+                ("tensor_parallel_group", tensor_parallel_group),
+            ):
+                if group is not None:
+                    checked_group(name, group)
             if self._is_sharded and any(one._param_sync is None for one in models):
                 raise ValueError("model: expected all with use_distributed_optimizer=True, or none")
             is_flat = not self._is_sharded or _is_elementwise(optimizer, is_elementwise)
@@ -105,6 +120,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             facts += [("optimizer", type(optimizer).__name__)]
             facts += [(f"param group {index}", ", ".join(names)) for index, names in enumerate(self._names)]
         self._expert_suffix = expert_suffix(models)
+        self._uncounted = uncounted(models, model_parallel_group, tensor_parallel_group)
         cuts = [
             Cut(one, trainable_of(one, prefix, self._expert_suffix), group_of)
             for one, prefix in zip(models, prefixes, strict=True)
@@ -135,7 +151,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             group["params"] = [one.tensor for one in self._graded if one.group == index and one.is_seen_by_scalers]
         self._flag = OverflowFlag(self._device, [*self._replica_groups, model_parallel_group], self._unscale_rest)
         self.param_groups[-1]["params"].append(self._flag)
-        self._settings = _settings_of(self.param_groups)
+        self._settings = settings_of(self.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Begins a step: gradients of the last one do not count any more.
@@ -280,19 +296,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return raising_together(self._replica_groups, [self._model_parallel_group], self._device)
 
     def _agree_on_settings(self) -> None:
-        _agree_on_settings(self.param_groups, self._inner.param_groups, self._settings)
-        self._settings = _settings_of(self.param_groups)
+        agree_on_settings(self.param_groups, self._inner.param_groups, self._settings)
+        self._settings = settings_of(self.param_groups)
 
     def _show_settings(self) -> None:
-        _copy_settings(self._inner.param_groups, self.param_groups)
-        self._settings = _settings_of(self.param_groups)
+        copy_settings(self._inner.param_groups, self.param_groups)
+        self._settings = settings_of(self.param_groups)
 
     def _total_norm(self, norm_type: float) -> torch.Tensor:
         """The weights: a sharded run is this rank's alone, any other is every replica's."""
         first = self._models[0]
         copies = {False: first.replicas.group.size(), True: first.experts.group.size()}
         total = total_norm(
-            self._graded, norm_type, lambda run: 1.0 if self._is_sharded else 1.0 / copies[run.is_expert], self._device
+            self._graded,
+            norm_type,
+            lambda run: 1.0 if self._is_sharded else 1.0 / copies[run.is_expert],
+            self._uncounted,
+            self._device,
         )
         op = dist.ReduceOp.MAX if norm_type == torch.inf else dist.ReduceOp.SUM
         for group in (first.replicas.group, self._model_parallel_group):
@@ -376,30 +396,3 @@ def _groups_of(
             group_of[parameter] = index
         names.append([name_of[parameter] for parameter in group["params"] if parameter in name_of])
     return group_of, names
-
-
-def _copy_settings(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-    """Learning rates and the like, where schedulers and the optimizer have different groups."""
-    for theirs, ours in zip(source, target, strict=True):
-        if theirs is not ours:
-            ours.update({key: value for key, value in theirs.items() if key != "params"})
-
-
-def _settings_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
-
-
-def _agree_on_settings(ours: list[dict[str, Any]], inner: list[dict[str, Any]], last: list[dict[str, Any]]) -> None:
-    """What was changed in either since both were ``last``, by a scheduler of one of them, counts in both."""
-    for mine, theirs, before in zip(ours, inner, last, strict=True):
-        if mine is theirs:
-            continue
-        for key in (mine.keys() | theirs.keys()) - {"params"}:
-            is_mine = key in mine and not (key in before and _is_same(mine[key], before[key]))
-            mine[key] = theirs[key] = mine[key] if is_mine or key not in theirs else theirs[key]
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    # A learning rate that is a tensor changes in place.
-    holds_tensor = isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor)
-    return one is other or (not holds_tensor and bool(one == other))
