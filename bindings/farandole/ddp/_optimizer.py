@@ -137,6 +137,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         else:
             self._runs, self._exchanges = whole_runs_of(cuts)
         saved.take_over(optimizer, self._runs)
+        for one in models:
+            one._reducer.hold_parameters()  # the runs have their memory
         for index, group in enumerate(optimizer.param_groups):
             group["params"] = [run.tensor for run in self._runs if run.group == index]
         # What is measured, clipped and scaled.

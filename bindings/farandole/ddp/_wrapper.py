@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch.distributed.utils import _to_kwargs
 
 from farandole import _C
+from farandole.ddp._changes import ParameterWatch
 from farandole.ddp._comm_hook import builtin_comm_hook, checked_comm_hook
 from farandole.ddp._copying import build_again, state_of
+from farandole.ddp._fused import is_added_of, reset_added
 from farandole.ddp._join import UnevenInputs, begin_forward
 from farandole.ddp._options import (
     Replicas,
@@ -78,7 +80,9 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs):
         disable_bucketing: one bucket for all gradients of a type.
         overlap_grad_reduce: reduce buckets while backward runs, else after it; over farandole on the CPU all gradients
             then keep their own memory until they are reduced, beside the buffers.
-        grad_reduce_in_fp32: accumulate and reduce in float32 what parameters have in a shorter type.
+        grad_reduce_in_fp32: accumulate and reduce in float32 what parameters have in a shorter type. So, and with
+            use_distributed_optimizer, kernels may add to ``main_grad`` themselves (Megatron-core's and
+            TransformerEngine's, or those of parameters that have ``grad_added_to_main_grad`` when they are wrapped).
         use_distributed_optimizer: each rank gets its part of the gradients, see above.
         overlap_param_gather: with it, the parameters that other ranks have updated come while the next forward runs,
             each bucket just before the first module that needs it; else :class:`DistributedOptimizer` waits for them.
@@ -180,7 +184,7 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs):
         experts: Replicas,
         options: _C.ReducerOptions,
         overlap_param_gather: bool,
-        is_added: Callable[[int], bool] | None = None,
+        fuses: bool = False,
     ) -> None:
         """Once the arguments are known: also for those who take others."""
         UnevenInputs.__init__(self)
@@ -194,7 +198,7 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs):
         self._divides_by_world = True
         self._options = options
         self._overlap_param_gather = overlap_param_gather
-        self._is_added = is_added
+        self._is_added = is_added_of(module, options.in_main_grad, fuses)
         self._tuner = None
         self._timeline: _C.GradTimeline | None = None  # where rounds are recorded
         self._reducer = _C.GradReducer(
@@ -203,12 +207,13 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs):
             parameters_of(module),
             list(module.named_buffers()),
             options,
-            is_added,
+            self._is_added,
         )
         main_grads = dict(self._reducer.main_grads())
         self._trainable = {name: parameter for name, parameter in module.named_parameters() if name in main_grads}
         for name, parameter in self._trainable.items():
             parameter.main_grad = main_grads[name]
+        self._watch = ParameterWatch(module, self._trainable.values(), self._is_added is not None)
         self._param_sync = ParamSync(self, self._reducer, overlap_param_gather) if options.is_sharded else None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -228,7 +233,8 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs):
                     msg="fullgraph=True of farandole.ddp.DistributedDataParallel, which calls its reducer before the module: "
                     "expected fullgraph=False, or the module inside to be compiled"
                 )
-            self._reducer.prepare_forward(self.require_backward_grad_sync)
+            change = "" if torch.compiler.is_compiling() else self._watch.change(self._reducer.rounds())
+            self._reducer.prepare_forward(self.require_backward_grad_sync, change)
         broadcasts = self.broadcast_buffers and self.require_forward_param_sync
         source = 0
         if self._join_config.enable:
@@ -333,15 +339,23 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs):
 
     def zero_grad_buffer(self) -> None:
         """Zeroes every ``main_grad``, and with it every ``.grad`` that is one, by one kernel per buffer."""
+        self._reset_added()
         self._reducer.zero_grads()
+
+    def _reset_added(self) -> None:
+        if self._is_added is not None:
+            reset_added(self._trainable.values())
 
     def forget_grads(self) -> None:
         """What ``main_grad`` holds does not count any more, and the next gradient replaces it; ``.grad`` is None.
 
         It spares the pass over the buffers that :meth:`zero_grad_buffer` makes. Between the two ``main_grad`` must not
-        be read.
+        be read. Where kernels add to ``main_grad`` themselves it is zeroed.
         """
-        self._reducer.forget_grads()
+        if self._is_added is not None:
+            self.zero_grad_buffer()
+        else:
+            self._reducer.forget_grads()
 
     def scale_gradients(self, scaling_factor: float) -> None:
         """Multiplies every ``main_grad``, one kernel per buffer: e.g. by one over the number of tokens."""
