@@ -25,14 +25,14 @@ from farandole.ddp._options import (
     unused_policy,
 )
 from farandole.ddp._outputs import tensors_in
-from farandole.ddp._param_sync import ParamSync
+from farandole.ddp._param_sync import ParamSync, SyncsParameters
 from farandole.ddp._timeline import Timeline
 from farandole.ddp._tuning import BucketTuner, is_auto
 
 __all__ = ["DistributedDataParallel"]
 
 
-class DistributedDataParallel(torch.nn.Module, UnevenInputs):
+class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters):
     """Wraps a module so that each backward leaves the average gradient over the group in ``.grad``.
 
     Gradients live in contiguous buffers, laid out in reverse registration order (as Megatron-core's) and cut into
@@ -360,25 +360,6 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs):
     def scale_gradients(self, scaling_factor: float) -> None:
         """Multiplies every ``main_grad``, one kernel per buffer: e.g. by one over the number of tokens."""
         self._reducer.scale_grads(scaling_factor)
-
-    def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Brings the parameters that the optimizer has updated on other ranks: see ParamSync.start."""
-        if self._param_sync is None:
-            raise RuntimeError("start_param_sync(): nothing is sharded: expected use_distributed_optimizer=True")
-        self._param_sync.start(force_sync=force_sync, force_dispatch=force_dispatch)
-
-    def enable_forward_pre_hook(self) -> None:
-        """Forwards wait for the parameters that they need, as after construction with overlap_param_gather."""
-        self._overlapped_param_sync().enable()
-
-    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
-        """Forwards do not wait any more. Waits for all parameters now, unless ``param_sync`` is False."""
-        self._overlapped_param_sync().disable(param_sync)
-
-    def _overlapped_param_sync(self) -> ParamSync:
-        if self._param_sync is None or not self._param_sync.overlaps:
-            raise RuntimeError("forward pre-hooks: expected overlap_param_gather=True")
-        return self._param_sync
 
     @contextlib.contextmanager
     def record_timeline(self) -> Iterator[Timeline]:
