@@ -29,14 +29,38 @@ void GradReducer::setRequireSync(bool requireSync) {
   if (!requireSync) synchronized_ = false;
 }
 
-void GradReducer::prepareForward(bool requireSync) {
+void GradReducer::prepareForward(bool requireSync, const std::string& change) {
   {
     std::lock_guard lock(mutex_);
     checkUsable();
     requireSync_ = requireSync;
+    if (lookedInRound_ != rounds_) lookForChange();
+    if (!change.empty()) change_ = change;
+    if (!change_.empty()) isFinished_ = false;  // it is to be told also where no gradient comes
     if (!inRound_) return;
   }
   finishRound(RoundEnd::kAbandoned);
+}
+
+void GradReducer::holdParameters() {
+  std::lock_guard lock(mutex_);
+  held_.clear();
+  for (const ModelParameter& parameter : parameters_) held_.push_back(parameter.tensor.const_data_ptr());
+}
+
+void GradReducer::lookForChange() {
+  lookedInRound_ = rounds_;
+  std::vector<int> retyped;
+  std::vector<int> moved;
+  for (size_t p = 0; p < parameters_.size(); ++p) {
+    const at::Tensor& tensor = parameters_[p].tensor;
+    if (!hooks_[p].isOn(tensor)) {
+      retyped.push_back(static_cast<int>(p));
+    } else if (!held_.empty() && tensor.const_data_ptr() != held_[p]) {
+      moved.push_back(static_cast<int>(p));
+    }
+  }
+  change_ = describeChange(parameters_, retyped, moved);
 }
 
 void GradReducer::setCommHook(std::shared_ptr<c10d::CommHookInterface> hook) {
@@ -180,6 +204,7 @@ void GradReducer::onOutputReached() {
   if (!abandoned_.empty() || !requireSync_) return;
   queueBackwardEnd();
   if (!inRound_) outputTask_ = callbackTask_;
+  if (!change_.empty()) inRound_ = true;  // gradients may never come
 }
 
 void GradReducer::queueBackwardEnd() {
@@ -355,6 +380,7 @@ void GradReducer::rethrowWithReason() {
 std::string GradReducer::troubleOf(const std::vector<int>& unused, RoundEnd end) const {
   const std::string self = "rank " + std::to_string(group_.getRank()) + " of the group: ";
   if (end == RoundEnd::kAbandoned) return self + describeAbandoned(parameters_, unused, options_.endsWithBackward);
+  if (!change_.empty()) return self + change_;
   if (!finding_.empty()) return self + finding_;
   if (unused.empty() || options_.unused != UnusedParameters::kError) return "";
   return self + describeUnused(parameters_, unused);

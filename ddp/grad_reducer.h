@@ -49,8 +49,13 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
 
   // To be called before a forward that will be differentiated. Throws when the
   // round before was left unfinished (a backward that raised), after ending it,
-  // so that other ranks do not wait and the next forward works.
-  void prepareForward(bool requireSync);
+  // so that other ranks do not wait and the next forward works. The first one of a
+  // round looks whether parameters are what they were; `change` is what the caller
+  // has found of that kind. The round then ends in an error on all ranks.
+  void prepareForward(bool requireSync, const std::string& change = "");
+
+  // From now on parameters must stay where they are in memory: somebody updates them there.
+  void holdParameters();
 
   // Torch's communication hook, in the place of the reductions: buckets come to it in index order, with gradients that
   // are not scaled. One at most; on all ranks, between steps. Throws where it cannot do what the options ask for.
@@ -128,6 +133,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   void resetRound();
   void clearRound();
   void takeTimeline();
+  void lookForChange();
   void checkUsable() const;
   // Whether the gradient that has come need not be in its buffer to be reduced.
   bool borrows(int parameter) const;
@@ -156,6 +162,9 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   bool isCounting_ = false;   // this round finds out what is expected
   bool hasArrivals_ = false;  // the round was driven by gradients
   std::string finding_;       // of the checks, in this round
+  std::string change_;        // of the model, since it was wrapped
+  int lookedInRound_ = -1;
+  std::vector<const void*> held_;  // by parameter: where it has to be; empty where anywhere will do
   bool inRound_ = false;
   bool isExplicit_ = false;  // startSync() has opened the round
   int rounds_ = 0;

@@ -53,6 +53,7 @@ std::shared_ptr<GradReducer> GradReducer::create(const DataParallelGroups& group
   std::shared_ptr<GradReducer> reducer(new GradReducer(
       groups, std::make_shared<ModelBuffers>(model, groups, options.buffers), options, std::move(isAdded)));
   reducer->attachHooks();
+  if (options.buffers.sharded) reducer->holdParameters();
   return reducer;
 }
 

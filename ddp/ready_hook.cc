@@ -33,4 +33,8 @@ ReadyHook::~ReadyHook() {
   if (accumulator_) accumulator_->del_post_hook(key_);
 }
 
+bool ReadyHook::isOn(const at::Tensor& param) const {
+  return torch::autograd::impl::try_get_grad_accumulator(param) == accumulator_;
+}
+
 }  // namespace farandole::ddp

@@ -22,6 +22,9 @@ class ReadyHook {
   ReadyHook(ReadyHook&& other) noexcept = default;
   ReadyHook& operator=(ReadyHook&&) = delete;
 
+  // Whether gradients still come here: autograd gives a parameter that changes its type or device another accumulator.
+  bool isOn(const at::Tensor& param) const;
+
  private:
   // A shared_ptr in torch 2.11, an intrusive_ptr in 2.15.
   using NodePtr = decltype(torch::autograd::Edge::function);

@@ -17,6 +17,14 @@ std::string joinNames(const std::vector<ModelParameter>& parameters, const std::
   return text;
 }
 
+// "parameter 'a' has <become> since the module was wrapped", and how many more have.
+std::string nameFirst(const std::vector<ModelParameter>& parameters, const std::vector<int>& indices,
+                      const std::string& become) {
+  std::string text = "parameter '" + parameters[indices[0]].name + "' has " + become + " since the module was wrapped";
+  if (indices.size() > 1) text += ", as have " + std::to_string(indices.size() - 1) + " more";
+  return text;
+}
+
 }  // namespace
 
 std::string describeAbandoned(const std::vector<ModelParameter>& parameters, const std::vector<int>& unused,
@@ -28,6 +36,19 @@ std::string describeAbandoned(const std::vector<ModelParameter>& parameters, con
          "it: " +
          (unused.empty() ? "none" : joinNames(parameters, unused)) +
          ". It was ended now, so that other ranks do not wait; its gradients are not to be used";
+}
+
+std::string describeChange(const std::vector<ModelParameter>& parameters, const std::vector<int>& retyped,
+                           const std::vector<int>& moved) {
+  if (!retyped.empty()) {
+    return nameFirst(parameters, retyped, "changed its type or device") +
+           " (double(), to(...)): expected the module to be wrapped again after that";
+  }
+  if (!moved.empty()) {
+    return nameFirst(parameters, moved, "got other memory") +
+           " (p.data = ...), where its optimizer does not update it: expected values to be copied (p.data.copy_(...))";
+  }
+  return "";
 }
 
 std::string describeUnused(const std::vector<ModelParameter>& parameters, const std::vector<int>& unused) {

@@ -13,6 +13,11 @@ namespace farandole::ddp {
 std::string describeAbandoned(const std::vector<ModelParameter>& parameters, const std::vector<int>& unused,
                               bool endsWithBackward);
 
+// Parameters are not what they were; empty where both are. `retyped` lost the hook that tells of their gradients,
+// `moved` are not where their optimizer updates them.
+std::string describeChange(const std::vector<ModelParameter>& parameters, const std::vector<int>& retyped,
+                           const std::vector<int>& moved);
+
 // It has some, and that is an error.
 std::string describeUnused(const std::vector<ModelParameter>& parameters, const std::vector<int>& unused);
 

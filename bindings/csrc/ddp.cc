@@ -188,7 +188,9 @@ void bindReducer(py::module_& module) {
            py::arg("dense"), py::arg("experts"), py::arg("parameters"), py::arg("buffers"), py::arg("options"),
            py::arg("is_added"), ReleaseGil())
       .def("set_require_sync", &ddp::GradReducer::setRequireSync, py::arg("require_sync"), ReleaseGil())
-      .def("prepare_forward", &ddp::GradReducer::prepareForward, py::arg("require_sync"), ReleaseGil())
+      .def("prepare_forward", &ddp::GradReducer::prepareForward, py::arg("require_sync"), py::arg("change") = "",
+           ReleaseGil())
+      .def("hold_parameters", &ddp::GradReducer::holdParameters, ReleaseGil())
       .def("watch_outputs", &ddp::GradReducer::watchOutputs, py::arg("outputs"))
       .def("average_over", &ddp::GradReducer::averageOver, py::arg("replicas"), ReleaseGil())
       .def("shadow_round", &ddp::GradReducer::shadowRound, ReleaseGil())

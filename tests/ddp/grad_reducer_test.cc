@@ -161,6 +161,29 @@ TEST(GradReducer, ABackwardThatRaisedIsEndedByTheNextForward) {
   });
 }
 
+TEST(GradReducer, AParameterThatHasChangedIsNamedOnAllRanks) {
+  runThreads(2, [](ThreadRank& self) {
+    std::vector<at::Tensor> tensors = {parameter(10), parameter(20)};
+    auto reducer = GradReducer::create(self.group, modelOf(tensors), {.buffers = {.bucketSize = 1}});
+    const at::Tensor data = tensors[1].detach();
+    const auto errorWith = [&](const at::Tensor& given, const std::string& change = "") {
+      if (self.rank == 1) tensors[1].set_data(given);
+      reducer->prepareForward(true, change);
+      return errorOf([&] { backward(lossOf(tensors, {0, 1}, 1)); });
+    };
+    EXPECT_EQ(errorWith(data.clone()), "");  // nobody needs it where it was
+    EXPECT_EQ(errorWith(data), "");
+    reducer->holdParameters();
+    std::string error = errorWith(data.clone());
+    EXPECT_NE(error.find("rank 1 of the group: parameter 'p1' has got other memory"), std::string::npos) << error;
+    EXPECT_EQ(errorWith(data), "");
+    error = errorWith(data, self.rank == 0 ? "a weight is new" : "");
+    EXPECT_NE(error.find("rank 0 of the group: a weight is new"), std::string::npos) << error;
+    error = errorWith(data.to(at::kFloat));
+    EXPECT_NE(error.find("rank 1 of the group: parameter 'p1' has changed its type"), std::string::npos) << error;
+  });
+}
+
 TEST(GradReducer, AFailedCollectiveComesOutOfBackwardAndTheNextRoundWorks) {
   runThreads(2, [](ThreadRank& self) {
     std::vector<at::Tensor> tensors = {parameter(10), parameter(20)};

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _MADE_AGAIN = (
     *("process_group", "replicas", "experts", "_reducer", "_trainable", "_param_sync", "_options", "_is_added"),
-    *("_tuner", "_timeline"),
+    *("_tuner", "_timeline", "_watch"),
 )
 _KEPT = ("require_backward_grad_sync", "require_forward_param_sync")
 
@@ -40,7 +40,7 @@ class HookOfOne:
 def state_of(model: DistributedDataParallel) -> dict[str, Any]:
     """All but what belongs to this process; a RuntimeError where that is not the default group alone."""
     replicas = (model.replicas, model.experts)
-    if any(of.group != dist.group.WORLD or of.instances is not None for of in replicas) or model._is_added is not None:
+    if any(of.group != dist.group.WORLD or of.instances is not None for of in replicas):
         raise RuntimeError(
             f"copying or pickling a {type(model).__name__}: expected one over the default process group alone; "
             "copy its module and wrap the copy"

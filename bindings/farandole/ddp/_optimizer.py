@@ -12,7 +12,11 @@ import torch.distributed as dist
 from farandole.ddp import _optimizer_state as saved
 from farandole.ddp._agreement import Facts, raising_together
 from farandole.ddp._expert_names import expert_suffix, trainable_of
-from farandole.ddp._runs import Cut, GradShard, Run, total_norm, whole_runs_of
+from farandole.ddp._norms import total_norm, uncounted
+from farandole.ddp._options import group_of as checked_group
+from farandole.ddp._overflow import OverflowFlag
+from farandole.ddp._runs import Cut, GradShard, Run, whole_runs_of
+from farandole.ddp._settings import agree_on_settings, copy_settings, settings_of
 from farandole.ddp._tuning import TUNED_ROUNDS
 from farandole.ddp._whole import WholeParameters
 from farandole.ddp._wrapper import DistributedDataParallel
@@ -46,25 +50,30 @@ class DistributedOptimizer(torch.optim.Optimizer):
             optimizer.clip_grad_norm_(1.0)
             optimizer.step()
 
-    Learning rate schedulers take it as any optimizer. With a scaler of float16 losses take
-    ``torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler(process_group=...)``, which tells all ranks of an
-    overflow that one of them sees, and ``grad_reduce_in_fp32=True``.
+    Learning rate schedulers take it as any optimizer, and so does ``torch.amp.GradScaler``: an overflow that one rank
+    sees skips the step of all, of ``model_parallel_group`` too, and leaves them with one scale. ``unscale_()`` and
+    ``step()`` of the scaler are collectives then. With float16 gradients an optimizer that needs whole parameters is
+    refused there: ``grad_reduce_in_fp32=True``.
 
     Constructing is a collective: what is wrong on one rank is raised on all.
 
     Args:
         optimizer: made over parameters of the model, in any param groups. It is taken over with the state it has: its
             ``param_groups`` get the tensors that this rank updates, flat ones where the model is sharded and it updates
-            each element by itself, as Adam or SGD do. Else it must update each parameter by itself; of what this rank
-            reduces ``param_groups`` then show the gradients alone, for scalers.
+            each element by itself, as Adam or SGD do. Else it must update each parameter by itself. Those of the
+            DistributedOptimizer show what this rank has of the gradients, for scalers.
         model: the wrapped model, or several (virtual stages). Parameters that ``optimizer`` has not stay as they are.
         model_parallel_group: ranks with other parameters of the same model (pipeline and tensor parallel ones),
-            over which norms of gradients are added up, too. A parameter with ``shared = True`` is left out of norms.
+            over which norms of gradients are added up, too. Of what several of them have, one counts: a parameter with
+            ``shared = True`` is left out, and of those with ``shared_embedding = True`` all but the first rank's.
+        tensor_parallel_group: the tensor-parallel ranks among these. On all but the first of them parameters that have
+            no ``tensor_model_parallel = True`` are left out of norms, experts excepted.
         is_elementwise: whether a custom optimizer updates each element by itself, or each parameter: must be said
             where that is not known.
 
     Raises:
-        ValueError: an optimizer that can do neither over a sharded model; a parameter that is of none of the models.
+        ValueError: an optimizer that can do neither over a sharded model; a parameter that is of none of the models;
+            embeddings that may be parts or copies of each other.
     """
 
     def __init__(
@@ -73,6 +82,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         model: DistributedDataParallel | Sequence[DistributedDataParallel],
         *,
         model_parallel_group: dist.ProcessGroup | None = None,
+        tensor_parallel_group: dist.ProcessGroup | None = None,
         is_elementwise: bool | None = None,
     ) -> None:
         models = [model] if isinstance(model, torch.nn.Module) else list(model)
@@ -93,8 +103,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._is_sharded = any(one._param_sync is not None for one in models)
         self._models = models
         self._inner = optimizer
-        self._model_parallel_group = model_parallel_group
+        is_member = isinstance(model_parallel_group, dist.ProcessGroup)
+        self._model_parallel_group = model_parallel_group if is_member else None
         with self._raising_together() as facts:
+            for name, group in (
+                ("model_parallel_group", model_parallel_group),
+                ("tensor_parallel_group", tensor_parallel_group),
+            ):
+                if group is not None:
+                    checked_group(name, group)
             if self._is_sharded and any(one._param_sync is None for one in models):
                 raise ValueError("model: expected all with use_distributed_optimizer=True, or none")
             is_flat = not self._is_sharded or _is_elementwise(optimizer, is_elementwise)
@@ -103,16 +120,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
             facts += [("optimizer", type(optimizer).__name__)]
             facts += [(f"param group {index}", ", ".join(names)) for index, names in enumerate(self._names)]
         self._expert_suffix = expert_suffix(models)
+        self._uncounted = uncounted(models, model_parallel_group, tensor_parallel_group)
         cuts = [
             Cut(one, trainable_of(one, prefix, self._expert_suffix), group_of)
             for one, prefix in zip(models, prefixes, strict=True)
         ]
         self._exchanges: list[WholeParameters] = []
+        self._has_float16_grads = any(
+            parameter.main_grad.dtype == torch.float16
+            for model in models
+            for parameter in model._trainable.values()
+            if parameter in group_of
+        )
         if is_flat:
             self._runs = [run for cut in cuts for run in cut.runs()]
         else:
             self._runs, self._exchanges = whole_runs_of(cuts)
         saved.take_over(optimizer, self._runs)
+        for one in models:
+            one._reducer.hold_parameters()  # the runs have their memory
         for index, group in enumerate(optimizer.param_groups):
             group["params"] = [run.tensor for run in self._runs if run.group == index]
         # What is measured, clipped and scaled.
@@ -120,15 +146,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not is_flat:
             self._graded = [shard for cut in cuts for shard in cut.shards()]
         self._is_provisional = False  # the state was made to be loaded into, and was not
-        self._has_grads = False
+        self._taken: list[int] | None = None  # the rounds, by model, whose gradients the runs have
         super().__init__([dict(group) for group in optimizer.param_groups], optimizer.defaults)
         self.state = optimizer.state
-        if is_flat:
-            self.param_groups = optimizer.param_groups
-        else:
-            for index, group in enumerate(self.param_groups):
-                group["params"] = [shard.tensor for shard in self._graded if shard.group == index]
-        self._settings = _settings_of(self.param_groups)
+        for index, group in enumerate(self.param_groups):
+            group["params"] = [one.tensor for one in self._graded if one.group == index and one.is_seen_by_scalers]
+        self._flag = OverflowFlag(self._device, [*self._replica_groups, model_parallel_group], self._unscale_rest)
+        self.param_groups[-1]["params"].append(self._flag)
+        self._settings = settings_of(self.param_groups)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Begins a step: gradients of the last one do not count any more.
@@ -185,10 +210,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             exchange.gather_grads()
         for run in self._runs if self._exchanges else ():
             run.take_grad()
-        _agree_on_settings(self.param_groups, self._inner.param_groups, self._settings)
+        self._agree_on_settings()
         self._inner.step()
-        _copy_settings(self._inner.param_groups, self.param_groups)
-        self._settings = _settings_of(self.param_groups)
+        self._show_settings()
         self._drop_grads()
         self._publish()
         return loss
@@ -209,7 +233,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._check_names("state_dict()")
         if self._exchanges:
             self._finish_params()  # making the state steps in memory that is gathered into
-        _copy_settings(self.param_groups, self._inner.param_groups)
+        self._agree_on_settings()
         self._is_provisional = saved.initialize(self._inner, self._runs) or self._is_provisional
         return saved.collect(self._inner, self._runs, self._names)
 
@@ -230,7 +254,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             todo = saved.match(self._inner, self._runs, self._names, state_dict)
         for restore in todo:
             restore()
-        _copy_settings(self._inner.param_groups, self.param_groups)
+        self._show_settings()
         self._is_provisional = False
         self._publish()
 
@@ -262,18 +286,35 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 "experts have one name"
             )
 
+    @property
+    def _device(self) -> torch.device:
+        return next(self._models[0].parameters()).device
+
+    @property
+    def _replica_groups(self) -> list[dist.ProcessGroup | None]:
+        return [group for model in self._models for group in (model.replicas.group, model.replicas.instances)]
+
     def _raising_together(self) -> contextlib.AbstractContextManager[Facts]:
-        first = self._models[0]
-        replicas = [group for model in self._models for group in (model.replicas.group, model.replicas.instances)]
-        return raising_together(replicas, [self._model_parallel_group], next(first.parameters()).device)
+        return raising_together(self._replica_groups, [self._model_parallel_group], self._device)
+
+    def _agree_on_settings(self) -> None:
+        agree_on_settings(self.param_groups, self._inner.param_groups, self._settings)
+        self._settings = settings_of(self.param_groups)
+
+    def _show_settings(self) -> None:
+        copy_settings(self._inner.param_groups, self.param_groups)
+        self._settings = settings_of(self.param_groups)
 
     def _total_norm(self, norm_type: float) -> torch.Tensor:
         """The weights: a sharded run is this rank's alone, any other is every replica's."""
         first = self._models[0]
-        device = next(first.parameters()).device
         copies = {False: first.replicas.group.size(), True: first.experts.group.size()}
         total = total_norm(
-            self._graded, norm_type, lambda run: 1.0 if self._is_sharded else 1.0 / copies[run.is_expert], device
+            self._graded,
+            norm_type,
+            lambda run: 1.0 if self._is_sharded else 1.0 / copies[run.is_expert],
+            self._uncounted,
+            self._device,
         )
         op = dist.ReduceOp.MAX if norm_type == torch.inf else dist.ReduceOp.SUM
         for group in (first.replicas.group, self._model_parallel_group):
@@ -282,23 +323,41 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return total if norm_type == torch.inf else total ** (1.0 / norm_type)
 
     def _take_grads(self, what: str) -> None:
-        if self._has_grads:
-            return
         for model in self._models:
             if not model._reducer.is_reduced():
                 raise RuntimeError(
                     f"{what}: gradients were not reduced: expected a backward outside of no_sync(), or "
                     "finish_grad_sync(), since the last zero_grad()"
                 )
+        # Not whether there was a zero_grad() since: that of the model's buffers does as well.
+        rounds = [model._reducer.rounds() for model in self._models]
+        if self._taken == rounds:
+            return
         if not self._exchanges:
             for run in self._runs:
                 run.take_grad()
-        self._has_grads = True
+        self._taken = rounds
 
     def _drop_grads(self) -> None:
-        self._has_grads = False
+        self._taken = None
         for run in self._runs:
             run.drop_grad()
+        self._flag.raise_again()
+
+    def _unscale_rest(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+        """A scaler has come to the last gradient that it sees: copies of another type are made now."""
+        self._take_grads("GradScaler.unscale_()")
+        by_type: dict[torch.dtype, list[torch.Tensor]] = {}
+        for one in self._graded:
+            if not one.is_seen_by_scalers and one.tensor.grad is not None:
+                by_type.setdefault(one.tensor.grad.dtype, []).append(one.tensor.grad)
+        if self._exchanges and self._has_float16_grads:
+            raise ValueError(
+                f"GradScaler.unscale_(): gradients are float16, and {type(self._inner).__name__} needs them whole, in "
+                "their own type, too short for unscaled ones: expected grad_reduce_in_fp32=True"
+            )
+        for grads in by_type.values():
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
 
 
 def _is_elementwise(optimizer: torch.optim.Optimizer, is_elementwise: bool | None) -> bool:
@@ -339,30 +398,3 @@ def _groups_of(
             group_of[parameter] = index
         names.append([name_of[parameter] for parameter in group["params"] if parameter in name_of])
     return group_of, names
-
-
-def _copy_settings(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-    """Learning rates and the like, where schedulers and the optimizer have different groups."""
-    for theirs, ours in zip(source, target, strict=True):
-        if theirs is not ours:
-            ours.update({key: value for key, value in theirs.items() if key != "params"})
-
-
-def _settings_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
-
-
-def _agree_on_settings(ours: list[dict[str, Any]], inner: list[dict[str, Any]], last: list[dict[str, Any]]) -> None:
-    """What was changed in either since both were ``last``, by a scheduler of one of them, counts in both."""
-    for mine, theirs, before in zip(ours, inner, last, strict=True):
-        if mine is theirs:
-            continue
-        for key in (mine.keys() | theirs.keys()) - {"params"}:
-            is_mine = key in mine and not (key in before and _is_same(mine[key], before[key]))
-            mine[key] = theirs[key] = mine[key] if is_mine or key not in theirs else theirs[key]
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    # A learning rate that is a tensor changes in place.
-    holds_tensor = isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor)
-    return one is other or (not holds_tensor and bool(one == other))

@@ -197,6 +197,31 @@ class ParamSync:
         return refuse
 
 
+class SyncsParameters:
+    """The part of the wrapper that says when parameters come, by Megatron-core's names."""
+
+    _param_sync: ParamSync | None
+
+    def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
+        """Brings the parameters that the optimizer has updated on other ranks: see ParamSync.start."""
+        if self._param_sync is None:
+            raise RuntimeError("start_param_sync(): nothing is sharded: expected use_distributed_optimizer=True")
+        self._param_sync.start(force_sync=force_sync, force_dispatch=force_dispatch)
+
+    def enable_forward_pre_hook(self) -> None:
+        """Forwards wait for the parameters that they need, as after construction with overlap_param_gather."""
+        self._overlapped_param_sync().enable()
+
+    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
+        """Forwards do not wait any more. Waits for all parameters now, unless ``param_sync`` is False."""
+        self._overlapped_param_sync().disable(param_sync)
+
+    def _overlapped_param_sync(self) -> ParamSync:
+        if self._param_sync is None or not self._param_sync.overlaps:
+            raise RuntimeError("forward pre-hooks: expected overlap_param_gather=True")
+        return self._param_sync
+
+
 def _is_opaque(module: torch.nn.Module) -> bool:
     """Whether hooks on what is inside it would be compiled away, or cut its graph."""
     return isinstance(module, torch._dynamo.OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None

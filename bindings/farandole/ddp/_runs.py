@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -61,6 +61,11 @@ class Run:
         if self._take_by_view:
             self.tensor.grad = grads
 
+    @property
+    def is_seen_by_scalers(self) -> bool:
+        """Not a copy, which may be of a step that was skipped."""
+        return self._take_by_view
+
     def take_grad(self) -> None:
         """Gives the optimizer the reduced gradients: a view of them where the type is its own, else a copy."""
         self.tensor.grad = self._grads if self._take_by_view else self._grads.to(self.tensor.dtype)
@@ -91,6 +96,8 @@ class GradShard:
         self.is_expert = is_expert
         self.tensor = torch.nn.Parameter(grads)
         self.tensor.grad = grads
+        # torch's scaler refuses the others, on ranks that have some.
+        self.is_seen_by_scalers = grads.dtype != torch.float16
 
 
 class Cut:
@@ -173,30 +180,3 @@ def whole_runs_of(cuts: list[Cut]) -> tuple[list[Run], list[WholeParameters]]:
         for run in cut.whole_runs(bucket, next(mine[cut.process_group_of(bucket)]))
     ]
     return runs, list(exchanges.values())
-
-
-def total_norm(
-    runs: Sequence[Run | GradShard],
-    norm_type: float,
-    weight_of: Callable[[Run | GradShard], float],
-    device: torch.device,
-) -> torch.Tensor:
-    """The norm to the power of norm_type (for infinity the norm itself) of the gradients of these runs.
-
-    A parameter with ``shared = True`` (Megatron's mark of one that another stage counts) is left out. ``weight_of``
-    a run: what part of it this rank counts, for runs that several ranks hold.
-    """
-    is_infinite = norm_type == torch.inf
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for run in runs:
-        grad = run.tensor.grad
-        assert grad is not None
-        counted = [grad]
-        if any(getattr(piece.parameter, "shared", False) for piece in run.pieces):
-            counted = [piece.of(grad) for piece in run.pieces if not getattr(piece.parameter, "shared", False)]
-        for part in counted:
-            if part.numel() == 0:
-                continue
-            norm = torch.linalg.vector_norm(part, norm_type, dtype=torch.promote_types(part.dtype, torch.float32))
-            total = torch.maximum(total, norm) if is_infinite else total + norm.double() ** norm_type * weight_of(run)
-    return total

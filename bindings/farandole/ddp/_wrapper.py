@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch.distributed.utils import _to_kwargs
 
 from farandole import _C
+from farandole.ddp._changes import ParameterWatch
 from farandole.ddp._comm_hook import builtin_comm_hook, checked_comm_hook
 from farandole.ddp._copying import build_again, state_of
+from farandole.ddp._fused import is_added_of, reset_added
 from farandole.ddp._join import UnevenInputs, begin_forward
 from farandole.ddp._options import (
     Replicas,
@@ -23,14 +25,14 @@ from farandole.ddp._options import (
     unused_policy,
 )
 from farandole.ddp._outputs import tensors_in
-from farandole.ddp._param_sync import ParamSync
+from farandole.ddp._param_sync import ParamSync, SyncsParameters
 from farandole.ddp._timeline import Timeline
 from farandole.ddp._tuning import BucketTuner, is_auto
 
 __all__ = ["DistributedDataParallel"]
 
 
-class DistributedDataParallel(torch.nn.Module, UnevenInputs):
+class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters):
     """Wraps a module so that each backward leaves the average gradient over the group in ``.grad``.
 
     Gradients live in contiguous buffers, laid out in reverse registration order (as Megatron-core's) and cut into
@@ -78,7 +80,9 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs):
         disable_bucketing: one bucket for all gradients of a type.
         overlap_grad_reduce: reduce buckets while backward runs, else after it; over farandole on the CPU all gradients
             then keep their own memory until they are reduced, beside the buffers.
-        grad_reduce_in_fp32: accumulate and reduce in float32 what parameters have in a shorter type.
+        grad_reduce_in_fp32: accumulate and reduce in float32 what parameters have in a shorter type. So, and with
+            use_distributed_optimizer, kernels may add to ``main_grad`` themselves (Megatron-core's and
+            TransformerEngine's, or those of parameters that have ``grad_added_to_main_grad`` when they are wrapped).
         use_distributed_optimizer: each rank gets its part of the gradients, see above.
         overlap_param_gather: with it, the parameters that other ranks have updated come while the next forward runs,
             each bucket just before the first module that needs it; else :class:`DistributedOptimizer` waits for them.
@@ -180,7 +184,7 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs):
         experts: Replicas,
         options: _C.ReducerOptions,
         overlap_param_gather: bool,
-        is_added: Callable[[int], bool] | None = None,
+        fuses: bool = False,
     ) -> None:
         """Once the arguments are known: also for those who take others."""
         UnevenInputs.__init__(self)
@@ -194,7 +198,7 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs):
         self._divides_by_world = True
         self._options = options
         self._overlap_param_gather = overlap_param_gather
-        self._is_added = is_added
+        self._is_added = is_added_of(module, options.in_main_grad, fuses)
         self._tuner = None
         self._timeline: _C.GradTimeline | None = None  # where rounds are recorded
         self._reducer = _C.GradReducer(
@@ -203,12 +207,13 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs):
             parameters_of(module),
             list(module.named_buffers()),
             options,
-            is_added,
+            self._is_added,
         )
         main_grads = dict(self._reducer.main_grads())
         self._trainable = {name: parameter for name, parameter in module.named_parameters() if name in main_grads}
         for name, parameter in self._trainable.items():
             parameter.main_grad = main_grads[name]
+        self._watch = ParameterWatch(module, self._trainable.values(), self._is_added is not None)
         self._param_sync = ParamSync(self, self._reducer, overlap_param_gather) if options.is_sharded else None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -228,7 +233,8 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs):
                     msg="fullgraph=True of farandole.ddp.DistributedDataParallel, which calls its reducer before the module: "
                     "expected fullgraph=False, or the module inside to be compiled"
                 )
-            self._reducer.prepare_forward(self.require_backward_grad_sync)
+            change = "" if torch.compiler.is_compiling() else self._watch.change(self._reducer.rounds())
+            self._reducer.prepare_forward(self.require_backward_grad_sync, change)
         broadcasts = self.broadcast_buffers and self.require_forward_param_sync
         source = 0
         if self._join_config.enable:
@@ -333,38 +339,27 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs):
 
     def zero_grad_buffer(self) -> None:
         """Zeroes every ``main_grad``, and with it every ``.grad`` that is one, by one kernel per buffer."""
+        self._reset_added()
         self._reducer.zero_grads()
+
+    def _reset_added(self) -> None:
+        if self._is_added is not None:
+            reset_added(self._trainable.values())
 
     def forget_grads(self) -> None:
         """What ``main_grad`` holds does not count any more, and the next gradient replaces it; ``.grad`` is None.
 
         It spares the pass over the buffers that :meth:`zero_grad_buffer` makes. Between the two ``main_grad`` must not
-        be read.
+        be read. Where kernels add to ``main_grad`` themselves it is zeroed.
         """
-        self._reducer.forget_grads()
+        if self._is_added is not None:
+            self.zero_grad_buffer()
+        else:
+            self._reducer.forget_grads()
 
     def scale_gradients(self, scaling_factor: float) -> None:
         """Multiplies every ``main_grad``, one kernel per buffer: e.g. by one over the number of tokens."""
         self._reducer.scale_grads(scaling_factor)
-
-    def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Brings the parameters that the optimizer has updated on other ranks: see ParamSync.start."""
-        if self._param_sync is None:
-            raise RuntimeError("start_param_sync(): nothing is sharded: expected use_distributed_optimizer=True")
-        self._param_sync.start(force_sync=force_sync, force_dispatch=force_dispatch)
-
-    def enable_forward_pre_hook(self) -> None:
-        """Forwards wait for the parameters that they need, as after construction with overlap_param_gather."""
-        self._overlapped_param_sync().enable()
-
-    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
-        """Forwards do not wait any more. Waits for all parameters now, unless ``param_sync`` is False."""
-        self._overlapped_param_sync().disable(param_sync)
-
-    def _overlapped_param_sync(self) -> ParamSync:
-        if self._param_sync is None or not self._param_sync.overlaps:
-            raise RuntimeError("forward pre-hooks: expected overlap_param_gather=True")
-        return self._param_sync
 
     @contextlib.contextmanager
     def record_timeline(self) -> Iterator[Timeline]:

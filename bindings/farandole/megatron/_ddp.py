@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from farandole import _C, ddp
+from farandole.ddp._fused import reset_added
 from farandole.megatron._ddp_config import check, value_of
 from farandole.megatron._ddp_groups import DataParallelGroups, groups_of
 
@@ -68,11 +69,10 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
         self.bucket_size = _bucket_size(ddp_config, module, groups, disable_bucketing)
         options = _options(config, ddp_config, self.bucket_size)
         self.params_with_grad = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        is_added = self._is_added_to_main_grad(config)
-        for parameter in self.params_with_grad:
-            parameter.grad_added_to_main_grad = False
         overlap_param_gather = value_of(ddp_config, "overlap_param_gather")
-        self._build(module, groups.dense, groups.experts, options, overlap_param_gather, is_added)
+        fuses = getattr(config, "gradient_accumulation_fusion", False)
+        self._build(module, groups.dense, groups.experts, options, overlap_param_gather, fuses)
+        reset_added(self.params_with_grad)  # kernels may look for the attribute
         if full_param_layout is not None:
             self._check_layout(full_param_layout)
 
@@ -86,19 +86,6 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
         self.pp_group = groups.pp
         if groups.inter_dist_opt is not None:
             self.inter_dist_opt_group = groups.inter_dist_opt
-
-    def _is_added_to_main_grad(self, config: Any) -> Callable[[int], bool] | None:
-        """Asked for each gradient, so only where kernels may add to main_grad themselves."""
-        fuses = getattr(config, "gradient_accumulation_fusion", False)
-        parameters = self.params_with_grad
-        if not fuses and not any(hasattr(parameter, "grad_added_to_main_grad") for parameter in parameters):
-            return None
-
-        def is_added(index: int) -> bool:
-            parameter = parameters[index]
-            return parameter.grad_added_to_main_grad and not getattr(parameter, "zero_out_wgrad", False)
-
-        return is_added
 
     def _check_layout(self, full_param_layout: Any) -> None:
         names = {parameter: name for name, parameter in self._trainable.items()}
@@ -155,10 +142,11 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
 
     def zero_grad_buffer(self) -> None:
         """Zeroes every ``main_grad``, for a step to begin."""
-        if getattr(self.config, "cuda_graph_impl", "none") != "transformer_engine":
-            for parameter in self.params_with_grad:
-                parameter.grad_added_to_main_grad = False
         super().zero_grad_buffer()
+
+    def _reset_added(self) -> None:
+        if getattr(self.config, "cuda_graph_impl", "none") != "transformer_engine":
+            reset_added(self.params_with_grad)
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiplies every ``main_grad``. A tensor of one element is not read on the host."""

@@ -16,6 +16,7 @@ class _State:
     pipeline: dist.ProcessGroup
     tensor: dist.ProcessGroup
     data: dist.ProcessGroup
+    model: dist.ProcessGroup
     embedding: dist.ProcessGroup | None  # the first and last stages of a pipeline, on these
     virtual_size: int | None
     split_rank: int | None
@@ -70,13 +71,14 @@ def initialize_model_parallel(
     pipelines = [[t + tp * (d + dp * p) for p in range(pp)] for d in range(dp) for t in range(tp)]
     tensors = [[t + tp * (d + dp * p) for t in range(tp)] for p in range(pp) for d in range(dp)]
     replicas = [[t + tp * (d + dp * p) for d in range(dp)] for p in range(pp) for t in range(tp)]
-    groups = [dist.new_subgroups_by_enumeration(ranks)[0] for ranks in (pipelines, tensors, replicas)]
+    models = [[t + tp * (d + dp * p) for p in range(pp) for t in range(tp)] for d in range(dp)]
+    groups = [dist.new_subgroups_by_enumeration(ranks)[0] for ranks in (pipelines, tensors, replicas, models)]
     embedding = None
     if pp == 2:
         embedding = groups[0]
     elif pp > 2:
         embedding = dist.new_subgroups_by_enumeration([[ranks[0], ranks[-1]] for ranks in pipelines])[0]
-    _state = _State(groups[0], groups[1], groups[2], embedding, virtual, split)
+    _state = _State(groups[0], groups[1], groups[2], groups[3], embedding, virtual, split)
 
 
 def destroy_model_parallel() -> None:
@@ -101,6 +103,11 @@ def get_pipeline_model_parallel_group() -> dist.ProcessGroup:
 
 def get_tensor_model_parallel_group() -> dist.ProcessGroup:
     return _get().tensor
+
+
+def get_model_parallel_group() -> dist.ProcessGroup:
+    """The tensor-parallel ranks of all stages: over which a DistributedOptimizer adds up norms."""
+    return _get().model
 
 
 def get_data_parallel_group() -> dist.ProcessGroup:

@@ -30,10 +30,14 @@ class Block(torch.nn.Module):
 
 
 class RandomModel(torch.nn.Module):
-    """Blocks of several types, with ties, frozen parameters, a transposed weight, a scalar and a buffer."""
+    """Blocks of several types, with ties, frozen parameters, a transposed weight, a scalar and a buffer.
 
-    def __init__(self, seed: int) -> None:
+    With ``branches`` the input decides which blocks run, in which order, and how often.
+    """
+
+    def __init__(self, seed: int, branches: bool = False) -> None:
         super().__init__()
+        self.branches = branches
         rng = random.Random(seed)
         torch.manual_seed(seed)
         self.width = rng.choice([2, 5, 32])
@@ -51,9 +55,13 @@ class RandomModel(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = (x + self.offset).to(self.mix.dtype) @ self.mix
-        for block in self.blocks:
+        for block in self._chosen(x) if self.branches else self.blocks:
             x = block(x)
         return (x.float() * self.gain).square().mean()
+
+    def _chosen(self, x: torch.Tensor) -> list[torch.nn.Module]:
+        rng = random.Random(x.detach().double().sum().item())
+        return rng.choices(list(self.blocks), k=rng.randint(0, len(self.blocks) + 1))
 
     def batch(self, *seed: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(hash(seed))

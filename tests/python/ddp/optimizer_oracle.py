@@ -67,16 +67,18 @@ def batch_of(seed: int, step: int, rank: int, index: int, module: torch.nn.Modul
 
 
 class Oracle:
-    """One process: gradients of all ranks' batches in turn, averaged in ``grad_dtype``, then the plain optimizer.
+    """One process: gradients of each rank's batches in turn, then averaged, in ``grad_dtype``, then the plain optimizer.
 
-    A model of a shorter type has copies of its parameters in ``grad_dtype``, which the optimizer updates.
+    It updates copies of the parameters in ``grad_dtype``, of bfloat16 ones in float32.
     """
 
     def __init__(self, module: torch.nn.Module, make: Make, grad_dtype: torch.dtype) -> None:
         self.module = module
         self.trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self.grad_dtype = grad_dtype
+        copy_dtype = torch.float32 if grad_dtype == torch.bfloat16 else grad_dtype
         self.copies = {
-            parameter: torch.nn.Parameter(parameter.detach().to(grad_dtype).clone()) for parameter in self.trainable
+            parameter: torch.nn.Parameter(parameter.detach().to(copy_dtype).clone()) for parameter in self.trainable
         }
         groups = groups_of(module)
         for group in groups:
@@ -86,13 +88,13 @@ class Oracle:
 
     def step(self, batches: list[list[torch.Tensor]], max_norm: float | None, norm_type: float) -> torch.Tensor:
         """``batches`` by rank. Returns the norm before clipping."""
-        sums = {parameter: torch.zeros_like(copy) for parameter, copy in self.copies.items()}
-        for batch in (one for of_rank in batches for one in of_rank):
-            grads = torch.autograd.grad(self.module(batch), self.trainable)
-            for parameter, grad in zip(self.trainable, grads, strict=True):
-                sums[parameter].add_(grad.to(sums[parameter].dtype))
-        for parameter, copy in self.copies.items():
-            copy.grad = sums[parameter] / len(batches)
+        sums = [[torch.zeros_like(copy, dtype=self.grad_dtype) for copy in self.copies.values()] for _ in batches]
+        for mine, of_rank in zip(sums, batches, strict=True):
+            for batch in of_rank:
+                grads = torch.autograd.grad(self.module(batch), self.trainable)
+                torch._foreach_add_(mine, [grad.to(self.grad_dtype) for grad in grads])
+        for index, copy in enumerate(self.copies.values()):
+            copy.grad = (sum(mine[index] for mine in sums) / len(batches)).to(copy.dtype)
         copies = list(self.copies.values())
         norm = torch.zeros(())
         if max_norm is not None:

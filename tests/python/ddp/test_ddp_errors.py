@@ -61,6 +61,35 @@ def test_an_unused_parameter_is_named_and_all_ranks_agree_on_the_gradients(backe
     assert results[0][1] == results[1][1] == results[2][1]
 
 
+def _two_in_trouble(rank: int, world_size: int) -> str:
+    model = DistributedDataParallel(_Layers(), bucket_size=1)
+    skip = {0: "front", 2: "back"}.get(rank, "")
+    return _error_of(lambda: model(_input(rank), skip).backward())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_wrong_on_several_ranks_is_told_of_each(backend):
+    for error in run_ranks(_two_in_trouble, 3, backend, timeout=30):
+        told = dict(re.findall(r"rank (\d) of the group: 2 of 6 parameters got no gradient [^:]*: '([^']*)'", error))
+        assert told == {"0": "layers.front.weight", "2": "layers.back.weight"}
+
+
+def _on_two_devices(rank: int, world_size: int) -> str:
+    module = _Layers()
+    if rank == 1:
+        module.layers["middle"].to("meta")
+    error = _error_of(lambda: DistributedDataParallel(module), ValueError)
+    DistributedDataParallel(_Layers())(_input(rank)).backward()  # the group still works
+    return error
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parameters_on_several_devices_are_refused_on_all_ranks(backend):
+    for error in run_ranks(_on_two_devices, 2, backend, timeout=30):
+        assert "rank 1" in error
+        assert "parameter 'layers.middle.weight' is on meta, 'layers.front.weight' on cpu" in error
+
+
 def _different(rank: int, world_size: int, kind: str) -> str:
     model = _Layers()
     if rank == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 from typing import Any
 
@@ -18,33 +19,35 @@ from support.processes import run_ranks
 STEPS = 50
 
 
-def _pair(seed: int, **options: Any) -> tuple[random.Random, DistributedDataParallel, DistributedOptimizer, Oracle]:
+def _pair(
+    seed: int, dtype: torch.dtype | None = None, **options: Any
+) -> tuple[random.Random, DistributedDataParallel, DistributedOptimizer, Oracle]:
     rng = random.Random(seed)
-    dtype = rng.choice([torch.float64, torch.float32, torch.bfloat16])
+    drawn = rng.choice([torch.float64, torch.float32, torch.bfloat16])
     make = rng.choice(OPTIMIZERS)
-    in_fp32 = dtype == torch.bfloat16 or (rng.random() < 0.3 and dtype == torch.float32)
+    in_fp32 = dtype is None and (drawn == torch.bfloat16 or (rng.random() < 0.3 and drawn == torch.float32))
+    dtype = dtype or drawn
+    settings = {
+        "bucket_size": rng.choice([1, 300, 2000, None]),
+        "overlap_grad_reduce": rng.random() < 0.5,
+        "overlap_param_gather": rng.random() < 0.5,
+    } | options
     model = DistributedDataParallel(
-        SmallModel(seed, dtype),
-        bucket_size=rng.choice([1, 300, 2000, None]),
-        use_distributed_optimizer=True,
-        grad_reduce_in_fp32=in_fp32,
-        overlap_grad_reduce=rng.random() < 0.5,
-        overlap_param_gather=rng.random() < 0.5,
-        **options,
+        SmallModel(seed, dtype), use_distributed_optimizer=True, grad_reduce_in_fp32=in_fp32, **settings
     )
     optimizer = DistributedOptimizer(make(groups_of(model.module)), model)
     oracle = Oracle(SmallModel(seed, dtype), make, torch.float32 if in_fp32 else dtype)
     return rng, model, optimizer, oracle
 
 
-def _trains_alike(rank: int, world_size: int, seeds: list[int]) -> None:
-    for seed in seeds:
-        rng, model, optimizer, oracle = _pair(seed)
+def _trains_alike(rank: int, world_size: int, seeds: list[int], cases: list[dict[str, Any]] | None = None) -> None:
+    for seed, case in itertools.product(seeds, cases or [{}]):
+        rng, model, optimizer, oracle = _pair(seed, **case)
         schedulers = [torch.optim.lr_scheduler.ExponentialLR(one, 0.98) for one in (optimizer, oracle.optimizer)]
         accumulate, max_norm = rng.randint(1, 4), rng.choice([None, 0.1, 10.0])
         norm_type = rng.choice([2.0, 1.0, torch.inf])
         for step in range(STEPS):
-            where = f"seed {seed} step {step} rank {rank}"
+            where = f"seed {seed} {case} step {step} rank {rank}"
             batches = [
                 [batch_of(seed, step, other, i, model.module) for i in range(accumulate)] for other in range(world_size)
             ]
@@ -72,6 +75,25 @@ def test_random_models_train_as_under_the_plain_optimizer(backend, world_size):
     seeds = list(range(first, first + (4 if world_size <= 2 else 2)))  # ranks beyond the cores take turns
     print(f"seeds {seeds[0]} to {seeds[-1]}")
     run_ranks(_trains_alike, world_size, backend, timeout=150, seeds=seeds)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_overlap_setting_trains_as_the_plain_optimizer(backend):
+    """Gradients of bfloat16, too, which the optimizer gets in float32: of two ranks they are the same bits."""
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"seed {seed}")
+    cases = [
+        {
+            "overlap_grad_reduce": overlap_grads,
+            "overlap_param_gather": overlap_parameters,
+            "disable_bucketing": is_whole,
+            "bucket_size": 100,
+            "dtype": torch.bfloat16 if (overlap_grads + overlap_parameters + is_whole + seed) % 2 else torch.float64,
+        }
+        for overlap_grads, overlap_parameters, is_whole in itertools.product((False, True), repeat=3)
+    ]
+    run_ranks(_trains_alike, 2, backend, timeout=240, seeds=[seed], cases=cases)
 
 
 def _instances(rank: int, world_size: int, seeds: list[int]) -> None:

@@ -130,6 +130,35 @@ def _loading(rank: int, world_size: int) -> None:
         step()
 
 
+def _other_layout(rank: int, world_size: int) -> None:
+    """State of another bucket size, in memory: a rank has not all that it owns now. What all have loads."""
+    optimizers = []
+    for bucket_size in (1, None):
+        model = _model(rank, bucket_size=bucket_size)
+        optimizer = DistributedOptimizer(torch.optim.AdamW(groups_of(model.module), lr=1e-2), model)
+        optimizer.zero_grad()
+        model(batch_of(2, 0, rank, 0, model.module)).backward()
+        optimizer.step()
+        optimizers.append(optimizer)
+    first, second = optimizers
+    start = time.monotonic()
+    with pytest.raises(
+        ValueError, match=r"state_dict has (no '.*' of parameter|the elements \[.*which this rank owns)"
+    ):
+        second.load_state_dict(first.state_dict())
+    assert time.monotonic() - start < SOON
+    second.load_state_dict(first.full_state_dict())
+    want, got = first.full_state_dict()["state"], second.full_state_dict()["state"]
+    for name, values in want.items():
+        for key, value in values.items():
+            assert torch.equal(value, got[name][key]), (name, key)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_state_of_another_bucket_layout_is_refused_on_all_ranks_and_loads_when_it_is_full(backend):
+    run_ranks(_other_layout, 2, backend, timeout=60)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_state_that_one_rank_cannot_load_is_loaded_by_none(backend):
     run_ranks(_loading, 2, backend, timeout=60)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from farandole import megatron
+from farandole.ddp import DistributedOptimizer
 from farandole.megatron import parallel_state
 from megatron_api import megatron_support as support
 from support.processes import await_all, run_ranks
@@ -112,6 +113,14 @@ def _compare(rank: int, world_size: int, cases: int, seed: int) -> None:
                     config.param_sync_func = _is_one([model.start_param_sync for model in models])
         expected = _alone(2 * chunks, per_token, [7, 8])
         kind = "tokens" if per_token else "mean"
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD([parameter for model in models for parameter in model.parameters()]),
+            models,
+            model_parallel_group=parallel_state.get_model_parallel_group(),
+            tensor_parallel_group=parallel_state.get_tensor_model_parallel_group(),
+        )
+        grads = [parameter.grad for parameter in {p for chunk in expected for p in chunk.parameters()}]
+        norm = torch.nn.utils.get_total_norm(grads)
         for _ in range(2):
             for model in models:
                 model.zero_grad_buffer()
@@ -127,6 +136,7 @@ def _compare(rank: int, world_size: int, cases: int, seed: int) -> None:
             for stage, model in zip(stages, models):
                 for mine, other in zip(model.module.parameters(), expected[stage].parameters()):
                     assert torch.allclose(mine.main_grad, other.grad, rtol=1e-6, atol=1e-9), (context, stage)
+            assert optimizer.grad_norm().item() == pytest.approx(norm.item(), rel=1e-6), context
         parallel_state.destroy_model_parallel()
     await_all(rank, world_size)
 

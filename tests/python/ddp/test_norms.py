@@ -1,0 +1,153 @@
+"""Clipping over pipeline stages and tensor-parallel ranks is torch's clip_grad_norm_ of the whole model in one process."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_models import BACKENDS
+
+from farandole.ddp import DistributedDataParallel, DistributedOptimizer
+from support.processes import run_ranks
+
+NORMS = [2.0, 1.0, torch.inf]
+# How stages tie a weight: Megatron's mark of the copy that does not count, or the same mark on both.
+TIES = ["shared", "shared_embedding"]
+
+
+def _weight(*seed: int) -> torch.nn.Parameter:
+    generator = torch.Generator().manual_seed(hash(seed))
+    return torch.nn.Parameter(torch.randn(5, 7, generator=generator, dtype=torch.float64))
+
+
+class Stage(torch.nn.Module):
+    """Weights of its own (``layer``), of its replica alone (``expert``), and one that all stages have (``common``)."""
+
+    def __init__(self, stage: int, replica: int, kind: str) -> None:
+        super().__init__()
+        self.common = _weight(1)
+        self.layer = _weight(2, stage)
+        self.expert = _weight(3, stage, replica)
+        if kind in TIES:
+            self.common.shared_embedding = True
+            if kind == "shared" and stage > 0:
+                self.common.shared = True
+        if kind == "tensor":
+            self.layer.tensor_model_parallel = self.expert.tensor_model_parallel = True
+        self.expert.allreduce = False
+
+    def forward(self, *seed: int) -> torch.Tensor:
+        return sum(
+            (weight * _weight(4, i, *seed).detach()).square().sum() for i, weight in enumerate(self.parameters())
+        )
+
+
+def _whole(kind: str, max_norm: float, norm_type: float) -> tuple[torch.Tensor, list[list[Stage]]]:
+    """The norm in one process, and the stages by replica after a step of SGD with a rate of 1."""
+    stages = [[Stage(stage, replica, kind) for replica in range(2)] for stage in range(2)]
+    first = stages[0][0]
+    for stage, replica in itertools.product(range(2), range(2)):
+        stages[stage][replica].layer = stages[stage][0].layer
+        stages[stage][replica].common = first.common
+    model = torch.nn.ModuleList(module for row in stages for module in row)
+    seeds = itertools.product(range(2), range(2))
+    loss = sum(stages[stage][replica](_input(kind, stage), replica) for stage, replica in seeds) / 2
+    if kind == "tensor":  # both have the whole gradient of what both have
+        loss = loss - sum(_of_common(stages[1][replica], _input(kind, 1), replica) for replica in range(2)) / 2
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    return norm, stages
+
+
+def _input(kind: str, stage: int) -> int:
+    """Tensor-parallel ranks have the same input, stages each their own."""
+    return 0 if kind == "tensor" else stage
+
+
+def _of_common(module: Stage, *seed: int) -> torch.Tensor:
+    return (module.common * _weight(4, 0, *seed).detach()).square().sum()
+
+
+def _clipped(rank: int, world_size: int, kind: str) -> None:
+    stage, replica = divmod(rank, 2)
+    replicas = [dist.new_group([0, 1]), dist.new_group([2, 3])][stage]
+    stages = [dist.new_group([0, 2]), dist.new_group([1, 3])][replica]
+    alone = [dist.new_group([other]) for other in range(world_size)][rank]
+    for norm_type, (sharded, whole) in itertools.product(NORMS, ((False, False), (True, False), (True, True))):
+        max_norm, where = 1.0, f"{kind} norm {norm_type} sharded {sharded} whole {whole} rank {rank}: "
+        want_norm, want = _whole(kind, max_norm, norm_type)
+        model = DistributedDataParallel(
+            Stage(stage, replica, kind),
+            process_group=replicas,
+            expert_process_group=alone,
+            use_distributed_optimizer=sharded,
+            bucket_size=1,
+        )
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            model,
+            model_parallel_group=stages,
+            tensor_parallel_group=stages if kind == "tensor" else None,
+            is_elementwise=not whole,
+        )
+        optimizer.zero_grad()
+        model(_input(kind, stage), replica).backward()
+        if kind in TIES:
+            dist.all_reduce(model.module.common.main_grad, group=stages)
+        before = optimizer.grad_norm(norm_type)
+        norm = optimizer.clip_grad_norm_(max_norm, norm_type)
+        assert norm.item() == pytest.approx(want_norm.item(), rel=1e-9), where
+        assert torch.equal(before, norm), where
+        optimizer.step()
+        for (name, got), parameter in zip(
+            model.module.named_parameters(), want[stage][replica].parameters(), strict=True
+        ):
+            assert torch.allclose(got, parameter, rtol=1e-6, atol=1e-9), where + name
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("kind", [*TIES, "tensor"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_norms_over_stages_count_each_weight_of_the_model_once(backend, kind):
+    run_ranks(_clipped, 4, backend, timeout=60, kind=kind)
+
+
+def _embeddings(rank: int, world_size: int) -> None:
+    """Two stages of two tensor-parallel ranks: each has its part of the embedding, the last stage a copy of it."""
+    stage, part = divmod(rank, 2)
+    alone = [dist.new_group([other]) for other in range(world_size)][rank]
+    tensor = [dist.new_group([0, 1]), dist.new_group([2, 3])][stage]
+    module = torch.nn.Module()
+    module.embedding = _weight(part)
+    module.embedding.tensor_model_parallel = module.embedding.shared_embedding = True
+    model = DistributedDataParallel(module, process_group=alone)
+    for how in ("group", "mark"):
+        if how == "mark" and stage == 1:
+            module.embedding.shared = True
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            model,
+            model_parallel_group=dist.group.WORLD,
+            tensor_parallel_group=tensor,
+        )
+        optimizer.zero_grad()
+        module.embedding.square().sum().backward()
+        want = torch.cat([2 * _weight(0), 2 * _weight(1)]).norm()
+        assert optimizer.grad_norm().item() == pytest.approx(want.item())
+    if stage == 1:
+        module.embedding.shared = False
+    with pytest.raises(
+        ValueError, match=r"4 ranks or chunks have an embedding of shape \(5, 7\).*tensor_parallel_group"
+    ):
+        DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, model_parallel_group=dist.group.WORLD)
+    others = [dist.new_group([0, 1]), dist.new_group([2, 3])][1 - stage]
+    for name in ("model_parallel_group", "tensor_parallel_group"):
+        with pytest.raises(ValueError, match=rf"{name}=.*: expected a ProcessGroup that this rank \({rank}\) is in"):
+            DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, **{name: others})
+
+
+def test_parts_of_an_embedding_are_told_from_its_copies():
+    run_ranks(_embeddings, 4, BACKENDS[-1], timeout=60)
