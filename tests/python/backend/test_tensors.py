@@ -1,4 +1,4 @@
-"""Which tensors the collectives take: dtypes, layouts, empty and very large ones."""
+"""Which tensors the collectives take: dtypes, layouts, empty ones; very large ones are in test_large_tensors."""
 
 import datetime
 
@@ -152,26 +152,6 @@ def _coalesced(rank, world_size):
 
 def test_every_coalesced_form_and_gather_into_one_tensor():
     assert all(run_ranks(_coalesced, 3, "farandole"))
-
-
-def _over_two_gibibytes(rank, world_size):
-    bytes_ = (2 << 30) + (100 << 20) + 3
-    x = torch.full((bytes_,), 7 if rank == 0 else 0, dtype=torch.uint8)
-    x[-1] = 5 if rank == 0 else 0
-    if rank == 0:
-        dist.send(x, 1)
-    else:
-        dist.recv(x, 0)
-    # In one shot, for no second array is there room: the first, the middle, the last.
-    assert [int(x[i]) for i in (0, 1 << 30, (1 << 31) - 1, 1 << 31, (1 << 31) + 1, -2, -1)] == [7] * 6 + [5]
-    x.fill_(1 + rank)
-    dist.all_reduce(x)
-    assert int(x.amin()) == int(x.amax()) == 3
-    return True
-
-
-def test_tensors_of_more_than_two_gibibytes_arrive_whole():
-    assert all(run_ranks(_over_two_gibibytes, 2, "farandole", timeout=150))
 
 
 def _freed_early(rank, world_size):
