@@ -240,6 +240,29 @@ def test_shrink_makes_a_group_without_the_excluded_ranks():
     assert run_ranks(_shrink, 4, "farandole") == [(0, 3, 5.0), None, (1, 3, 5.0), (2, 3, 5.0)]
 
 
+def _shrink_world(rank, world_size):
+    x = torch.full((1,), float(rank))
+    dist.all_reduce(x)
+    if rank == 1:
+        return None
+    smaller = dist.shrink_group([1])
+    assert dist.get_world_size() == 3  # it is the default group now
+    y, into = torch.full((1000,), float(rank)), torch.zeros(1)
+    dist.all_reduce(y)
+    dist.all_reduce(y, group=smaller)
+    me = dist.get_rank()
+    work = dist.isend(torch.tensor([float(rank)]), (me + 1) % 3)
+    dist.recv(into, (me - 1) % 3)
+    work.wait()
+    return x.item(), y[0].item(), me, into.item()
+
+
+@pytest.mark.skipif(not hasattr(dist, "shrink_group"), reason="this torch has no shrink_group")
+def test_the_default_group_is_shrunk_by_torch():
+    results = run_ranks(_shrink_world, 4, "farandole")
+    assert results == [(6.0, 15.0, 0, 3.0), None, (6.0, 15.0, 1, 0.0), (6.0, 15.0, 2, 2.0)]
+
+
 def _options(rank, world_size):
     import farandole
 
