@@ -138,10 +138,11 @@ def _of_floats(
     least = torch.finfo(real).smallest_normal * torch.finfo(real).eps  # the distance of numbers close to zero
     size = len(wide)
     premultiplied, divided = int(op == PREMUL), int(op == AVG)
-    if in_steps or dtype not in _NARROW:  # a factor is rounded, and what it gives
+    # A factor is rounded to the dtype, and what it gives.
+    if in_steps or dtype not in _NARROW:
         in_dtype, in_float = size - 1 + divided + 2 * premultiplied, 0
     else:
-        in_dtype, in_float = 1 + premultiplied, size - 1 + divided + premultiplied
+        in_dtype, in_float = 1 + 2 * premultiplied, size - 1 + divided
     if op == PREMUL:
         wide = [part * factor for part, factor in zip(wide, factors)]
     if op == PRODUCT:
