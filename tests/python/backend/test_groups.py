@@ -82,6 +82,83 @@ def test_groups_are_used_by_several_threads_at_once():
     assert run_ranks(_threads, 2, "farandole", timeout=90) == [[], []]
 
 
+def _members(group, members, rank, seed, failures):
+    """One thread's work in one group: collectives and messages, small and large."""
+    try:
+        me, size = members.index(rank), len(members)
+        for i in range(40):
+            numel = 300_000 if (seed + i) % 13 == 0 else 50
+            x = torch.full((numel,), float(rank + seed + i))
+            dist.all_reduce(x, group=group)
+            assert torch.all(x == sum(members) + size * (seed + i)), (seed, i)
+            into = torch.empty(numel)
+            work = dist.isend(x + me, group=group, group_dst=(me + 1) % size, tag=i % 3)
+            dist.recv(into, group=group, group_src=(me - 1) % size, tag=i % 3)
+            assert torch.all(into == x + (me - 1) % size), (seed, i)
+            work.wait()
+            parts = torch.empty(numel * size)
+            dist.all_gather_into_tensor(parts, x + me, group=group)
+            assert all(torch.all(part == x[0] + r) for r, part in enumerate(parts.chunk(size))), (seed, i)
+    except BaseException as error:
+        failures.append(f"group {members}: {error!r}")
+
+
+def _group_per_thread(rank, world_size):
+    lists = [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1], [2, 3], [0, 2, 3], [1, 2], [0, 3]]  # overlapping and disjoint
+    groups = [(members, dist.new_group(members)) for members in lists]
+    failures: list[str] = []
+    threads = [
+        threading.Thread(target=_members, args=(group, members, rank, seed, failures))
+        for seed, (members, group) in enumerate(groups)
+        if rank in members
+    ]
+    for thread in threads:
+        thread.start()
+    # c10d allows new groups while others work; their ranks meet in the store.
+    for number in range(4):
+        members = [[0, 1, 2, 3], [1, 3], [0, 2], [0, 1, 2]][number]
+        group = dist.new_group(members)
+        if rank in members:
+            _members(group, members, rank, 100 + number, failures)
+    for thread in threads:
+        thread.join()
+    return failures
+
+
+def test_groups_that_overlap_work_in_threads_of_their_own_while_others_are_made():
+    assert run_ranks(_group_per_thread, 4, "farandole", timeout=90) == [[]] * 4
+
+
+def _two_batches(rank, world_size):
+    peer, group = 1 - rank, dist.group.WORLD
+    device = torch.device("cpu")
+    into, errors = torch.zeros(1), []
+    group._start_coalescing(device)
+
+    def other():
+        ops = [dist.P2POp(dist.isend, torch.ones(1), peer), dist.P2POp(dist.irecv, torch.zeros(1), peer)]
+        try:
+            dist.batch_isend_irecv(ops)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    # The first one goes on.
+    group.send([torch.full((1,), float(rank))], peer, 0)
+    group.recv([into], peer, 0)
+    group._end_coalescing(device).wait()
+    assert into.item() == peer
+    return errors
+
+
+def test_a_second_thread_that_batches_on_a_group_is_told_to_take_its_own():
+    expected = "another thread has a batch open on this group; expected one at a time, or a group per thread"
+    for errors in run_ranks(_two_batches, 2, "farandole"):
+        assert len(errors) == 1 and expected in errors[0], errors
+
+
 def _split(rank, world_size):
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     assert backend.supports_splitting
@@ -145,6 +222,29 @@ def _shrink(rank, world_size):
 
 def test_shrink_makes_a_group_without_the_excluded_ranks():
     assert run_ranks(_shrink, 4, "farandole") == [(0, 3, 5.0), None, (1, 3, 5.0), (2, 3, 5.0)]
+
+
+def _shrink_world(rank, world_size):
+    x = torch.full((1,), float(rank))
+    dist.all_reduce(x)
+    if rank == 1:
+        return None
+    smaller = dist.shrink_group([1])
+    assert dist.get_world_size() == 3  # it is the default group now
+    y, into = torch.full((1000,), float(rank)), torch.zeros(1)
+    dist.all_reduce(y)
+    dist.all_reduce(y, group=smaller)
+    me = dist.get_rank()
+    work = dist.isend(torch.tensor([float(rank)]), (me + 1) % 3)
+    dist.recv(into, (me - 1) % 3)
+    work.wait()
+    return x.item(), y[0].item(), me, into.item()
+
+
+@pytest.mark.skipif(not hasattr(dist, "shrink_group"), reason="this torch has no shrink_group")
+def test_the_default_group_is_shrunk_by_torch():
+    results = run_ranks(_shrink_world, 4, "farandole")
+    assert results == [(6.0, 15.0, 0, 3.0), None, (6.0, 15.0, 1, 0.0), (6.0, 15.0, 2, 2.0)]
 
 
 def _options(rank, world_size):

@@ -1,4 +1,4 @@
-"""What a Work and its group tell: results, durations, hooks, sequence numbers, barriers that name who is missing."""
+"""What a Work and its group tell: results, durations, barriers that name who is missing."""
 
 import datetime
 import os
@@ -16,65 +16,6 @@ from support.processes import RankFailed, await_all, run_ranks
 
 def _backend():
     return dist.group.WORLD._get_backend(torch.device("cpu"))
-
-
-def _hooks(rank, world_size):
-    seen = []
-    group = dist.group.WORLD
-    early = dist.all_reduce(torch.ones(1), async_op=True)
-    early.wait()
-    group._register_on_completion_hook(lambda info: seen.append((info.op_type, info.seq, info.active_duration)))
-    works = [dist.all_reduce(torch.ones(10), async_op=True), dist.broadcast(torch.ones(3), 0, async_op=True)]
-    for work in works:
-        work.wait()
-    group._wait_for_pending_works()
-    kinds = sorted((str(kind).rpartition(".")[2], seq) for kind, seq, _ in seen)
-    assert kinds == [("ALLREDUCE", 1), ("BROADCAST", 2)], kinds
-    assert all(duration >= datetime.timedelta(0) for *_, duration in seen)
-    with pytest.raises(RuntimeError, match="has an onCompletion hook already"):
-        group._register_on_completion_hook(print)
-    # A failed work is reported, too, and a hook that raises harms nobody.
-    assert works[0]._get_duration() >= 0
-    assert _backend()._get_sequence_number_for_group() == 3
-    return True
-
-
-def test_completion_hooks_see_every_work_once_it_has_ended():
-    assert all(run_ranks(_hooks, 2, "farandole"))
-
-
-def _newer_hooks(rank, world_size):
-    backend = _backend()
-    assert backend.supports_abort_hooks and backend.supports_completion_hooks
-    aborts = []
-    backend.register_abort_hook(1, lambda: aborts.append("one"))
-    backend.register_abort_hook(2, lambda: aborts.append("two"))
-    backend.unregister_abort_hook(2)
-    dist.all_reduce(torch.ones(1))
-    assert aborts == []
-    if rank == 0:
-        with pytest.raises(RuntimeError, match="not done after 50 ms"):
-            dist.irecv(torch.zeros(1), 1).wait(datetime.timedelta(milliseconds=50))
-        dist.group.WORLD._wait_for_pending_works()
-        assert aborts == ["one"]
-    dist.barrier()
-    # Two extensions add up for what begins, until the first of it has ended.
-    backend.set_timeout(datetime.timedelta(seconds=10))
-    backend._add_ephemeral_timeout(datetime.timedelta(seconds=3))
-    backend._add_ephemeral_timeout(datetime.timedelta(seconds=4))
-    work = dist.all_reduce(torch.ones(1), async_op=True)
-    assert work.timeout == datetime.timedelta(seconds=17)
-    work.wait()
-    dist.group.WORLD._wait_for_pending_works()
-    after = dist.all_reduce(torch.ones(1), async_op=True)
-    assert after.timeout == datetime.timedelta(seconds=10)
-    after.wait()
-    return True
-
-
-@pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="torch 2.11 has neither these hooks nor extensions")
-def test_abort_hooks_and_timeout_extensions():
-    assert all(run_ranks(_newer_hooks, 2, "farandole"))
 
 
 def _results(rank, world_size):

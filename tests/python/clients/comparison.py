@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import os
 from typing import Any
 
 import torch
@@ -22,8 +23,9 @@ def _run(rank: int, world_size: int, module: str, programs: list[str], folder: s
 
 
 def _run_checked(rank: int, world_size: int, name: str, folder: str, **kwargs: Any) -> bytes:
-    # What TORCH_DISTRIBUTED_DEBUG=DETAIL does in a process that has not imported torch yet.
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    # torch was imported without it.
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    dist.set_debug_level_from_env()
     store = dist.FileStore(f"{folder}/store", world_size)
     dist.init_process_group(name, store=store, rank=rank, world_size=world_size)
     results = _run(rank, world_size, folder=folder, **kwargs)

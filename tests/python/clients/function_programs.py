@@ -113,3 +113,30 @@ def checked(rank, world_size, folder):
 
         assert farandole.transport_report()[rank] == "self"
     return x, outputs, flat, into, error
+
+
+def checked_clients(rank, world_size, folder):
+    """DDP, a second group, and messages in both, under the debug level DETAIL."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    assert dist.get_debug_level() == dist.DebugLevel.DETAIL
+    torch.manual_seed(4)
+    model = torch.nn.Linear(4, 3)
+    is_gloo = dist.get_backend() == "gloo"  # under which torch 2.15's DDP crashes at this level
+    copies = model if is_gloo else DistributedDataParallel(model)
+    for step in range(3):
+        copies(torch.arange(8.0).view(2, 4) + rank + step).square().mean().backward()
+    for p in model.parameters() if is_gloo else ():
+        dist.all_reduce(p.grad)
+        p.grad /= world_size
+    group = dist.new_group()
+    x, into = torch.full((5,), float(rank)), [torch.zeros(5), torch.zeros(5)]
+    for place, here in zip(into, (group, None)):
+        if rank == 0:
+            dist.send(x + 7, 1, group=here, tag=2)
+            dist.recv(place, 1, group=here, tag=3)
+        else:
+            dist.recv(place, 0, group=here, tag=2)
+            dist.send(x + 9, 0, group=here, tag=3)
+    dist.all_reduce(x, group=group)
+    return [p.grad for p in model.parameters()], x, into

@@ -34,4 +34,16 @@ def test_collectives_in_a_compiled_graph(tmp_path):
 
 
 def test_the_detailed_debug_level_wraps_the_backend_and_finds_mismatches(tmp_path):
-    compare_backends("clients.function_programs", ["checked"], tmp_path, is_checked=True)
+    programs = ["checked_clients", "checked"]
+    compare_backends("clients.function_programs", programs, tmp_path, is_checked=True)
+
+
+def test_hybrid_shards_mixed_precision_and_checkpoints_that_are_resharded(tmp_path):
+    programs = ["hybrid_shards", "resharded_checkpoint"]
+    compare_backends("clients.four_rank_programs", programs, tmp_path, world_size=4, tolerance=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_uneven_exchanges_in_autograd_newer_names_and_graphs_on_a_part_of_the_world(tmp_path):
+    programs = ["uneven_autograd", "newer_names", "compiled_on_a_part"]
+    compare_backends("clients.four_rank_programs", programs, tmp_path, world_size=4)

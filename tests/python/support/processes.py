@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import multiprocessing
 import os
 import signal
@@ -40,7 +41,8 @@ def run_ranks(
         fn: a module-level function; its result must pickle.
         world_size: number of processes.
         backend: given to ``init_process_group`` (with a FileStore); None initializes no group.
-        timeout: seconds for all of it; then every process is killed and RankFailed raised.
+        timeout: seconds for all of it; then every process is killed and RankFailed raised. It is also that of the
+            group, which infinity leaves at ten minutes.
         env: environment variables set in every rank before the group is made.
         may_die: ranks that are killed on purpose; their result is None.
         enter: called with the rank first of all in its process (Hosts.enter() gives one).
@@ -88,7 +90,7 @@ def _collect(processes: list[Any], pipes: list[Any], deadline: float, may_die: C
     failures: dict[int, str] = {}
     open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
     while open_pipes:
-        ready = wait(list(open_pipes), timeout=max(0.0, deadline - time.monotonic()))
+        ready = wait(list(open_pipes), timeout=_seconds_until(deadline))
         if not ready:
             missing = sorted(open_pipes.values())
             failures[-1] = f"no result from ranks {missing} in time"
@@ -110,6 +112,10 @@ def _collect(processes: list[Any], pipes: list[Any], deadline: float, may_die: C
     return [results[rank] for rank in range(len(processes))]
 
 
+def _seconds_until(deadline: float) -> float | None:
+    return None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
+
+
 def _rank_main(pipe, fn, rank, world_size, backend, store_path, timeout, env, enter, kwargs) -> None:
     os.environ.update(env or {})
     import torch
@@ -124,7 +130,7 @@ def _rank_main(pipe, fn, rank, world_size, backend, store_path, timeout, env, en
                 store=torch.distributed.FileStore(store_path, world_size),
                 rank=rank,
                 world_size=world_size,
-                timeout=datetime.timedelta(seconds=timeout),
+                timeout=datetime.timedelta(seconds=600 if math.isinf(timeout) else timeout),
             )
         result = fn(rank, world_size, **kwargs)
         if backend is not None and torch.distributed.is_initialized():

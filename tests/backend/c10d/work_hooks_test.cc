@@ -1,0 +1,141 @@
+#include "backend/c10d/work_hooks.h"
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <stdexcept>
+#include <type_traits>
+#include <vector>
+
+#include "tests/backend/c10d/rank_processes.h"
+
+namespace farandole::backend {
+namespace {
+
+using namespace std::chrono_literals;
+
+// What a completion hook was told, by any thread.
+struct Heard {
+  std::mutex mutex;
+  std::vector<std::uint64_t> keys;
+  std::vector<float> durations;  // ms
+};
+
+// Templates, so that they compile with torch 2.11, which has no such hooks.
+template <typename Hook>
+constexpr bool kHasHooks = !std::is_same_v<Hook, std::function<void()>>;
+
+template <typename Hook = CompletionHook>
+void listen(ProcessGroupFarandole& group, std::int64_t id, Heard& heard) {
+  if constexpr (kHasHooks<Hook>) {
+    group.registerCompletionHook(id, [&heard](const auto& completion) {
+      std::lock_guard lock(heard.mutex);
+      heard.keys.push_back(completion.completionKey);
+      heard.durations.push_back(completion.duration_ms.value());
+    });
+  }
+}
+
+template <typename Hook = CompletionHook>
+void listenAndThrow(ProcessGroupFarandole& group, std::int64_t id, std::atomic<int>& calls) {
+  if constexpr (kHasHooks<Hook>) {
+    group.registerCompletionHook(id, [&calls](const auto&) {
+      ++calls;
+      throw std::runtime_error("this hook always throws");
+    });
+  }
+}
+
+template <typename Work>
+std::uint64_t keyOf(Work& work) {
+  if constexpr (requires { work.getCompletionKey(); }) return work.getCompletionKey();
+  return 0;
+}
+
+WorkPtr allReduce(ProcessGroupFarandole& group, at::Tensor& tensor) {
+  std::vector<at::Tensor> tensors{tensor};
+  return group.allreduce(tensors, {});
+}
+
+#define SKIP_WITHOUT_HOOKS() \
+  if (!kHasHooks<CompletionHook>) GTEST_SKIP() << "this torch has no completion hooks"
+
+TEST(WorkHooks, CompletionHooksHearOnceOfEachWorkThatSucceeds) {
+  SKIP_WITHOUT_HOOKS();
+  runRanks(2, 30s, [](ProcessGroupFarandole& group) {
+    Heard heard;
+    Heard gone;
+    listen(group, 1, heard);
+    listen(group, 2, gone);
+    group.unregisterCompletionHook(2);
+    std::vector<std::uint64_t> keys;
+    for (int i = 0; i < 5; ++i) {
+      at::Tensor ones = at::ones({100});
+      const WorkPtr work = allReduce(group, ones);
+      keys.push_back(keyOf(*work));
+      work->wait();
+    }
+    group.waitForPendingWorks();
+    EXPECT_EQ(heard.keys, keys);
+    for (const float duration : heard.durations) {
+      EXPECT_GE(duration, 0);
+      EXPECT_LT(duration, 30'000);
+    }
+    EXPECT_TRUE(gone.keys.empty());
+    group.unregisterCompletionHook(1);
+    at::Tensor ones = at::ones({1});
+    allReduce(group, ones)->wait();
+    EXPECT_EQ(heard.keys.size(), 5U);
+  });
+}
+
+TEST(WorkHooks, CompletionHooksHearNothingOfAFailure) {
+  SKIP_WITHOUT_HOOKS();
+  runRanks(2, 30s, [](ProcessGroupFarandole& group) {
+    Heard heard;
+    std::atomic<int> failures{0};
+    listen(group, 1, heard);
+    group.registerAbortHook(1, [&] { ++failures; });
+    if (group.getRank() == 0) {
+      std::vector<at::Tensor> into{at::zeros({1})};
+      EXPECT_THROW(group.recv(into, 1, 7)->wait(50ms), c10::Error);  // rank 1 sends nothing
+      group.waitForPendingWorks();
+      EXPECT_EQ(failures, 1);
+      EXPECT_TRUE(heard.keys.empty());
+    }
+    at::Tensor ones = at::ones({1});
+    allReduce(group, ones)->wait();
+    group.waitForPendingWorks();
+    EXPECT_EQ(heard.keys.size(), 1U);
+    group.unregisterAbortHook(1);
+    group.unregisterCompletionHook(1);
+  });
+}
+
+TEST(WorkHooks, AHookThatThrowsHarmsNeitherTheWorkNorOtherHooks) {
+  SKIP_WITHOUT_HOOKS();
+  runRanks(2, 30s, [](ProcessGroupFarandole& group) {
+    Heard heard;
+    std::atomic<int> calls{0};
+    listenAndThrow(group, 1, calls);
+    listen(group, 2, heard);
+    for (int i = 0; i < 3; ++i) {
+      at::Tensor ones = at::ones({10});
+      allReduce(group, ones)->wait();
+      EXPECT_TRUE(at::equal(ones, at::full({10}, 2.0)));
+    }
+    group.waitForPendingWorks();
+    EXPECT_EQ(calls, 3);
+    EXPECT_EQ(heard.keys.size(), 3U);
+    group.unregisterCompletionHook(1);
+    group.unregisterCompletionHook(2);
+  });
+}
+
+}  // namespace
+}  // namespace farandole::backend

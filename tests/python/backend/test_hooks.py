@@ -1,0 +1,147 @@
+"""Hooks that a group calls: for each work that ends, at a failure, around each call."""
+
+import datetime
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support.processes import await_all, run_ranks
+
+OLD_TORCH = torch.__version__.startswith("2.11.")
+
+
+def _backend():
+    return dist.group.WORLD._get_backend(torch.device("cpu"))
+
+
+def _hooks(rank, world_size):
+    seen = []
+    group = dist.group.WORLD
+    early = dist.all_reduce(torch.ones(1), async_op=True)
+    early.wait()
+    group._register_on_completion_hook(lambda info: seen.append((info.op_type, info.seq, info.active_duration)))
+    works = [dist.all_reduce(torch.ones(10), async_op=True), dist.broadcast(torch.ones(3), 0, async_op=True)]
+    for work in works:
+        work.wait()
+    group._wait_for_pending_works()
+    kinds = sorted((str(kind).rpartition(".")[2], seq) for kind, seq, _ in seen)
+    assert kinds == [("ALLREDUCE", 1), ("BROADCAST", 2)], kinds
+    assert all(duration >= datetime.timedelta(0) for *_, duration in seen)
+    with pytest.raises(RuntimeError, match="has an onCompletion hook already"):
+        group._register_on_completion_hook(print)
+    assert works[0]._get_duration() >= 0
+    assert _backend()._get_sequence_number_for_group() == 3
+    return True
+
+
+def test_completion_hooks_see_every_work_once_it_has_ended():
+    assert all(run_ranks(_hooks, 2, "farandole"))
+
+
+def _newer_hooks(rank, world_size):
+    backend = _backend()
+    assert backend.supports_abort_hooks and backend.supports_completion_hooks
+    aborts = []
+    backend.register_abort_hook(1, lambda: aborts.append("one"))
+    backend.register_abort_hook(2, lambda: aborts.append("two"))
+    backend.unregister_abort_hook(2)
+    dist.all_reduce(torch.ones(1))
+    assert aborts == []
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="not done after 50 ms"):
+            dist.irecv(torch.zeros(1), 1).wait(datetime.timedelta(milliseconds=50))
+        dist.group.WORLD._wait_for_pending_works()
+        assert aborts == ["one"]
+    dist.barrier()
+    # Two extensions add up for what begins, until the first of it has ended.
+    backend.set_timeout(datetime.timedelta(seconds=10))
+    backend._add_ephemeral_timeout(datetime.timedelta(seconds=3))
+    backend._add_ephemeral_timeout(datetime.timedelta(seconds=4))
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    assert work.timeout == datetime.timedelta(seconds=17)
+    work.wait()
+    dist.group.WORLD._wait_for_pending_works()
+    after = dist.all_reduce(torch.ones(1), async_op=True)
+    assert after.timeout == datetime.timedelta(seconds=10)
+    after.wait()
+    return True
+
+
+@pytest.mark.skipif(OLD_TORCH, reason="torch 2.11 has neither these hooks nor extensions")
+def test_abort_hooks_and_timeout_extensions():
+    assert all(run_ranks(_newer_hooks, 2, "farandole"))
+
+
+def _failures(rank, world_size):
+    group, seen = dist.group.WORLD, []
+
+    def hook(info):
+        seen.append((str(info.op_type).rpartition(".")[2], info.seq, info.active_duration))
+        raise ValueError("this hook always raises")
+
+    group._register_on_completion_hook(hook)
+    dist.all_reduce(torch.ones(1))
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="not done after 50 ms"):
+            dist.irecv(torch.zeros(1), 1, tag=9).wait(datetime.timedelta(milliseconds=50))
+    await_all(rank, world_size)
+    x = torch.ones(3)
+    dist.all_reduce(x)  # what the hook raised is nobody's error
+    group._wait_for_pending_works()
+    assert x.tolist() == [float(world_size)] * 3
+    kinds = [kind for kind, *_ in seen]
+    assert kinds == (["ALLREDUCE", "RECV", "ALLREDUCE"] if rank == 0 else ["ALLREDUCE", "ALLREDUCE"]), seen
+    if rank == 0:  # it was started and given up
+        assert datetime.timedelta(milliseconds=50) <= seen[1][2] < datetime.timedelta(seconds=20), seen
+    assert seen[-1][1] == 1  # the second collective of the group, also where a message failed in between
+    return True
+
+
+def test_a_completion_hook_sees_failures_and_may_raise():
+    assert all(run_ranks(_failures, 2, "farandole"))
+
+
+def _around(rank, world_size):
+    group, before, after = dist.group.WORLD, [], []
+    group.register_pre_hook(1, before.append)
+    group.register_pre_hook(2, lambda args: before.append(None))
+    group.register_post_hook(1, after.append)
+    group.unregister_pre_hook(2)
+    x, flat = torch.full((4,), float(rank)), torch.zeros(4 * world_size)
+    work = dist.all_reduce(x, async_op=True)
+    work.wait()
+    dist.broadcast(x, 1)
+    dist.all_gather_into_tensor(flat, x)
+    dist.barrier()
+    names = [str(args.name).rpartition(".")[2] for args in before]
+    assert names[:2] == ["ALLREDUCE", "BROADCAST"] and len(names) == 4 and names[3] == "BARRIER", names
+    assert [args.name for args in after] == [args.name for args in before]
+    assert [args.op_id for args in after] == [args.op_id for args in before]
+    assert len({args.op_id for args in before}) == 4
+    assert [args.async_op for args in before] == [True, False, False, False]
+    assert before[0].input_tensors[0].data_ptr() == x.data_ptr() and before[1].root == 1
+    assert before[2].output_tensors[0].data_ptr() == flat.data_ptr()
+    assert after[0].work.is_completed()
+    group.unregister_pre_hook(1)
+    group.unregister_post_hook(1)
+    dist.all_reduce(x)
+    assert len(before) == len(after) == 4
+
+    def refuse(args):
+        raise ValueError("not this one")
+
+    # What a hook raises before a call is the caller's error, and nothing was called.
+    group.register_pre_hook(3, refuse)
+    with pytest.raises((ValueError, RuntimeError), match="not this one"):
+        dist.all_reduce(x)
+    group.unregister_pre_hook(3)
+    x.fill_(1)
+    dist.all_reduce(x)
+    assert x.tolist() == [float(world_size)] * 4
+    return True
+
+
+@pytest.mark.skipif(not hasattr(dist.ProcessGroup, "register_pre_hook"), reason="this torch has no such hooks")
+def test_hooks_around_calls_tell_what_is_called():
+    assert all(run_ranks(_around, 2, "farandole"))
