@@ -102,7 +102,10 @@ void SparseAllReduceWork::afterShapes() {
 void SparseAllReduceWork::startValues() {
   sum_.prepareValues();
   Program program;
-  ProgramCalls calls(program, topology_);
+  // When the shapes have come, a rank may have called more of the group: a turn in the host's segment would be another
+  // one on each. Messages are told apart by this work's number, which is as old as the call.
+  const collective::Topology messagesOnly{topology_.rank, topology_.size};
+  ProgramCalls calls(program, messagesOnly);
   sum_.gatherValues(calls);
   values_->setTensors({}, sum_.valueTensors());
   values_->setProgram(std::move(program), static_cast<std::uint32_t>(values_->getSequencenumber()));

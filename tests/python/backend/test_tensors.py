@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from support.hosts import PretendHost
 from support.processes import run_ranks
 
 BYTE_FLOATS = [torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz]
@@ -254,3 +255,25 @@ def _sparse(rank, world_size):
 
 def test_sparse_tensors_are_summed_as_gloo_does():
     assert all(run_ranks(_sparse, 3, "farandole"))
+
+
+def _several_sparse(rank, world_size):
+    """Each has a second half that begins when the first one ends: in which order is another matter on each rank."""
+    for _ in range(50):
+        sparse = [
+            torch.sparse_coo_tensor([[k]], [float((k + 1) * (rank + 1))], (8,), check_invariants=True) for k in range(3)
+        ]
+        dense = torch.ones(100)
+        works = [dist.all_reduce(x, async_op=True) for x in (*sparse, dense)]
+        for work in works[::-1] if rank == 0 else works:
+            work.wait()
+        total = sum(range(1, world_size + 1))
+        for k, x in enumerate(sparse):
+            assert x.to_dense().tolist() == [(k + 1.0) * total if i == k else 0.0 for i in range(8)]
+        assert dense.tolist() == [float(world_size)] * 100
+    return True
+
+
+@pytest.mark.parametrize("hosts", [(0, 0), (0, 0, 1, 1)], ids=str)
+def test_several_sparse_sums_and_a_dense_one_are_under_way_at_once(hosts):
+    assert all(run_ranks(_several_sparse, len(hosts), "farandole", enter=PretendHost(hosts)))

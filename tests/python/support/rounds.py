@@ -26,8 +26,6 @@ from support.drawn.reductions import AVG, PREMUL
 
 START = {**MOVEMENTS, **COMBINATIONS, **MESSAGES}
 KINDS = sorted(START)
-# The second half of a sparse all_reduce begins when it can, behind what its rank has called by then.
-AT_ONCE = [kind for kind in KINDS if kind != "sparse_all_reduce"]
 
 
 @dataclass
@@ -82,8 +80,7 @@ class _Round:
         self.operations = []
         for index in range(rng.randrange(2, 6) if self.at_once else 1):
             group = rng.choice(groups)
-            kinds = AT_ONCE if self.at_once else KINDS
-            self.operations.append((Operation(seed * 8 + index, kinds, group.ranks, group.hosts), group))
+            self.operations.append((Operation(seed * 8 + index, KINDS, group.ranks, group.hosts), group))
         self.is_async = self.at_once or rng.random() < 0.5
         self.on_gloo = rng.random() < 0.5
 
