@@ -25,8 +25,8 @@ std::size_t HostSegment::bytes(int size, std::size_t windowBytes) {
 }
 
 Result<transport::SharedMemory> HostSegment::create(int size, std::size_t windowBytes) {
-  // Each rank has a part of every window, of some elements at least.
-  const std::size_t needed = static_cast<std::size_t>(size) * sizeof(Line);
+  // Each rank has a part of every window: some elements at least.
+  const std::size_t needed = static_cast<std::size_t>(size) * alignof(Line);
   while (windowBytes < needed) windowBytes *= 2;
   auto memory = transport::SharedMemory::create("farandole-group", bytes(size, windowBytes));
   if (memory) reinterpret_cast<Line*>(memory->data())->windowBytes = windowBytes;
