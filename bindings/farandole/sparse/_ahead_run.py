@@ -33,6 +33,7 @@ class AheadRun:
             for name, tensor in self._all().items()
         }
         self._versions: dict[str, int] = {}
+        self._values: dict[str, torch.Tensor] = {}  # of what it has written
 
     def has_run(self) -> frozenset[str]:
         self._after = [ModelState(module, _BESIDES) for module in self.modules.values()]
@@ -41,13 +42,16 @@ class AheadRun:
         changed = {
             name for name, (tensor, version, _) in self._tensors.items() if version != self._versions.get(name, version)
         }
+        self._values = {name: tensors[name].detach().clone() for name in changed}
         return (self._written or frozenset()) | changed
 
     def take_back(self) -> bool:
         """As if it had not been; False, and nothing is done, where that is not known any more, or others have changed
         the modules since."""
-        now = {name: _version(tensor) for name, tensor in self._all().items()}
-        if now != self._versions or any(state.has_changed() for state in self._after):
+        tensors = self._all()
+        if any(self._is_other(name, tensors.get(name)) for name in self._values):
+            return False
+        if any(state.has_changed() for state in self._after):
             return False
         written = [
             (tensor, before)
@@ -62,6 +66,12 @@ class AheadRun:
             for tensor, before in written:
                 tensor.copy_(before)
         return True
+
+    def _is_other(self, name: str, tensor: torch.Tensor | None) -> bool:
+        if tensor is None:
+            return True
+        # torch's DDP writes buffers in each forward, with what they hold already.
+        return _version(tensor) != self._versions[name] and not torch.equal(tensor, self._values[name])
 
     def _is_copied(self, name: str, tensor: torch.Tensor) -> bool:
         return not isinstance(tensor, nn.Parameter) if self._written is None else name in self._written

@@ -16,7 +16,10 @@ from pipelining.pipeline_support import assert_same_gradients, random_stages, tr
 from support.processes import run_ranks
 
 # DualPipe has two copies of the model, which torch's plans have not.
-NAMES = [name for name in schedule_names() if name not in ("none", "DualPipe")]
+LEFT_OUT = {"none", "DualPipe"}
+if torch.__version__.startswith("2.11."):  # there a rank sends to itself where two stages meet on it, which gloo cannot
+    LEFT_OUT |= {"ZBV", "V-Half", "V-Min", "DualPipeV"}
+NAMES = [name for name in schedule_names() if name not in LEFT_OUT]
 ONE_STAGE = ("GPipe", "1F1B", "ZB-H1", "ZB-H2")
 RANKS = 2
 
