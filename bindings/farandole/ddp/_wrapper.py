@@ -16,6 +16,7 @@ from farandole.ddp._comm_hook import builtin_comm_hook, checked_comm_hook
 from farandole.ddp._copying import build_again, state_of
 from farandole.ddp._fused import is_added_of, reset_added
 from farandole.ddp._join import UnevenInputs, begin_forward
+from farandole.ddp._layout import buckets_of, layout_svg, layout_text
 from farandole.ddp._options import (
     Replicas,
     bucket_elements,
@@ -87,6 +88,9 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters):
         overlap_param_gather: with it, the parameters that other ranks have updated come while the next forward runs,
             each bucket just before the first module that needs it; else :class:`DistributedOptimizer` waits for them.
         average_in_collective: average by the collective's AVG also where the backend would not do so by itself.
+        reduce_scatter_with_fp32_accumulation: gradients of bfloat16 and float16 are added up in float32 and rounded once,
+            over any backend; with use_distributed_optimizer. Over farandole on one host they are so anyway; elsewhere
+            each rank gets all ranks' parts by an all-to-all, which takes the memory of a bucket meanwhile.
         calculate_per_token_loss: sum gradients instead of averaging them; ``scale_gradients`` divides them later.
         check_for_nan_in_grad: look for NaN and Inf in each bucket before it is reduced: then ``backward()`` raises on
             every rank, naming parameter, bucket and rank.
@@ -127,6 +131,7 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters):
         use_distributed_optimizer: bool = False,
         overlap_param_gather: bool = False,
         average_in_collective: bool = False,
+        reduce_scatter_with_fp32_accumulation: bool = False,
         calculate_per_token_loss: bool = False,
         check_for_nan_in_grad: bool = False,
         check_for_large_grads: float = 0.0,
@@ -140,6 +145,10 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters):
             raise TypeError(f"module is a {type(module).__name__}: expected a torch.nn.Module")
         if overlap_param_gather and not use_distributed_optimizer:
             raise ValueError("overlap_param_gather=True: expected use_distributed_optimizer=True with it")
+        if reduce_scatter_with_fp32_accumulation and not use_distributed_optimizer:
+            raise ValueError(
+                "reduce_scatter_with_fp32_accumulation=True: expected use_distributed_optimizer=True with it"
+            )
         self.device = input_device(module, device_ids, output_device, dim)
         self.broadcast_buffers = broadcast_buffers
         options = _C.ReducerOptions()
@@ -161,6 +170,7 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters):
         options.is_sharded = use_distributed_optimizer
         options.in_main_grad = grad_reduce_in_fp32 or use_distributed_optimizer
         options.average_in_collective = average_in_collective
+        options.accumulates_in_float = reduce_scatter_with_fp32_accumulation
         options.is_averaged = not calculate_per_token_loss
         options.checks_nan = check_for_nan_in_grad
         options.largest_grad = check_for_large_grads
@@ -390,5 +400,9 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters):
         return self._tuner.reason if self._tuner is not None else None
 
     def bucket_layout(self) -> str:
-        """One line per bucket: its buffer, its range in elements, and its parameters by index of registration."""
-        return self._reducer.layout()
+        """One line per bucket: buffer, range in elements, padding, this rank's part, parameters with theirs."""
+        return layout_text(buckets_of(self))
+
+    def draw_bucket_layout(self, *, width: int = 1200) -> str:
+        """The same as a picture, ``width`` pixels wide: the text of an SVG file. Boxes tell more when pointed at."""
+        return layout_svg(buckets_of(self), width)
