@@ -18,6 +18,9 @@ class _Cuda:
     def current_device(self) -> str:
         return "cpu"
 
+    def current_stream(self) -> None:
+        pass
+
     def synchronize(self) -> None:
         pass
 

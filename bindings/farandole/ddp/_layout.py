@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import torch
 
-from farandole._paper import EMPTY, FAINT, FONT, LETTER, LINE, MARGIN, Paper, explain, number_text, ticks
+from farandole._paper import FAINT, FONT, LETTER, LINE, MARGIN, Paper, explain, number_text, ticks
 
 if TYPE_CHECKING:
     from farandole.ddp._wrapper import DistributedDataParallel
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _COLOURS = [(122, 174, 236), (130, 199, 130), (242, 176, 98), (188, 154, 224), (112, 201, 193), (232, 150, 150)]
 _PALER = 0.4  # how far they are from their module's colour to white
 _PADDING = "#b4b9c2"
-_MINE = "#20262e"
+_MINE, _OTHERS = "#20262e", "#d3d8df"
 _BAR = 18.0  # pixels, as all sizes
 _SHARDS = 5.0
 _GAP = 6.0
@@ -164,7 +164,7 @@ class _Picture(Paper):
             for rank in range(bucket.ranks):
                 begin, end = bucket.part(rank)
                 mine = rank == bucket.rank
-                rect = self._box("mine" if mine else "part", bucket, begin, end, _SHARDS, _MINE if mine else EMPTY)
+                rect = self._box("mine" if mine else "part", bucket, begin, end, _SHARDS, _MINE if mine else _OTHERS)
                 rect.set("stroke", "white")
                 rect.set("stroke-width", "0.5")
                 explain(rect, f"rank {rank} of the group has [{begin}, {end})")
@@ -183,7 +183,7 @@ class _Picture(Paper):
         for text, fill, is_shown in (
             ("padding", _PADDING, has_padding),
             ("this rank's part", _MINE, has_parts),
-            ("other ranks' parts", EMPTY, has_parts),
+            ("other ranks' parts", _OTHERS, has_parts),
         ):
             if is_shown:
                 self.add("rect", x=x, y=self.y, width=FONT, height=FONT, fill=fill)
