@@ -238,8 +238,8 @@ void UcxTransport::recvDone(void* handle, ucs_status_t status, const ucp_tag_rec
   noteDone(request);
 }
 
-// What came before the end of one connection has been received, and of the other one not yet: a peer that has ended, ends
-// both.
+// What came before the end of one connection has been received, and of the other one not yet: a peer that has ended,
+// ends both.
 void UcxTransport::endpointFailed(void* arg, ucp_ep_h handle, ucs_status_t status) {
   Endpoint& endpoint = *static_cast<Endpoint*>(arg);
   endpoint.failure =

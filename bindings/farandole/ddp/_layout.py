@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 from xml.etree import ElementTree
 
 import torch
@@ -55,6 +55,18 @@ class LaidBucket:
         """What a rank has of it."""
         size = (self.end - self.begin) // self.ranks
         return self.begin + rank * size, self.begin + (rank + 1) * size
+
+
+class ShowsLayout:
+    """The part of the wrapper that shows its buckets."""
+
+    def bucket_layout(self) -> str:
+        """One line per bucket: buffer, range in elements, padding, this rank's part, parameters with theirs."""
+        return layout_text(buckets_of(cast("DistributedDataParallel", self)))
+
+    def draw_bucket_layout(self, *, width: int = 1200) -> str:
+        """The same as a picture, ``width`` pixels wide: the text of an SVG file. Boxes tell more when pointed at."""
+        return layout_svg(buckets_of(cast("DistributedDataParallel", self)), width)
 
 
 def buckets_of(model: DistributedDataParallel) -> list[LaidBucket]:

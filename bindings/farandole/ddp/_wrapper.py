@@ -16,7 +16,7 @@ from farandole.ddp._comm_hook import builtin_comm_hook, checked_comm_hook
 from farandole.ddp._copying import build_again, state_of
 from farandole.ddp._fused import is_added_of, reset_added
 from farandole.ddp._join import UnevenInputs, begin_forward
-from farandole.ddp._layout import buckets_of, layout_svg, layout_text
+from farandole.ddp._layout import ShowsLayout
 from farandole.ddp._options import (
     Replicas,
     bucket_elements,
@@ -33,7 +33,7 @@ from farandole.ddp._tuning import BucketTuner, is_auto
 __all__ = ["DistributedDataParallel"]
 
 
-class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters):
+class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters, ShowsLayout):
     """Wraps a module so that each backward leaves the average gradient over the group in ``.grad``.
 
     Gradients live in contiguous buffers, laid out in reverse registration order (as Megatron-core's) and cut into
@@ -143,12 +143,12 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters):
         super().__init__()
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"module is a {type(module).__name__}: expected a torch.nn.Module")
-        if overlap_param_gather and not use_distributed_optimizer:
-            raise ValueError("overlap_param_gather=True: expected use_distributed_optimizer=True with it")
-        if reduce_scatter_with_fp32_accumulation and not use_distributed_optimizer:
-            raise ValueError(
-                "reduce_scatter_with_fp32_accumulation=True: expected use_distributed_optimizer=True with it"
-            )
+        for name, is_asked in (
+            ("overlap_param_gather", overlap_param_gather),
+            ("reduce_scatter_with_fp32_accumulation", reduce_scatter_with_fp32_accumulation),
+        ):
+            if is_asked and not use_distributed_optimizer:
+                raise ValueError(f"{name}=True: expected use_distributed_optimizer=True with it")
         self.device = input_device(module, device_ids, output_device, dim)
         self.broadcast_buffers = broadcast_buffers
         options = _C.ReducerOptions()
@@ -398,11 +398,3 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters):
     def bucket_tuning(self) -> str | None:
         """Which bucket size was chosen and why; None before that, and without ``bucket_size="auto"``."""
         return self._tuner.reason if self._tuner is not None else None
-
-    def bucket_layout(self) -> str:
-        """One line per bucket: buffer, range in elements, padding, this rank's part, parameters with theirs."""
-        return layout_text(buckets_of(self))
-
-    def draw_bucket_layout(self, *, width: int = 1200) -> str:
-        """The same as a picture, ``width`` pixels wide: the text of an SVG file. Boxes tell more when pointed at."""
-        return layout_svg(buckets_of(self), width)
