@@ -19,6 +19,8 @@ class Paper:
     """White, of a width in pixels; as high as ``y`` is in the end."""
 
     def __init__(self, width: float) -> None:
+        if not isinstance(width, (int, float)) or not width > 0:
+            raise ValueError(f"width={width!r}: expected pixels, more than 0")
         self.width = float(width)
         self._root = ElementTree.Element("svg", xmlns="http://www.w3.org/2000/svg")
         self._root.set("font-family", "sans-serif")

@@ -159,6 +159,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.param_groups[-1]["params"].append(self._flag)
         self._settings = settings_of(self.param_groups)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: what each rank updates was settled when this was made."""
+        if hasattr(self, "_settings"):  # else torch's constructor adds those that there are
+            raise NotImplementedError(
+                "add_param_group(): expected all param groups in the optimizer that a DistributedOptimizer is made of: "
+                "make a second one over the same model"
+            )
+        super().add_param_group(param_group)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Begins a step: gradients of the last one do not count any more.
 

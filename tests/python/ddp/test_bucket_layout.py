@@ -130,6 +130,9 @@ def _layouts(rank: int, world_size: int, first: int) -> None:
         svg = model.draw_bucket_layout(width=width)
         assert svg == model.draw_bucket_layout(width=width)
         _check_picture(svg, text, width, where)
+    for wrong in (0, -1, "wide"):
+        with pytest.raises(ValueError, match=f"width={wrong!r}: expected pixels"):
+            model.draw_bucket_layout(width=wrong)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

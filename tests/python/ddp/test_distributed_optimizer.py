@@ -261,6 +261,8 @@ def _refusals(rank: int, world_size: int) -> None:
     with pytest.raises(TypeError, match=r"optimizer is a list: expected a torch\.optim\.Optimizer"):
         DistributedOptimizer([], model)
     optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), model)
+    with pytest.raises(NotImplementedError, match=r"add_param_group\(\): expected all param groups in the optimizer"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
     for use in (optimizer.step, optimizer.grad_norm, lambda: optimizer.clip_grad_norm_(1.0)):
         with pytest.raises(RuntimeError, match="gradients were not reduced"):
             use()
