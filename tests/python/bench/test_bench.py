@@ -192,9 +192,13 @@ def test_data_parallelism_is_measured_beside_torchs(tmp_path, capsys):
         assert medians[case, "all_reduce", "time"] > 0
         assert (case, "farandole", "exposed") in medians
     assert ("sleeping", "hooks over fake", "exposed") in medians
-    assert report["notes"] == ["sleeping: farandole's wrapper with bucket_size=1048576, elsewhere with its defaults"]
+    wrapped, *memory = report["notes"]
+    assert wrapped == "sleeping: farandole's wrapper with bucket_size=1048576, elsewhere with its defaults"
+    assert [note.partition(": ")[0] for note in memory] == ["memory, float32 gradients", "memory, bfloat16 gradients"]
+    for grads in ("float32 gradients", "bfloat16 gradients"):
+        assert 0.97 < medians["memory", grads, "bytes / formula"] < 1.03
     assert {("a parameter", peer, "exposed") for peer in ("farandole", "torch over gloo")} <= set(medians)
-    assert [target["unit"] for target in report["targets"]] == ["ratio"] * 5 + ["s"]
+    assert [target["unit"] for target in report["targets"]] == ["ratio"] * 5 + ["s"] + ["ratio"] * 2
 
 
 def test_sparse_steps_are_measured_beside_one_stage_and_torchrecs(tmp_path, capsys):
