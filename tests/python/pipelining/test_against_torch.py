@@ -162,7 +162,9 @@ def _run_both(rank: int, world_size: int, seed: int, cases: int) -> None:
 def _steps(
     schedule: Any, options: Options, batch: Any, target: Any, kwargs: dict[str, Any], is_first: bool, is_last: bool
 ) -> tuple[Any, list[Any]]:
-    """Two steps, whose gradients add up: what the last one returns, and its losses."""
+    """Two steps, whose gradients add up where they are not scaled (torch scales those of earlier steps again): what the
+    last one returns, and its losses.
+    """
     loss_kwargs = {"none": None, "empty": {}, "number": {"power": 3.0}, "tensor": {"weight": torch.full((), 2.0)}}
     x = batch.t().contiguous() if options.batch_is_second else batch
     losses: list[Any] | None = ["left over"] if options.losses else None
@@ -186,7 +188,7 @@ def _steps(
         if is_last:
             given["target"] = target
     output = None
-    for _ in range(2):
+    for _ in range(1 if options.scale_grads else 2):
         output = schedule.step(*args, **given)
     return output, [] if losses is None or not is_last else losses
 
