@@ -20,6 +20,6 @@ Result<Plan> make(std::string_view schedule, const BuildingBlock::Pace& pace, co
 
 Result<Plan> makeVMin(const ScheduleOptions& options) { return make("V-Min", {1, 1, 1, 1}, options); }
 
-Result<Plan> makeVHalf(const ScheduleOptions& options) { return make("V-Half", {1, 2, 1, 2}, options); }
+Result<Plan> makeVHalf(const ScheduleOptions& options) { return make("V-Half", {2, 1, 2, 1}, options); }
 
 }  // namespace farandole::pipeline

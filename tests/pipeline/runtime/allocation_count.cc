@@ -12,6 +12,7 @@
 #include <cstring>
 #include <memory>
 #include <new>
+#include <sstream>
 #include <utility>
 
 namespace farandole::pipeline {
@@ -75,8 +76,14 @@ bool isStandard(const Dl_info& info) {
   return false;
 }
 
-std::string nameOf(const Dl_info& info) {
-  if (info.dli_sname == nullptr) return "a function without a name";
+// Where functions are hidden, as they are by default here, it is what addr2line takes.
+std::string nameOf(const Dl_info& info, const void* address) {
+  if (info.dli_sname == nullptr) {
+    std::ostringstream text;
+    text << "addr2line " << reinterpret_cast<const void*>(static_cast<const char*>(address) -
+                                                          static_cast<const char*>(info.dli_fbase));
+    return text.str();
+  }
   int failed = 0;
   const std::unique_ptr<char, decltype(&std::free)> name(
       abi::__cxa_demangle(info.dli_sname, nullptr, nullptr, &failed), &std::free);
@@ -116,7 +123,7 @@ void AllocationCount::note(const void* caller) {
       return;
     }
     ++ours_;
-    ++places_[nameOf(info)];
+    ++places_[nameOf(info, frames[i])];
     return;
   }
 }
