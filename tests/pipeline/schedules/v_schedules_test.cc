@@ -66,8 +66,8 @@ TEST(ControllableMemory, VMinHoldsAThird) {
 TEST(ControllableMemory, VHalfHoldsHalf) {
   checkSchedule("V-Half", kTwo, [](const ScheduleOptions& options, const Plan&, const SimulationResult& run) {
     const std::int32_t p = options.numRanks;
-    EXPECT_LE(run.makespan, 6.0 * options.numMicrobatches + 3.5 * p);
-    for (const RankTimeline& rank : run.ranks) EXPECT_LE(rank.peakLiveActivations, p + 3);
+    EXPECT_LE(run.makespan, 6.0 * options.numMicrobatches + 3 * p);
+    for (const RankTimeline& rank : run.ranks) EXPECT_LE(rank.peakLiveActivations, p + 2);
   });
 }
 
@@ -78,10 +78,10 @@ TEST(ControllableMemory, TheBoundsHoldForEveryNumberOfRanks) {
     const auto least = simulate(*makeVMin(options), costs);
     const auto half = simulate(*makeVHalf(options), costs);
     EXPECT_LE(least->makespan, 6.0 * options.numMicrobatches + std::max(0, 4 * p - 3)) << "V-Min p " << p;
-    EXPECT_LE(half->makespan, 6.0 * options.numMicrobatches + 3.5 * p) << "V-Half p " << p;
+    EXPECT_LE(half->makespan, 6.0 * options.numMicrobatches + 3 * p) << "V-Half p " << p;
     for (std::int32_t rank = 0; rank < p; ++rank) {
       EXPECT_LE(least->ranks[rank].peakLiveActivations, (2 * p + 2) / 3 + 2) << "V-Min p " << p;
-      EXPECT_LE(half->ranks[rank].peakLiveActivations, p + 3) << "V-Half p " << p;
+      EXPECT_LE(half->ranks[rank].peakLiveActivations, p + 2) << "V-Half p " << p;
     }
   }
 }
@@ -138,7 +138,7 @@ TEST(ControllableMemory, IsNoSlowerThanTheBlockRepeatedNorHoldsMore) {
 // The patterns as they are published (Qi et al. 2024, and the authors' scheduler): when F, F, I and I of the first
 // microbatch begin on a rank.
 TEST(BuildingBlock, IsThePublishedOne) {
-  for (std::int32_t p = 1; p <= 64; ++p) {
+  for (std::int32_t p = 2; p <= 64; ++p) {
     const auto least = BuildingBlock::make({1, 1, 1, 1}, p);
     const auto half = BuildingBlock::make({2, 1, 2, 1}, p);
     const std::int32_t restOfLeast = p % 3 == 0 ? 2 : 0;

@@ -24,7 +24,7 @@ def _refused(rank: int, world_size: int, case: str) -> str:
     changed: dict[str, Any] = {}
     left_out: set[str] = set()
     if case == "starts no timer":
-        plain = SimpleNamespace(start=lambda barrier: None, stop=lambda: None)
+        plain = SimpleNamespace(start=lambda barrier=False: None, stop=lambda: None)
         model.config.timers = lambda name, log_level=None: SimpleNamespace() if rank == 1 else plain
     if rank == 1:
         if case == "unknown":
