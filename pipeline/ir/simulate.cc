@@ -65,7 +65,9 @@ class Simulation {
   double arrival(std::size_t message) const {
     const double sent = sent_[message];
     const double received = received_[message];
-    return std::isnan(sent) || std::isnan(received) ? kUnknown : std::max(sent, received) + underWay_[message / plan_.numMicrobatches];
+    return std::isnan(sent) || std::isnan(received)
+               ? kUnknown
+               : std::max(sent, received) + underWay_[message / plan_.numMicrobatches];
   }
 
   // When all that `leaf` waits for is there; NaN when that is not known yet.

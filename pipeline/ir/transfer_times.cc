@@ -41,7 +41,8 @@ Status checkTransfers(const TransferTimes& times) {
   FARANDOLE_RETURN_IF_ERROR(checkOne("transfer", times.other));
   for (std::size_t i = 0; i < times.edges.size(); ++i) {
     const EdgeTransfer& one = times.edges[i];
-    const std::string name = "transfer over edge " + std::to_string(one.edge.from) + " -> " + std::to_string(one.edge.to);
+    const std::string name =
+        "transfer over edge " + std::to_string(one.edge.from) + " -> " + std::to_string(one.edge.to);
     FARANDOLE_RETURN_IF_ERROR(checkOne(name, one.activation));
     FARANDOLE_RETURN_IF_ERROR(checkOne(name, one.gradient));
     if (i > 0 && ends(times.edges[i - 1]) >= ends(one)) {

@@ -15,8 +15,8 @@ struct EdgeSizes {
   std::vector<std::int64_t> gradient;
 };
 
-// Of the edges that begin in these stages; of each the microbatch whose size is the median. Empty before a step that has
-// learned shapes.
+// Of the edges that begin in these stages; of each the microbatch whose size is the median. Empty before a step that
+// has learned shapes.
 std::vector<EdgeSizes> edgeSizes(std::vector<Stage>& stages);
 
 }  // namespace farandole::pipeline

@@ -24,8 +24,7 @@ struct Room {
   std::int32_t second = 0;
 };
 constexpr Room kInTurn{std::numeric_limits<std::int32_t>::max(), std::numeric_limits<std::int32_t>::max()};
-constexpr std::array<Room, 9> kRooms{
-    {kInTurn, {0, 0}, {1, 0}, {2, 0}, {3, 0}, {0, 1}, {1, 1}, {2, 1}, {3, 1}}};
+constexpr std::array<Room, 9> kRooms{{kInTurn, {0, 0}, {1, 0}, {2, 0}, {3, 0}, {0, 1}, {1, 1}, {2, 1}, {3, 1}}};
 
 // One run of all ranks, in steps of the time that an action takes.
 class Run {

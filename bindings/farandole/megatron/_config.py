@@ -98,7 +98,9 @@ class StepConfig:
             raise NotImplementedError("config.cuda_graph_impl is 'local', expected 'none': it is not supported")
         timers = getattr(config, "timers", None)
         if timers is not None and not callable(timers):  # others may wait in a barrier of theirs
-            raise TypeError(f"config.timers is a {type(timers).__name__}, expected a callable: timers(name, log_level=n)")
+            raise TypeError(
+                f"config.timers is a {type(timers).__name__}, expected a callable: timers(name, log_level=n)"
+            )
         self.source = config
 
     def __getattr__(self, name: str) -> Any:

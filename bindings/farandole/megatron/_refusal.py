@@ -30,8 +30,8 @@ def refused_on_all_ranks(call: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return call(self, *args, **kwargs)
         except TypeError as error:
-            assert error.__traceback__ is not None
-            if error.__traceback__.tb_next is not None:  # raised inside, which has told
+            trace = error.__traceback__
+            if trace is not None and trace.tb_next is not None:  # raised inside, which has told
                 raise
             name = getattr(self, "__name__", type(self).__name__)
             refused = TypeError(f"{name}{str(error).removeprefix(call.__qualname__)}")

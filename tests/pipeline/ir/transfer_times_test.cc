@@ -63,8 +63,7 @@ TEST(TransferTimes, ThatAreTheSameForAllAreAsOneNumber) {
 
 TEST(TransferTimes, OfOneDirectionMoveTheArrivalsOfItsMessagesOnly) {
   const Plan plan = *lower(computePlan("1F1B", 2, 2));
-  for (const TimedMessage& message :
-       timedMessages(*simulate(plan, costsWith(2, {0, {{{0, 1}, 0.125, 0.5}}})))) {
+  for (const TimedMessage& message : timedMessages(*simulate(plan, costsWith(2, {0, {{{0, 1}, 0.125, 0.5}}})))) {
     const double underWay = message.receive.kind == ActionKind::kRecvB ? 0.5 : 0.125;
     EXPECT_GE(message.arrived - message.sent, underWay);
     EXPECT_EQ(std::fmod(message.arrived - underWay, 0.125), 0);

@@ -80,13 +80,13 @@ bool isStandard(const Dl_info& info) {
 std::string nameOf(const Dl_info& info, const void* address) {
   if (info.dli_sname == nullptr) {
     std::ostringstream text;
-    text << "addr2line " << reinterpret_cast<const void*>(static_cast<const char*>(address) -
-                                                          static_cast<const char*>(info.dli_fbase));
+    text << "addr2line "
+         << reinterpret_cast<const void*>(static_cast<const char*>(address) - static_cast<const char*>(info.dli_fbase));
     return text.str();
   }
   int failed = 0;
-  const std::unique_ptr<char, decltype(&std::free)> name(
-      abi::__cxa_demangle(info.dli_sname, nullptr, nullptr, &failed), &std::free);
+  const std::unique_ptr<char, decltype(&std::free)> name(abi::__cxa_demangle(info.dli_sname, nullptr, nullptr, &failed),
+                                                         &std::free);
   return failed == 0 ? name.get() : info.dli_sname;
 }
 
@@ -140,9 +140,8 @@ namespace {
 
 void* allocate(std::size_t size, std::size_t alignment) {
   const std::size_t atLeastOne = size == 0 ? 1 : size;
-  void* memory = alignment == 0
-                     ? std::malloc(atLeastOne)
-                     : std::aligned_alloc(alignment, (atLeastOne + alignment - 1) / alignment * alignment);
+  void* memory = alignment == 0 ? std::malloc(atLeastOne)
+                                : std::aligned_alloc(alignment, (atLeastOne + alignment - 1) / alignment * alignment);
   if (memory == nullptr) throw std::bad_alloc();
   return memory;
 }

@@ -70,8 +70,8 @@ class RepeatingBackend final : public UncountedBackend, public RepeatedMessages 
       const auto dtype = static_cast<at::ScalarType>(spec_.dtype);
       const auto count = static_cast<std::int64_t>(spec_.bytes / at::elementSize(dtype));
       std::vector<at::Tensor> tensors{at::from_blob(data, {count}, dtype)};
-      work_ = spec_.isSend ? backend_.send(tensors, spec_.peer, spec_.tag)
-                           : backend_.recv(tensors, spec_.peer, spec_.tag);
+      work_ =
+          spec_.isSend ? backend_.send(tensors, spec_.peer, spec_.tag) : backend_.recv(tensors, spec_.peer, spec_.tag);
     }
     Status wait() override {
       const AllocationCount::Pause pause;
@@ -133,8 +133,8 @@ std::vector<Counted> countSteadySteps(const Plan& plan) {
   return counted;
 }
 
-// Where an I takes its graph apart, autograd's hooks ask for two lists for each node that it is parted at: of the hooks,
-// in the node, and of what the hook returns. The stages of Model have one such node.
+// Where an I takes its graph apart, autograd's hooks ask for two lists for each node that it is parted at: of the
+// hooks, in the node, and of what the hook returns. The stages of Model have one such node.
 std::int64_t numListsOfHooks(const Plan& plan, int rank) {
   return 2 * kSteadySteps * std::ranges::count_if(plan.ranks[rank], [](const Action& action) {
            return action.kind == ActionKind::kBackwardInput && action.stage > 0;

@@ -148,11 +148,11 @@ TEST(BuildingBlock, IsThePublishedOne) {
         const std::vector<BuildingBlock::Slot> slots = block.slotsOf(i);
         return std::vector<std::int32_t>{slots[0].time, slots[1].time, slots[2].time, slots[3].time};
       };
-      EXPECT_EQ(times(*least), (std::vector<std::int32_t>{i, 2 * p - i - 1, 2 * p + restOfLeast + i,
-                                                         4 * p + restOfLeast - i - 1}))
+      EXPECT_EQ(times(*least),
+                (std::vector<std::int32_t>{i, 2 * p - i - 1, 2 * p + restOfLeast + i, 4 * p + restOfLeast - i - 1}))
           << "V-Min, rank " << i << " of " << p;
       EXPECT_EQ(times(*half), (std::vector<std::int32_t>{2 * i, 3 * p - i - 2, 3 * p + restOfHalf + 2 * i - 1,
-                                                        6 * p + restOfHalf - i - 2}))
+                                                         6 * p + restOfHalf - i - 2}))
           << "V-Half, rank " << i << " of " << p;
     }
   }

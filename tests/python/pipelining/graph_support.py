@@ -172,7 +172,11 @@ def two_copies(model: GraphModel) -> GraphModel:
     pairs = [*model.pairs, *((begin + count, end + count) for begin, end in model.pairs)]
     selected = {(begin + count, end + count): places for (begin, end), places in model.selected.items()}
     return GraphModel(
-        [*model.modules, *copy.deepcopy(model.modules)], pairs, model.selected | selected, model.in_features, model.takes_kwargs
+        [*model.modules, *copy.deepcopy(model.modules)],
+        pairs,
+        model.selected | selected,
+        model.in_features,
+        model.takes_kwargs,
     )
 
 

@@ -104,7 +104,9 @@ class Draft:
 
     @classmethod
     def of(cls, made: Plan) -> Draft:
-        return cls(made.actions, list(made.rank_of_stage), made.num_microbatches, made.edges, made.microbatches_of_stage)
+        return cls(
+            made.actions, list(made.rank_of_stage), made.num_microbatches, made.edges, made.microbatches_of_stage
+        )
 
     def plan(self) -> Plan:
         """May refuse with ValueError what is no plan at all."""
@@ -197,7 +199,9 @@ def _turn_message(rng: random.Random, draft: Draft) -> None:
         return
     i = rng.choice(places)
     turns = rng.choice([{"SEND": "RECV", "RECV": "SEND"}, {"_F": "_B", "_B": "_F"}])
-    row[i] = re.sub("SEND|RECV" if "SEND" in turns else "_[FB](?=[0-9])", lambda found: turns[found[0]], row[i], count=1)
+    row[i] = re.sub(
+        "SEND|RECV" if "SEND" in turns else "_[FB](?=[0-9])", lambda found: turns[found[0]], row[i], count=1
+    )
 
 
 def _readdress(rng: random.Random, draft: Draft) -> None:

@@ -101,9 +101,7 @@ def _construct(options: Options, kwargs: dict[str, Any]) -> dict[str, Any]:
         if options.batch_is_second:
             given["args_chunk_spec"] = (TensorChunkSpec(1),)
         if options.names_kwargs and kwargs:
-            given["kwargs_chunk_spec"] = {
-                key: TensorChunkSpec(0) if key == "scale" else _Replicate for key in kwargs
-            }
+            given["kwargs_chunk_spec"] = {key: TensorChunkSpec(0) if key == "scale" else _Replicate for key in kwargs}
     if options.output_is_second:
         given["output_merge_spec"] = TensorChunkSpec(1)
     return given
@@ -122,7 +120,9 @@ def _run_both(rank: int, world_size: int, seed: int, cases: int) -> None:
         torch.manual_seed(case)
         count = world_size if options.name in SINGLE else 2 * world_size
         modules = [
-            Stage(IN if i == 0 else WIDTH, i == 0 and options.batch_is_second, i == count - 1 and options.output_is_second)
+            Stage(
+                IN if i == 0 else WIDTH, i == 0 and options.batch_is_second, i == count - 1 and options.output_is_second
+            )
             for i in range(count)
         ]
         owner = [i % world_size for i in range(count)]
@@ -147,7 +147,9 @@ def _run_both(rank: int, world_size: int, seed: int, cases: int) -> None:
             stages = [stage_class(own[i], i, count, torch.device("cpu"), group=group) for i in mine]
             given = stages[0] if options.name in SINGLE else stages
             schedule = get_class(options.name)(given, **_construct(options, kwargs))
-            results.append((own, *_steps(schedule, options, batch, target, kwargs, rank == owner[0], count - 1 in mine)))
+            results.append(
+                (own, *_steps(schedule, options, batch, target, kwargs, rank == owner[0], count - 1 in mine))
+            )
         (theirs, their_output, their_losses), (ours, our_output, our_losses) = results
         for i in mine:
             assert_same_gradients(ours[i], theirs[i], f"{context}, stage {i}", tolerance=1e-9)

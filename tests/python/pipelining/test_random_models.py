@@ -74,7 +74,9 @@ def _tie(model: GraphModel, made: Plan, rng: random.Random, rank: int) -> TiedWe
 def _make(name: str, model: GraphModel, made: Plan, rank: int) -> Any:
     num_stages = made.num_stages
     mine = [
-        PipelineStage(model.modules[i], i, num_stages, "cpu") for i, owner in enumerate(made.rank_of_stage) if owner == rank
+        PipelineStage(model.modules[i], i, num_stages, "cpu")
+        for i, owner in enumerate(made.rank_of_stage)
+        if owner == rank
     ]
     if name in (*TABLES, "none"):  # which have no class
         return ScheduleFromPlan(mine, made, nn.MSELoss(), outputs_to=model.selected)
@@ -93,7 +95,9 @@ def _train(rank: int, world_size: int, seed: int, names: list[str]) -> int:
         tied = None
         if rng.random() < 0.4 and name != "DualPipe" and made.num_stages > 1:
             tied = _tie(model, made, rng, rank)
-        context = f"seed {seed + number}, {name}, {made.num_stages} stages, {made.num_microbatches} microbatches, edges "
+        context = (
+            f"seed {seed + number}, {name}, {made.num_stages} stages, {made.num_microbatches} microbatches, edges "
+        )
         context += f"{model.edges}, tied {model.tied}, returns {[module.returns for module in model.modules]}"
         try:
             schedule = _make(name, model, made, rank)

@@ -126,7 +126,11 @@ def _change_on_one_rank(rank: int, world_size: int, seed: int, cases: int) -> Co
             schedule = ScheduleFromPlan(stages, mine.plan(), nn.MSELoss(), outputs_to=model.selected)
             batch = torch.randn(2 * made.num_microbatches + 2, model.in_features, dtype=torch.double)
             width = model.modules[-1].linear.out_features
-            schedule.step(batch, target=torch.randn(len(batch), width, dtype=torch.double), **random_kwargs(rng, model, len(batch)))
+            schedule.step(
+                batch,
+                target=torch.randn(len(batch), width, dtype=torch.double),
+                **random_kwargs(rng, model, len(batch)),
+            )
         except (ValueError, RuntimeError) as error:
             became = f"{type(error).__name__}: {error}"
         all_became: list[Any] = [None] * world_size
@@ -136,9 +140,13 @@ def _change_on_one_rank(rank: int, world_size: int, seed: int, cases: int) -> Co
             if other == odd:
                 seen["refused" if text.startswith("ValueError") else "differs"] += 1
             else:
-                assert text.startswith("RuntimeError: the step cannot run: ") or "do not run the same step" in text, context
+                assert text.startswith("RuntimeError: the step cannot run: ") or "do not run the same step" in text, (
+                    context
+                )
                 assert f"rank {odd}" in text or "do not run the same step" in text, f"{context}\n{text}"
-        step_and_compare(_schedule(model, Draft.of(made), rank, group)[0], model, made, rank, random.Random(case), context)
+        step_and_compare(
+            _schedule(model, Draft.of(made), rank, group)[0], model, made, rank, random.Random(case), context
+        )
     return seen
 
 
