@@ -27,21 +27,23 @@ class Stage(nn.Module):
     its output.
     """
 
-    def __init__(self, in_features: int, transposes_input: bool, transposes_output: bool):
+    def __init__(self, in_features: int, transposes_input: bool, transposes_output: bool, returns_pair: bool = False):
         super().__init__()
+        self.returns_pair = returns_pair
         self.linear = nn.Linear(in_features, WIDTH, dtype=torch.double)
         self.transposes_input, self.transposes_output = transposes_input, transposes_output
 
     def forward(
         self, x: torch.Tensor, *, scale: Any = None, shift: Any = None, times: float = 1.0, note: Any = None
-    ) -> torch.Tensor:
+    ) -> Any:
         y = torch.tanh(self.linear(x.t() if self.transposes_input else x)) * times
         if scale is not None:
             y = y * scale
         if shift is not None:
             y = y + shift
         assert note in (None, "note")
-        return y.t() if self.transposes_output else y
+        output = y.t() if self.transposes_output else y
+        return (output, y.sum()) if self.returns_pair else output
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Options:
     name: str
     batch_is_second: bool  # of the input
     output_is_second: bool
+    output_is_pair: bool  # the second is summed over microbatches
     scale: bool  # keyword arguments: a tensor that is split, one that is not, and what is no tensor
     shift: bool
     times: bool
@@ -70,6 +73,7 @@ class Options:
             flip(),
             flip(),
             flip(),
+            flip(),
             shift,
             flip(),
             shift or flip(),  # it would be split otherwise
@@ -87,13 +91,14 @@ def _torchs_class(name: str) -> Any:
     return torchs(name)
 
 
-def _loss(output: torch.Tensor, target: torch.Tensor, power: float = 2.0, weight: Any = 1.0) -> torch.Tensor:
+def _loss(output: Any, target: torch.Tensor, power: float = 2.0, weight: Any = 1.0) -> torch.Tensor:
+    output = output[0] if isinstance(output, tuple) else output
     y = output if output.shape == target.shape else output.t()
     return ((y - target).abs() ** power * weight).mean()
 
 
 def _construct(options: Options, kwargs: dict[str, Any]) -> dict[str, Any]:
-    from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
+    from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate, sum_reducer
 
     given: dict[str, Any] = {"n_microbatches": MICROBATCHES, "scale_grads": options.scale_grads}
     given["loss_fn"] = _loss
@@ -102,8 +107,11 @@ def _construct(options: Options, kwargs: dict[str, Any]) -> dict[str, Any]:
             given["args_chunk_spec"] = (TensorChunkSpec(1),)
         if options.names_kwargs and kwargs:
             given["kwargs_chunk_spec"] = {key: TensorChunkSpec(0) if key == "scale" else _Replicate for key in kwargs}
-    if options.output_is_second:
-        given["output_merge_spec"] = TensorChunkSpec(1)
+    dim = 1 if options.output_is_second else 0
+    if options.output_is_pair:
+        given["output_merge_spec"] = (TensorChunkSpec(dim), sum_reducer)
+    elif dim != 0:
+        given["output_merge_spec"] = TensorChunkSpec(dim)
     return given
 
 
@@ -121,7 +129,10 @@ def _run_both(rank: int, world_size: int, seed: int, cases: int) -> None:
         count = world_size if options.name in SINGLE else 2 * world_size
         modules = [
             Stage(
-                IN if i == 0 else WIDTH, i == 0 and options.batch_is_second, i == count - 1 and options.output_is_second
+                IN if i == 0 else WIDTH,
+                i == 0 and options.batch_is_second,
+                i == count - 1 and options.output_is_second,
+                i == count - 1 and options.output_is_pair,
             )
             for i in range(count)
         ]
@@ -256,3 +267,27 @@ def _fail_in_a_loss(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_keyword_arguments_that_a_loss_does_not_take_are_an_error_of_all_ranks(backend: str) -> None:
     run_ranks(_fail_in_a_loss, 2, backend)
+
+
+class _WithNumber(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"y": super().forward(x), "number": 3}
+
+
+def _merge(rank: int, world_size: int) -> None:
+    module = _WithNumber(WIDTH, WIDTH) if rank == world_size - 1 else nn.Linear(WIDTH, WIDTH)
+    stage = PipelineStage(module, rank, world_size, "cpu")
+    schedule = get_schedule_class("1F1B")(stage, 2, lambda output, target: (output["y"] - target).square().mean())
+    x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+    if rank == world_size - 1:
+        with pytest.raises(TypeError, match="output_merge_spec is None, expected one by which .* return_outputs=False"):
+            schedule.step(x, target=y)
+    else:
+        schedule.step(x)
+    assert schedule.step(x, target=y, return_outputs=False) is None
+    assert module.weight.grad is not None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_outputs_that_cannot_be_merged_are_told_and_need_not_be_returned(backend: str) -> None:
+    run_ranks(_merge, 2, backend)
