@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <set>
+#include <utility>
 
 #include "pipeline/schedules/placement.h"
 
@@ -41,18 +42,37 @@ bool BuildingBlock::canRepeat() const {
 }
 
 std::optional<BuildingBlock> BuildingBlock::make(const Pace& pace, std::int32_t numRanks) {
+  std::optional<BuildingBlock> best;
   // In the order of their sums, the shortest first.
-  for (std::int32_t sum = 3; sum <= 3 * kPeriod; ++sum) {
+  for (std::int32_t sum = 3; sum <= 3 * kPeriod && !best; ++sum) {
     for (std::int32_t first = 1; first <= kPeriod; ++first) {
       for (std::int32_t second = 1; second <= kPeriod; ++second) {
         const std::int32_t third = sum - first - second;
         if (third < 1 || third > kPeriod) continue;
         const BuildingBlock block(pace, numRanks, {first, second, third});
-        if (block.canRepeat()) return block;
+        if (block.canRepeat() && (!best || block.mostHeld() < best->mostHeld())) best = block;
       }
     }
   }
-  return std::nullopt;
+  return best;
+}
+
+std::int32_t BuildingBlock::mostHeld() const {
+  const auto periods = [](std::int32_t time) {  // rounded down
+    return time >= 0 ? time / kPeriod : -((kPeriod - 1 - time) / kPeriod);
+  };
+  std::int32_t most = 0;
+  for (std::int32_t rank = 0; rank < numRanks_; ++rank) {
+    const std::vector<Slot> slots = slotsOf(rank);
+    for (std::int32_t now = 0; now < kPeriod; ++now) {
+      std::int32_t held = 0;
+      for (const auto& [forward, weight] : {std::pair(slots[0], slots[5]), std::pair(slots[1], slots[4])}) {
+        held += periods(now - forward.time) - periods(now - weight.time - 1);
+      }
+      most = std::max(most, held);
+    }
+  }
+  return most;
 }
 
 std::vector<BuildingBlock::Slot> BuildingBlock::slotsOf(std::int32_t rank) const {
