@@ -1,12 +1,20 @@
 #include "backend/transport/ucx/ucx_transport.h"
 
 #include <array>
+#include <chrono>
 #include <utility>
 #include <vector>
 
 #include "backend/transport/ucx/ucx_closing.h"
 
 namespace farandole::transport {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr auto kMostForLastWords = std::chrono::milliseconds(10);
+
+}  // namespace
 
 ucp_request_param_t UcxTransport::requestParam(Request& request) const {
   ucp_request_param_t param;
@@ -68,7 +76,9 @@ UcxTransport::~UcxTransport() {
 std::vector<ucp_ep_h> UcxTransport::handles() const {
   std::vector<ucp_ep_h> handles;
   handles.reserve(endpoints_.size());
-  for (const Endpoint& endpoint : endpoints_) handles.push_back(endpoint.handle);
+  for (const Endpoint& endpoint : endpoints_) {
+    if (endpoint.handle != nullptr) handles.push_back(endpoint.handle);
+  }
   return handles;
 }
 
@@ -94,10 +104,26 @@ Result<PeerId> UcxTransport::connect(std::string_view address) {
   return peer;
 }
 
+void UcxTransport::drop(PeerId peer, const Status& why) {
+  Endpoint& endpoint = endpoints_[static_cast<std::uint32_t>(peer)];
+  if (endpoint.handle == nullptr) return;
+  // What it had sent and is here already would find no endpoint later: UCX would make one, to a process that is gone.
+  for (const auto end = Clock::now() + kMostForLastWords; progress() && Clock::now() < end;) {
+  }
+  const bool isNews = endpoint.failure.isOk();
+  endpoint.failure = why;
+  isProgressing_ = true;
+  discardEndpoint(std::exchange(endpoint.handle, nullptr));
+  isProgressing_ = false;
+  tellDone();
+  if (isNews && peerFailed_) peerFailed_(peer, why);
+}
+
 void UcxTransport::send(PeerId peer, std::uint64_t tag, const void* data, std::size_t bytes, Request& request) {
   Endpoint& endpoint = endpoints_[static_cast<std::uint32_t>(peer)];
   request.owner = this;
   request.status = endpoint.failure;
+  request.order = static_cast<std::uint32_t>(peer);
   if (!endpoint.failure) {
     request.onDone(request);
     return;
@@ -192,16 +218,24 @@ bool UcxTransport::progress() {
   isProgressing_ = true;
   const bool any = ucp_worker_progress(worker_) != 0;
   isProgressing_ = false;
+  tellDone();
+  return any;
+}
+
+void UcxTransport::tellDone() {
   while (done_ != nullptr) {
     Request& request = *std::exchange(done_, done_->next);
     request.onDone(request);
   }
-  return any;
 }
 
 void UcxTransport::sendDone(void* handle, ucs_status_t status, void* user) {
   Request& request = *static_cast<Request*>(user);
-  if (status != UCS_OK) request.status = ucxError("send", status);
+  if (status != UCS_OK) {
+    // What was given up for the peer's end is said to be cancelled.
+    const Status& failure = static_cast<UcxTransport&>(*request.owner).endpoints_[request.order].failure;
+    request.status = failure ? ucxError("send", status) : failure;
+  }
   request.handle = nullptr;
   ucp_request_free(handle);
   noteDone(request);
@@ -217,6 +251,7 @@ void UcxTransport::recvDone(void* handle, ucs_status_t status, const ucp_tag_rec
 
 void UcxTransport::endpointFailed(void* arg, ucp_ep_h handle, ucs_status_t status) {
   Endpoint& endpoint = *static_cast<Endpoint*>(arg);
+  if (!endpoint.failure) return;
   endpoint.failure =
       Status(StatusCode::kPeerLeft, std::string("the connection broke (") + ucs_status_string(status) + ")");
   if (endpoint.transport->peerFailed_) endpoint.transport->peerFailed_(endpoint.peer, endpoint.failure);
