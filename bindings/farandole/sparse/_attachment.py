@@ -14,7 +14,6 @@ from torch import nn
 
 from farandole.sparse._ahead_run import AheadRun
 from farandole.sparse._comparisons import Comparisons
-from farandole.sparse._groups import group_of_its_own
 from farandole.sparse._in_flight import InFlight
 from farandole.sparse._input_dist import InputDist
 from farandole.sparse._input_equality import is_alike, is_equal_input, is_same_part
@@ -57,7 +56,7 @@ class Attachment:
             if tracing == "fx":
                 raise
             warnings.warn(f"inputs of sharded modules are found by hooks in the first batch\n{error}", stacklevel=4)
-        self.input_dist = InputDist(group_of_its_own(group, device), device)
+        self.input_dist = InputDist(group, device)
         self.verdicts: tuple[Verdict, ...] | None = None  # until inputs are known
         self.asked = (group, device, tracing)
         self._strict = strict
