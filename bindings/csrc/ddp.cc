@@ -261,9 +261,8 @@ void bindDdp(py::module_& module) {
       },
       py::arg("group"), py::arg("why"), ReleaseGil());
   module.def(
-      "abandonment_of",
-      [](const c10::intrusive_ptr<c10d::ProcessGroup>& group) { return ddp::abandonmentOf(*group); }, py::arg("group"),
-      ReleaseGil());
+      "abandonment_of", [](const c10::intrusive_ptr<c10d::ProcessGroup>& group) { return ddp::abandonmentOf(*group); },
+      py::arg("group"), ReleaseGil());
   module.def(
       "await_work",
       [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, c10::Device device,

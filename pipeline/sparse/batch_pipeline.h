@@ -60,7 +60,7 @@ class BatchPipeline {
  private:
   struct Slot {
     BatchNo batch = 0;
-    bool isEnd = false;                            // no batch: the source has ended here, or the data on some rank
+    bool isEnd = false;  // no batch: the source has ended here, or the data on some rank
     bool hasStarted = false, hasFinished = false, hasCompleted = false;  // its input_dist
     std::exception_ptr error;
   };

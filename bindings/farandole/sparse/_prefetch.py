@@ -14,7 +14,6 @@ from farandole.sparse._in_flight import InFlight
 from farandole.sparse._sparse_dist import TrainPipelineSparseDist
 from farandole.sparse._torchrec_arguments import by_name
 
-
 # torchrec's, after the first three.
 _POSITIONS = ("execute_all_batches", "apply_jit", "pipeline_postproc", "custom_model_fwd", "enable_inplace_copy_batch")
 

@@ -16,9 +16,7 @@ _TAKEN: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-def by_name(
-    kind: str, names: Sequence[str], positional: Sequence[Any], options: Mapping[str, Any]
-) -> dict[str, Any]:
+def by_name(kind: str, names: Sequence[str], positional: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a pipeline with those by name that torchrec has by position.
 
     Raises:

@@ -125,8 +125,11 @@ def name_events(rank: int, world_size: int) -> None:
         events = sorted(profile.events(), key=lambda event: event.time_range.start)
         found = [re.sub(r"[ 0-9]+##$", " ##", event.name) for event in events if event.name.startswith("## ")]
         names.append([name for name in found if name in STAGES])
-    assert names[0] == names[1]
-    assert len(names[0]) == 3 * 11  # forward waits for two modules
+    # torchrec's forward waits for the data of its two modules; here the step before does, after its backward.
+    moved = "## wait_sparse_data_dist ##"
+    assert len(names[0]) == len(names[1]) == 3 * 11
+    assert [name for name in names[0] if name != moved] == [name for name in names[1] if name != moved]
+    assert names[1].count(moved) == names[0].count(moved)
 
 
 STAGES = {

@@ -14,7 +14,7 @@ import torch
 
 from farandole.sparse import TrainPipelineSparseDist
 from farandole.sparse._requirements import torchrec_reason
-from support.processes import await_all, run_ranks
+from support.processes import run_ranks
 from support.recommenders import Trouble, drain_with_errors, plain_loop
 
 pytestmark = pytest.mark.skipif(torchrec_reason() is not None, reason=torchrec_reason() or "")
@@ -75,7 +75,7 @@ def fail_in_exchange(rank: int, world_size: int, seed: int, stage: str, threads:
 
     pick = random.Random(seed)
     kind = models.random_kind(pick)
-    culprit, number = pick.randrange(world_size), pick.choice([0, 1, 2, 3, 4])
+    culprit, number = pick.randrange(world_size), pick.choice([0, 2, 3, 4])
     print(f"seed {seed}: {stage} of batch {number} fails on rank {culprit}, threads {threads}, {kind}")
     (model, optimizer), (plain, plain_optimizer) = models.made(kind), models.made(kind)
     plain.load_state_dict(model.state_dict())
@@ -137,12 +137,12 @@ def die(rank: int, world_size: int, seed: int, threads: bool) -> str:
 
         _torchrec.ExchangedTensors._wait_impl = lambda self: os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
-    with pytest.raises(Exception) as raised:
+    with pytest.raises(RuntimeError, match="rank") as raised:
         for _ in range(3):
             pipeline.progress(batches)
-    assert not isinstance(raised.value, StopIteration) and time.monotonic() - began < AT_ONCE
+    assert time.monotonic() - began < AT_ONCE
     for _ in range(2):
-        with pytest.raises(Exception) as raised:
+        with pytest.raises(RuntimeError, match="rank") as raised:
             pipeline.progress(batches)
     assert time.monotonic() - began < AT_ONCE
     return str(raised.value)
