@@ -92,13 +92,10 @@ class InputDist:
             except Exception as raised:
                 error = raised
                 presence, reason = Presence.FAILED, _told("input_dist", number, raised)
-        with self._joint.told("the exchange of splits", number):
-            if not self._has_begun:
-                self._begin(number, flying, calls, presence, reason)
-            else:
-                rows = self._rows() if presence == Presence.BATCH else None
-                self._decided = None
-                self._exchange.post(presence, rows, reason)
+        if not self._has_begun:
+            self._begin(number, flying, calls, presence, reason)
+        else:
+            self._post(number, presence, reason)
         if error is not None:
             raise error
 
@@ -145,7 +142,8 @@ class InputDist:
         self, number: int, flying: InFlight | None, calls: dict[str, Any], presence: Presence, reason: str
     ) -> None:
         self._decided = Presence.FAILED
-        said = self._exchange.agree(presence, reason)
+        with self._joint.told("the exchange of splits", number):
+            said = self._exchange.agree(presence, reason)
         self._decided = said.presence
         if said.presence == Presence.FAILED and presence == Presence.BATCH:
             raise said.error(number)
@@ -153,10 +151,13 @@ class InputDist:
             return
         self._decided = Presence.FAILED
         self._joint.step("input_dist", number, lambda: self._hold_first(flying, calls))
-        self._decided = None
-        rows = self._rows()
         self._has_begun = True
-        self._exchange.post(Presence.BATCH, rows)
+        self._post(number, presence, reason)
+
+    def _post(self, number: int, presence: Presence, reason: str) -> None:
+        self._decided = None
+        with self._joint.told("the exchange of splits", number):
+            self._exchange.post(presence, self._rows() if presence == Presence.BATCH else None, reason)
 
     def _hold_first(self, flying: InFlight, calls: dict[str, Any]) -> None:
         self._late, self._unsent = {}, []
