@@ -68,6 +68,20 @@ def test_trains_as_the_plain_loop_over_gloo():
     run_ranks(compare_randomly, 2, "gloo", timeout=200, seed=seed, cases=3, is_even=True)
 
 
+def refuse_dense(rank: int, world_size: int) -> None:
+    import torchrec_models as models
+
+    kind = models.Kind(("table",), ("table", "data"), "plain", False, False, 1)
+    model, optimizer = models.made(kind)
+    pipeline = TrainPipelineSparseDist(model, optimizer, models.CPU)
+    with pytest.raises(ValueError, match=r"third: tables u1 of an EmbeddingCollection have compute_kernel='dense'"):
+        pipeline.progress(iter(models.make_batches(kind, 1, 1)))
+
+
+def test_a_kernel_that_pools_what_is_not_to_be_pooled_is_refused():
+    run_ranks(refuse_dense, 2, "farandole")
+
+
 def end_and_fail(rank: int, world_size: int, seed: int) -> None:
     """Ranks with different numbers of batches, one of which fails on one rank; also where that is the second one."""
     import torchrec_models as models
