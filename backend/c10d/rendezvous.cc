@@ -198,7 +198,7 @@ Status MeetingPlace::check() {
 
 Status MeetingPlace::giveUp(const Status& why) {
   const std::string text = nameOf(rank_) + " has given the group up: " + why.toString();
-  store_.set(kGivenUp, {text.begin(), text.end()});
+  store_.set(kGivenUp, Blob(text.begin(), text.end()));
   return why;
 }
 
