@@ -76,18 +76,19 @@ std::int32_t BuildingBlock::mostHeld() const {
 }
 
 std::vector<BuildingBlock::Slot> BuildingBlock::slotsOf(std::int32_t rank) const {
-  const auto [forward0, forward1, backward1, backward0] = timesOf(rank);
+  const std::array<std::int32_t, 4> times = timesOf(rank);
+  const std::int32_t backward1 = times[2], backward0 = times[3];
   std::vector<std::int32_t> left;
   for (std::int32_t i = 0; i < kPeriod; ++i) {
-    if (std::ranges::none_of(timesOf(rank), [&](std::int32_t time) { return remainder(time) == i; })) left.push_back(i);
+    if (std::ranges::none_of(times, [&](std::int32_t time) { return remainder(time) == i; })) left.push_back(i);
   }
   // The two W take what is left, so that they come soon after their I.
   const auto wait = [&](std::int32_t first, std::int32_t second) {
     return firstAfter(backward1, first) - backward1 + firstAfter(backward0, second) - backward0;
   };
   if (wait(left[1], left[0]) < wait(left[0], left[1])) std::swap(left[0], left[1]);
-  return {{forward0, ActionKind::kForward, 0},
-          {forward1, ActionKind::kForward, 1},
+  return {{times[0], ActionKind::kForward, 0},
+          {times[1], ActionKind::kForward, 1},
           {backward1, ActionKind::kBackwardInput, 1},
           {backward0, ActionKind::kBackwardInput, 0},
           {firstAfter(backward1, left[0]), ActionKind::kBackwardWeight, 1},

@@ -135,6 +135,7 @@ Plan squeeze(const BuildingBlock& block, const ScheduleOptions& options) {
   Plan plan = repeat(block, options);
   const std::int32_t limit = mostHeld(plan);
   std::vector<std::vector<BuildingBlock::Slot>> slots;
+  slots.reserve(static_cast<std::size_t>(options.numRanks));
   for (std::int32_t rank = 0; rank < options.numRanks; ++rank) slots.push_back(block.slotsOf(rank));
   std::optional<Run> best;
   std::int32_t shortest = std::numeric_limits<std::int32_t>::max();

@@ -280,7 +280,9 @@ def _merge(rank: int, world_size: int) -> None:
     schedule = get_schedule_class("1F1B")(stage, 2, lambda output, target: (output["y"] - target).square().mean())
     x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
     if rank == world_size - 1:
-        with pytest.raises(TypeError, match="output_merge_spec is None, expected one by which .* return_outputs=False"):
+        with pytest.raises(
+            TypeError, match=r"output_merge_spec is None, expected one by which .* return_outputs=False"
+        ):
             schedule.step(x, target=y)
     else:
         schedule.step(x)
