@@ -261,6 +261,14 @@ void bindDdp(py::module_& module) {
         ddp::abandonGroup(*group, why);
       },
       py::arg("group"), py::arg("why"), ReleaseGil());
+  module.def(
+      "abandonment_of", [](const c10::intrusive_ptr<c10d::ProcessGroup>& group) { return ddp::abandonmentOf(*group); },
+      py::arg("group"), ReleaseGil());
+  module.def(
+      "await_work",
+      [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, c10::Device device,
+         const c10::intrusive_ptr<c10d::Work>& work) { ddp::await(*group, device.type(), *work); },
+      py::arg("group"), py::arg("device"), py::arg("work"), ReleaseGil());
   bindOptions(module);
   bindTimeline(module);
   bindTuning(module);

@@ -1,6 +1,8 @@
 #include "backend/transport/ucx/ucx_transport.h"
 
+#include <algorithm>
 #include <array>
+#include <chrono>
 #include <utility>
 #include <vector>
 
@@ -8,6 +10,13 @@
 #include "backend/transport/ucx/ucx_closing.h"
 
 namespace farandole::transport {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr auto kMostForLastWords = std::chrono::milliseconds(10);
+
+}  // namespace
 
 ucp_request_param_t UcxTransport::requestParam(Request& request) const {
   ucp_request_param_t param;
@@ -117,10 +126,29 @@ Result<ucp_ep_h> UcxTransport::endpointFor(Peer& peer, std::uint64_t tag) {
   return endpoint.handle;
 }
 
+void UcxTransport::drop(PeerId id, const Status& why) {
+  Peer& peer = peers_[static_cast<std::uint32_t>(id)];
+  if (std::ranges::none_of(peer.endpoints, [](const Endpoint& one) { return one.handle != nullptr; })) return;
+  // What it had sent and is here already would find no endpoint later: UCX would make one, to a process that is gone.
+  for (const auto end = Clock::now() + kMostForLastWords; progress() && Clock::now() < end;) {
+  }
+  const bool isNews = peer.failure.isOk();
+  peer.failure = why;
+  isProgressing_ = true;
+  for (Endpoint& endpoint : peer.endpoints) {
+    endpoint.failure = why;
+    if (endpoint.handle != nullptr) discardEndpoint(std::exchange(endpoint.handle, nullptr));
+  }
+  isProgressing_ = false;
+  tellDone();
+  if (isNews && peerFailed_) peerFailed_(id, why);
+}
+
 void UcxTransport::send(PeerId peer, std::uint64_t tag, const void* data, std::size_t bytes, Request& request) {
   const Result<ucp_ep_h> endpoint = endpointFor(peers_[static_cast<std::uint32_t>(peer)], tag);
   request.owner = this;
   request.status = endpoint.status();
+  request.order = static_cast<std::uint32_t>(peer);
   if (!endpoint) {
     request.onDone(request);
     return;
@@ -215,16 +243,24 @@ bool UcxTransport::progress() {
   isProgressing_ = true;
   const bool any = ucp_worker_progress(worker_) != 0;
   isProgressing_ = false;
+  tellDone();
+  return any;
+}
+
+void UcxTransport::tellDone() {
   while (done_ != nullptr) {
     Request& request = *std::exchange(done_, done_->next);
     request.onDone(request);
   }
-  return any;
 }
 
 void UcxTransport::sendDone(void* handle, ucs_status_t status, void* user) {
   Request& request = *static_cast<Request*>(user);
-  if (status != UCS_OK) request.status = ucxError("send", status);
+  if (status != UCS_OK) {
+    // What was given up for the peer's end is said to be cancelled.
+    const Status& failure = static_cast<UcxTransport&>(*request.owner).peers_[request.order].failure;
+    request.status = failure ? ucxError("send", status) : failure;
+  }
   request.handle = nullptr;
   ucp_request_free(handle);
   noteDone(request);
@@ -242,6 +278,7 @@ void UcxTransport::recvDone(void* handle, ucs_status_t status, const ucp_tag_rec
 // ends both.
 void UcxTransport::endpointFailed(void* arg, ucp_ep_h handle, ucs_status_t status) {
   Endpoint& endpoint = *static_cast<Endpoint*>(arg);
+  if (!endpoint.failure) return;
   endpoint.failure =
       Status(StatusCode::kPeerLeft, std::string("the connection broke (") + ucs_status_string(status) + ")");
   Peer& peer = *endpoint.peer;

@@ -31,6 +31,7 @@ class UcxTransport final : public Transport {
   Result<PeerId> connect(std::string_view address) override;
   Status failure(PeerId peer) const override { return peers_[static_cast<std::uint32_t>(peer)].failure; }
   void onPeerFailed(PeerFailed handler) override { peerFailed_ = std::move(handler); }
+  void drop(PeerId peer, const Status& why) override;
   void send(PeerId peer, std::uint64_t tag, const void* data, std::size_t bytes, Request& request) override;
   void recv(PeerId from, std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes,
             Request& request) override;
@@ -49,7 +50,7 @@ class UcxTransport final : public Transport {
   struct Peer;
   struct Endpoint {
     Peer* peer;
-    ucp_ep_h handle = nullptr;
+    ucp_ep_h handle = nullptr;  // null until it is needed, and once dropped
     Status failure;
   };
   struct Peer {
@@ -78,6 +79,7 @@ class UcxTransport final : public Transport {
   static Status received(Request& request, ucs_status_t status, const ucp_tag_recv_info_t& info);
   static void noteReceive(Request& request, ucs_status_ptr_t handle, const ucp_tag_recv_info_t& info);
   static void noteDone(Request& request);
+  void tellDone();
   static void sendDone(void* request, ucs_status_t status, void* user);
   static void recvDone(void* request, ucs_status_t status, const ucp_tag_recv_info_t* info, void* user);
   static void endpointFailed(void* arg, ucp_ep_h handle, ucs_status_t status);
