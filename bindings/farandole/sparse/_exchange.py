@@ -15,6 +15,9 @@ from farandole.sparse._exchange_group import ExchangeGroup, FailedOnOthers
 _exchanges: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
+SKIPPED = "batch {} is skipped on all ranks, since it has failed on others"
+
+
 @dataclass(frozen=True)
 class Said:
     """What the ranks have together, and the row of each; who has failed, by global rank and why."""
@@ -25,8 +28,8 @@ class Said:
 
     def error(self, number: int) -> FailedOnOthers:
         """For a rank that has its batch, of this number."""
-        reasons = "\n".join(f"rank {rank}, {reason}" for rank, reason in self.failed.items())
-        return FailedOnOthers(f"batch {number} is skipped on all ranks, since it has failed on others\n{reasons}")
+        reasons = "\n".join(f"rank {rank}, {reason}" for rank, reason in self.failed.items() if reason)
+        return FailedOnOthers(f"{SKIPPED.format(number)}\n{reasons}")
 
 
 class SplitsExchange:

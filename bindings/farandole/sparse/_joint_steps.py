@@ -13,7 +13,7 @@ from torch import nn
 
 from farandole import _C
 from farandole._C import Presence
-from farandole.sparse._exchange import SplitsExchange
+from farandole.sparse._exchange import SKIPPED, SplitsExchange
 from farandole.sparse._exchange_group import ExchangeGroup, FailedOnOthers
 from farandole.sparse._groups import forget_group_of_its_own, group_of_its_own
 
@@ -83,9 +83,7 @@ class JointSteps:
                 self._lost = f"rank {first.rank} has failed in {first.what}"
             if first.rank == self.rank:
                 raise
-            raise FailedOnOthers(
-                f"batch {number} is skipped on all ranks, since it has failed on others\nrank {first.rank}, {first.what}"
-            ) from error
+            raise FailedOnOthers(f"{SKIPPED.format(number)}\nrank {first.rank}, {first.what}") from error
 
     def step(self, stage: str, number: int, call: Callable[[], None]) -> None:
         """A call that waits for no rank that has failed in it: the other ranks end theirs.
@@ -112,25 +110,33 @@ class JointSteps:
         Raises:
             FailedOnOthers: the calls of other ranks have.
         """
-        failed, error = 0, None
+        failed, error, woken = 0, None, ""
         for place, name in enumerate(modules, 1):
             error = _error_of(lambda name=name: call(name))  # type: ignore[misc]
             if error is not None:
                 failed, stage = place, f"{stage} of {name}"
                 break
         with self.told(stage, number):
-            self.exchange.post_agreement(*_presence(stage, number, error), failed)
+            presence, reason = _presence(stage, number, error)
             if error is not None:
-                self._wake(list(modules.values())[failed - 1], f"rank {self.rank} has failed in {stage}: {error}")
+                module = list(modules.values())[failed - 1]
+                woken = _abandonment_of_groups_of(module)
+            if woken:  # its failure is that of another rank, which says so
+                failed, reason = -failed, ""
+            self.exchange.post_agreement(presence, reason, failed)
+            if error is not None:
+                self._wake(module, f"rank {self.rank}, {reason}")
             said = self.exchange.wait()
         if not said.failed:
             return
         places = {row[0] for row in said.rows}
         if len(places) > 1:
-            reasons = "\n".join(f"rank {rank}, {reason}" for rank, reason in said.failed.items())
+            reasons = "\n".join(f"rank {rank}, {reason}" for rank, reason in said.failed.items() if reason)
             self._lost = f"a sharded module is out of step, since it has failed on some ranks only ({reasons})"
             for place in places - {0}:
-                _give_up_groups_of(list(modules.values())[place - 1], self._lost)
+                _give_up_groups_of(list(modules.values())[abs(place) - 1], self._lost)
+        if woken:
+            raise FailedOnOthers(f"{SKIPPED.format(number)}\n{woken}") from error
         if error is not None:
             raise error
         raise said.error(number)
@@ -160,10 +166,18 @@ def _presence(stage: str, number: int, error: BaseException | None) -> tuple[Pre
 
 
 def _give_up_groups_of(module: nn.Module, why: str, default: Sequence[Any] = ()) -> None:
+    for group in _groups_of(module) or default:
+        _C.abandon_group(group, why)
+
+
+def _abandonment_of_groups_of(module: nn.Module) -> str:
+    return next(filter(None, map(_C.abandonment_of, _groups_of(module))), "")
+
+
+def _groups_of(module: nn.Module) -> list[Any]:
     """Those that it has among its attributes."""
     found: dict[int, dist.ProcessGroup] = {}
     for child in module.modules():
         values: list[Any] = [*vars(child).values(), getattr(vars(child).get("_env"), "process_group", None)]
         found.update((id(value), value) for value in values if isinstance(value, dist.ProcessGroup))
-    for group in found.values() or default:
-        _C.abandon_group(group, why)
+    return list(found.values())

@@ -15,6 +15,8 @@ from farandole.sparse import TrainPipelineSparseDist
 from support.processes import await_all, run_ranks
 from support.recommenders import (
     Loader,
+    Request,
+    ShardedTables,
     Trouble,
     assert_same,
     drain_with_errors,
@@ -86,6 +88,45 @@ def fail_on_one(rank: int, world_size: int, seed: int, stage: str, threads: bool
         with pytest.raises(RuntimeError, match=rf"cannot be used again.*out of step.*rank {culprit}, .*{stage}"):
             pipeline.progress(loader)
     await_all(rank, world_size)
+
+
+class Waiting(ShardedTables):
+    """Its input_dist waits for other ranks before it returns."""
+
+    def input_dist(self, context: dict[str, Any], ids: torch.Tensor, offset: int = 0) -> Request:
+        sent = super().input_dist(context, ids, offset).wait()
+        return Request(lambda: sent)
+
+
+def wait_inside(rank: int, world_size: int, seed: int, threads: bool) -> None:
+    pick = random.Random(seed)
+    culprit, number = pick.randrange(world_size), pick.randrange(4)
+    print(f"seed {seed}: batch {number} fails on rank {culprit}, threads {threads}")
+    model, optimizer = made(seed)
+    model.module.tables[0].__class__ = Waiting
+    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, load_on_thread=threads, dist_on_thread=threads)
+    if rank == culprit:
+        model.module.tables[0].before_dist = failing({number}, "inside")
+    batches = iter(make_batches(seed, 6))
+    for _ in range(number):
+        pipeline.progress(batches)
+    began = time.monotonic()
+    expected = (
+        "^inside$" if rank == culprit else rf"batch {number} is .*\nrank {culprit}, input_dist of tables\.0 of batch"
+    )
+    with pytest.raises((Trouble, RuntimeError), match=expected):
+        pipeline.progress(batches)
+    assert time.monotonic() - began < AT_ONCE
+    with pytest.raises(RuntimeError, match=rf"cannot be used again.*out of step.*rank {culprit}, .*inside"):
+        pipeline.progress(batches)
+    await_all(rank, world_size)
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_who_waits_inside_of_a_module_is_woken(threads):
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    run_ranks(wait_inside, 3, "farandole", seed=seed, threads=threads)
 
 
 @pytest.mark.sample(6)
