@@ -259,7 +259,7 @@ def step_and_compare(
             after_step()
         where = f"{context}, step {step}, rank {rank}"
         compare(model, trained, mine, where)
-        ended = _ended_in(model, plan, mine)
+        ended = ended_in(model, plan, mine)
         if not ended:
             assert output is None and losses == [], where
             continue
@@ -273,6 +273,7 @@ def compare(model: GraphModel, trained: Trained, stages: list[int], where: str) 
         assert_same_gradients(model.modules[stage], trained.modules[stage], f"{where}, stage {stage}", tolerance=1e-9)
 
 
-def _ended_in(model: GraphModel, plan: Plan, stages: list[int]) -> list[int]:
+def ended_in(model: GraphModel, plan: Plan, stages: list[int]) -> list[int]:
+    """The microbatches that end in one of these stages, once for each."""
     ranges = plan.microbatches_of_stage or [(0, plan.num_microbatches)] * plan.num_stages
     return sorted(i for stage in stages if model.is_last(stage) for i in range(*ranges[stage]))

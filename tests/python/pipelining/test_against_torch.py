@@ -67,21 +67,25 @@ class Options:
         def flip() -> bool:
             return rng.random() < 0.5
 
+        # torch 2.11 has no arg_mbs or loss_kwargs, refuses parts along another dimension for their strides, and with
+        # several stages on a rank sends to itself, which gloo does not.
+        is_newer = "arg_mbs" in inspect.signature(_torchs_class("GPipe").step).parameters
+        name = rng.choice(SINGLE + (MULTI if is_newer else []))
         shift = flip()
         return cls(
-            rng.choice(SINGLE + MULTI),
-            flip(),
-            flip(),
-            flip(),
-            flip(),
-            shift,
-            flip(),
-            shift or flip(),  # it would be split otherwise
-            flip() and "arg_mbs" in inspect.signature(_torchs_class("GPipe").step).parameters,  # torch 2.11 has none
-            flip(),
-            flip(),
-            rng.choice(["none", "empty", "number", "tensor"]),
-            flip(),
+            name=name,
+            batch_is_second=flip() and is_newer,
+            output_is_second=flip(),
+            output_is_pair=flip(),
+            scale=flip(),
+            shift=shift,
+            times=flip(),
+            names_kwargs=shift or flip(),  # it would be split otherwise
+            pre_split=flip() and is_newer,
+            losses=flip(),
+            return_outputs=flip(),
+            loss_kwargs=rng.choice(["none", "empty", "number", "tensor"]) if is_newer else "none",
+            scale_grads=flip(),
         )
 
 
@@ -178,11 +182,11 @@ def _steps(
     """Two steps, whose gradients add up where they are not scaled (torch scales those of earlier steps again): what the
     last one returns, and its losses.
     """
-    loss_kwargs = {"none": None, "empty": {}, "number": {"power": 3.0}, "tensor": {"weight": torch.full((), 2.0)}}
+    loss_kwargs: dict[str, Any] = {"empty": {}, "number": {"power": 3.0}, "tensor": {"weight": torch.full((), 2.0)}}
     x = batch.t().contiguous() if options.batch_is_second else batch
     losses: list[Any] | None = ["left over"] if options.losses else None
     given: dict[str, Any] = {"losses": losses, "return_outputs": options.return_outputs}
-    if "loss_kwargs" in inspect.signature(type(schedule).step).parameters:  # torch 2.11's has none
+    if options.loss_kwargs != "none":
         given["loss_kwargs"] = loss_kwargs[options.loss_kwargs]
     if options.pre_split:
         dim = 1 if options.batch_is_second else 0
