@@ -107,7 +107,7 @@ std::string ControlWatch::answers() {
     if (!latest[rank].has_value()) {
       silent += (silent.empty() ? "" : ", ") + communicator->describe(static_cast<int>(rank));
     } else if (++told <= kMostAnswers) {
-      text += "; rank " + std::to_string(rank) + " " + *latest[rank];
+      text += "; " + communicator->nameOf(static_cast<int>(rank)) + " " + *latest[rank];
     }
   }
   if (told > kMostAnswers) text += "; and " + std::to_string(told - kMostAnswers) + " ranks more";

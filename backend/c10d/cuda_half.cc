@@ -75,13 +75,12 @@ void ProcessGroupFarandole::connectEdges(at::Device device, const std::vector<in
   if (cudaMessages_ == nullptr) cuda().connectEdges(device, sendTo, recvFrom);
 }
 
-void ProcessGroupFarandole::meetForCudaMessages(const std::vector<collective::Member>& members,
+void ProcessGroupFarandole::meetForCudaMessages(MeetingPlace& place, const std::vector<collective::Member>& members,
                                                 std::shared_ptr<void> keepAlive) {
   // As for tensors on the CPU: what a control plane was needed for spans hosts, unless UCX was chosen for all.
   const bool spansHosts = watch_ != nullptr && !context_->hostIdentity().empty();
   const auto reach = spansHosts ? transport::UcxReach::kOtherHosts : transport::UcxReach::kEverybody;
-  auto met = CudaMessages::meet(*store_, {communicator_, members, watch_, std::move(keepAlive), rank_}, reach,
-                                options_->timeout);
+  auto met = CudaMessages::meet(place, {communicator_, members, watch_, std::move(keepAlive), rank_}, reach);
   throwIfError(met.status());
   cudaMessages_ = std::move(met).value();
 }

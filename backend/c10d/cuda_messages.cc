@@ -36,8 +36,7 @@ struct Kept {
 
 }  // namespace
 
-Result<std::shared_ptr<CudaMessages>> CudaMessages::meet(::c10d::Store& store, Setup setup, transport::UcxReach reach,
-                                                         std::chrono::milliseconds timeout) {
+Result<std::shared_ptr<CudaMessages>> CudaMessages::meet(MeetingPlace& place, Setup setup, transport::UcxReach reach) {
   std::shared_ptr<CudaMessages> made(new CudaMessages);
   made->rank_ = setup.rank;
   auto transport = CudaTransport::acquire(reach);
@@ -49,11 +48,12 @@ Result<std::shared_ptr<CudaMessages>> CudaMessages::meet(::c10d::Store& store, S
   } else {
     mine = kError + std::string(transport.status().message());
   }
-  auto told = exchange(store, "cuda", setup.rank, static_cast<int>(setup.members.size()), mine, timeout);
+  auto told = place.exchange("cuda", mine);
   if (!told) return told.status();
   for (std::size_t rank = 0; rank < told->size(); ++rank) {
     const std::string& entry = (*told)[rank];
-    if (entry.empty()) return Status::internal("rank " + std::to_string(rank) + " published no address for CUDA");
+    if (entry.empty())
+      return Status::internal(setup.communicator->nameOf(static_cast<int>(rank)) + " published no address for CUDA");
     collective::Member& member = setup.members[rank];
     made->errors_.push_back(entry[0] == kAddress ? Status::ok() : Status::unavailable(entry.substr(1)));
     member.address = entry.substr(1);

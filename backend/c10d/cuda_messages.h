@@ -23,8 +23,7 @@ class CudaMessages {
     int rank;
   };
   // Meets the other ranks, of which all must call it. `reach`: whom UCX is to reach.
-  static Result<std::shared_ptr<CudaMessages>> meet(::c10d::Store& store, Setup setup, transport::UcxReach reach,
-                                                    std::chrono::milliseconds timeout);
+  static Result<std::shared_ptr<CudaMessages>> meet(MeetingPlace& place, Setup setup, transport::UcxReach reach);
 
   // Ok, or why no message can go to this rank, or come from it; any rank: from somewhere.
   Status canReach(int peer) const;

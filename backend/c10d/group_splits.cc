@@ -20,11 +20,18 @@ StorePtr ProcessGroupFarandole::storeForChild(const StorePtr& store) {
 }
 
 c10::intrusive_ptr<ProcessGroupFarandole> ProcessGroupFarandole::makeChild(const StorePtr& store, int rank, int size,
-                                                                           const OptionsPtr& options) const {
+                                                                           const OptionsPtr& options,
+                                                                           const std::vector<int>& ranks) const {
   auto own = c10::make_intrusive<Options>(options != nullptr ? options->timeout : timeout_.load());
   if (options != nullptr) {
     own->group_name = options->group_name;
     own->global_ranks_in_group = options->global_ranks_in_group;
+  }
+  // Options may be those of this group.
+  const auto& globalRanks = options_->global_ranks_in_group;
+  if (!ranks.empty() && globalRanks.size() == static_cast<std::size_t>(size_)) {
+    own->global_ranks_in_group.clear();
+    for (const int member : ranks) own->global_ranks_in_group.push_back(globalRanks[member]);
   }
   return c10::make_intrusive<ProcessGroupFarandole>(store, rank, size, std::move(own));
 }
@@ -35,12 +42,12 @@ BackendPtr ProcessGroupFarandole::split(const StorePtr& store, const std::vector
   for (const int rank : ranks) checkRank("split", "ranks", rank, size_);
   const auto self = std::find(ranks.begin(), ranks.end(), rank_);
   if (self == ranks.end()) return nullptr;
-  return makeChild(childStore, static_cast<int>(self - ranks.begin()), static_cast<int>(ranks.size()), options);
+  return makeChild(childStore, static_cast<int>(self - ranks.begin()), static_cast<int>(ranks.size()), options, ranks);
 }
 
 BackendPtr ProcessGroupFarandole::merge(const StorePtr& store, const OptionsPtr& options, const int& rank,
                                         const int& size) {
-  return makeChild(storeForChild(store), rank, size, options);
+  return makeChild(storeForChild(store), rank, size, options, {});
 }
 
 BackendPtr ProcessGroupFarandole::shrink(const std::vector<std::int64_t>& excluded, int flags,
@@ -58,17 +65,15 @@ BackendPtr ProcessGroupFarandole::shrink(const std::vector<std::int64_t>& exclud
     name += std::to_string(numShrinks_++);
   }
   const auto before = std::count(stays.begin(), stays.begin() + rank_, true);
-  const auto left = std::count(stays.begin(), stays.end(), true);
+  std::vector<int> left;
+  std::vector<int> without;
+  for (int rank = 0; rank < size_; ++rank) (stays[rank] ? left : without).push_back(rank);
   // As with NCCL: what still runs is ended when the caller says that the group is broken.
   constexpr int kShrinkAbort = 1;
   const bool isBroken = (flags & kShrinkAbort) != 0;
   if (isBroken) abort();
   auto child = makeChild(c10::make_intrusive<::c10d::PrefixStore>(name, store_), static_cast<int>(before),
-                         static_cast<int>(left), options);
-  std::vector<int> without;
-  for (int rank = 0; rank < size_; ++rank) {
-    if (!stays[rank]) without.push_back(rank);
-  }
+                         static_cast<int>(left.size()), options, left);
   if (!isBroken && !without.empty()) child->connectFrom(*this, without);
   return child;
 }

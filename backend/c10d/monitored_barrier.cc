@@ -1,7 +1,5 @@
 // A barrier that says who did not come. Rank 0 hears from everybody, and then
 // tells everybody how it went.
-#include <c10/util/StringUtil.h>
-
 #include "backend/c10d/process_group.h"
 #include "backend/c10d/tensor_checks.h"
 
@@ -14,9 +12,8 @@ namespace {
 
 constexpr std::int32_t kAllCame = -1;
 
-std::string failureText(const std::vector<int>& missing, std::chrono::milliseconds timeout) {
-  return c10::str(missing.size() > 1 ? "ranks " : "rank ", c10::Join(", ", missing),
-                  " failed to pass monitoredBarrier in ", timeout.count(), " ms");
+std::string failureText(const std::string& missing, std::chrono::milliseconds timeout) {
+  return missing + " failed to pass monitoredBarrier in " + std::to_string(timeout.count()) + " ms";
 }
 
 }  // namespace
@@ -53,7 +50,7 @@ void ProcessGroupFarandole::monitoredBarrier(const ::c10d::BarrierOptions& opts,
   if (onDone) {
     onDone({OpType::BARRIER, options.sequence, 0, failure.empty(), started, std::chrono::steady_clock::now()});
   }
-  TORCH_CHECK_WITH(DistBackendError, failure.empty(), "farandole: rank ", rank_, ": ", failure);
+  TORCH_CHECK_WITH(DistBackendError, failure.empty(), "farandole: ", communicator_->nameOf(rank_), ": ", failure);
 }
 
 std::string ProcessGroupFarandole::reportToRankZero(WorkOptions options) {
@@ -67,10 +64,12 @@ std::string ProcessGroupFarandole::reportToRankZero(WorkOptions options) {
       program.recv(0, answer.data, answer.bytes);
     })->wait();
   } catch (const std::exception& error) {
-    return std::string("rank 0 gave no verdict in monitoredBarrier: ") + error.what();
+    return communicator_->nameOf(0) + " gave no verdict in monitoredBarrier: " + error.what();
   }
   const auto missing = verdict.item<std::int32_t>();
-  return missing == kAllCame ? "" : failureText({missing}, timeout) + ", says rank 0";
+  return missing == kAllCame
+             ? ""
+             : failureText(communicator_->nameOf(missing), timeout) + ", says " + communicator_->nameOf(0);
 }
 
 std::string ProcessGroupFarandole::awaitAll(const WorkOptions& options, bool waitAllRanks) {
@@ -97,12 +96,12 @@ std::string ProcessGroupFarandole::awaitAll(const WorkOptions& options, bool wai
     answers.push_back(
         startBarrierPart(options, {verdict}, [&](Program& program) { program.send(rank, answer.data, answer.bytes); }));
   }
-  if (!missing.empty()) return failureText(missing, options.timeout) + ": " + cause;
+  if (!missing.empty()) return failureText(communicator_->nameOf(missing), options.timeout) + ": " + cause;
   for (int rank = 1; rank < size_; ++rank) {
     try {
       answers[rank - 1]->wait();
     } catch (const std::exception& error) {
-      return failureText({rank}, options.timeout) + ": " + error.what();
+      return failureText(communicator_->nameOf(rank), options.timeout) + ": " + error.what();
     }
   }
   return "";

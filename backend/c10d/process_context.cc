@@ -135,6 +135,36 @@ Status ProcessContext::useControlPlane(const std::function<Status(net::ControlPl
   return control_ != nullptr ? use(*control_) : Status::unavailable("there is no control plane");
 }
 
+void ProcessContext::addGroup(const void* world, const std::shared_ptr<collective::Communicator>& group) {
+  std::lock_guard lock(mutex_);
+  groups_.push_back({world, group});
+}
+
+void ProcessContext::removeGroup(const std::shared_ptr<collective::Communicator>& group) {
+  std::lock_guard lock(mutex_);
+  // Compared by owner: a group that is locked here might end here, which needs the mutex.
+  std::erase_if(groups_, [&](const KnownGroup& known) {
+    const bool isIt = !known.group.owner_before(group) && !group.owner_before(known.group);
+    return isIt || known.group.expired();
+  });
+}
+
+std::vector<collective::Communicator::Gone> ProcessContext::goneFrom(const void* world) {
+  std::vector<std::shared_ptr<collective::Communicator>> groups;
+  {
+    std::lock_guard lock(mutex_);
+    for (const KnownGroup& known : groups_) {
+      if (known.world == world) groups.push_back(known.group.lock());
+    }
+  }
+  std::vector<collective::Communicator::Gone> all;
+  for (const auto& group : groups) {
+    if (group == nullptr) continue;
+    for (auto& gone : group->gone()) all.push_back(std::move(gone));
+  }
+  return all;
+}
+
 Result<std::uint32_t> ProcessContext::takeGroupNumber() {
   std::lock_guard lock(mutex_);
   const auto free = std::find(groupNumbers_.begin(), groupNumbers_.end(), false);

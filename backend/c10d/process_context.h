@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "backend/collective/communicator.h"
 #include "backend/net/control_plane.h"
 #include "backend/net/event_loop.h"
 #include "backend/p2p/message_tag.h"
@@ -36,6 +37,13 @@ class ProcessContext {
   // Runs `use` with the control plane, unless there is none or the process is about to end.
   Status useControlPlane(const std::function<Status(net::ControlPlane&)>& use);
 
+  // `group` may tell of ranks that are gone, by their global ranks in `world`: what equals for groups whose global
+  // ranks mean the same. Until it is let go of here: what comes later may have others with the same numbers.
+  void addGroup(const void* world, const std::shared_ptr<collective::Communicator>& group);
+  void removeGroup(const std::shared_ptr<collective::Communicator>& group);
+  // Who of that world is gone, as far as any group of this process knows. Nothing held.
+  std::vector<collective::Communicator::Gone> goneFrom(const void* world);
+
   // A number for a group that no other group of this process has.
   Result<std::uint32_t> takeGroupNumber();
   void returnGroupNumber(std::uint32_t number);
@@ -59,6 +67,11 @@ class ProcessContext {
   std::unique_ptr<net::ControlPlane> control_;  // guarded by controlMutex_; none while all groups are on this host
   std::mutex mutex_;
   std::vector<bool> groupNumbers_;  // taken or not
+  struct KnownGroup {
+    const void* world;
+    std::weak_ptr<collective::Communicator> group;
+  };
+  std::vector<KnownGroup> groups_;  // guarded by mutex_
 };
 
 }  // namespace farandole::backend

@@ -24,6 +24,13 @@ T valueOrThrow(Result<T> result) {
   }
 }
 
+// By rank; empty where they are not known.
+std::vector<int> globalRanksOf(const ProcessGroupFarandole::Options& options, int size) {
+  const auto& ranks = options.global_ranks_in_group;
+  if (ranks.size() != static_cast<std::size_t>(size)) return {};
+  return {ranks.begin(), ranks.end()};
+}
+
 }  // namespace
 
 ProcessGroupFarandole::ProcessGroupFarandole(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int size,
@@ -47,15 +54,16 @@ ProcessGroupFarandole::ProcessGroupFarandole(const c10::intrusive_ptr<::c10d::St
   std::shared_ptr<void> lease(nullptr,
                               [context = context_, group, flight](void*) { context->returnGroupNumber(group); });
 
-  Meeting met = valueOrThrow(
-      meetMembers(*store, *context_, rank, size, group, {table.overrides(), cudaMessages}, options_->timeout));
+  MeetingPlace place(*store, *context_, rank, size, globalRanksOf(*options_, size), options_->timeout);
+  Meeting met = valueOrThrow(place.meetMembers(group, {table.overrides(), cudaMessages}));
   communicator_ = std::make_shared<Communicator>(context_->connections(), lease, rank, met.members, std::move(table));
   if (!met.controls.empty()) {
     watch_ = valueOrThrow(ControlWatch::join(context_, communicator_, met, counts_));
     communicator_->setWatch(watch_);
   }
   throwIfError(communicator_->connectHost(transport::Clock::now() + options_->timeout, windowBytes));
-  if (cudaMessages == "ucx") meetForCudaMessages(met.members, std::move(lease));
+  if (cudaMessages == "ucx") meetForCudaMessages(place, met.members, std::move(lease));
+  context_->addGroup(place.world(), communicator_);
 }
 
 ProcessGroupFarandole::~ProcessGroupFarandole() {
@@ -101,6 +109,7 @@ std::uint64_t ProcessGroupFarandole::getSequenceNumberForGroup() { return counts
 
 void ProcessGroupFarandole::abort() {
   if (!context_->isOurs()) return;
+  context_->removeGroup(communicator_);
   const Status status = Status::aborted("the process group was aborted");
   communicator_->abortAll(status);
   if (const auto cuda = cudaIfAny()) cuda->abort(status);
@@ -111,6 +120,7 @@ void ProcessGroupFarandole::abort() {
 
 void ProcessGroupFarandole::shutdown() {
   if (!context_->isOurs()) return;
+  context_->removeGroup(communicator_);
   if (flight_ != nullptr) flight_->ignoreFailures();
   if (const auto cuda = cudaIfAny()) cuda->close();
   communicator_->abort(Status::aborted("the process group was shut down"));

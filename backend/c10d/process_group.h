@@ -138,6 +138,7 @@ class ProcessGroupFarandole final : public ::c10d::Backend, public RepeatedMessa
   WorkPtr allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& opts) override;
   WorkPtr allreduce_coalesced(Tensors& tensors, const ::c10d::AllreduceCoalescedOptions& opts) override;
   bool gathers(c10::DeviceType device) const override { return device == c10::kCPU; }
+  bool roundsOnce() const override;
   WorkPtr allReduceFrom(const Tensors& inputs, at::Tensor& output, const ::c10d::AllreduceOptions& opts) override;
   WorkPtr reduceScatterFrom(const Tensors& inputs, at::Tensor& whole, at::Tensor& part,
                             const ::c10d::ReduceScatterOptions& opts) override;
@@ -209,7 +210,8 @@ class ProcessGroupFarandole final : public ::c10d::Backend, public RepeatedMessa
   // The CUDA half, made on first use; throws where there can be none (cuda_half.cc).
   CudaGroup& cuda();
   std::shared_ptr<CudaGroup> cudaIfAny();
-  void meetForCudaMessages(const std::vector<collective::Member>& members, std::shared_ptr<void> keepAlive);
+  void meetForCudaMessages(MeetingPlace& place, const std::vector<collective::Member>& members,
+                           std::shared_ptr<void> keepAlive);
 
   // What batchP2p does once the entries are checked.
   std::map<int, WorkPtr> postBatch(std::vector<BatchEntry> entries, const std::string& label);
@@ -242,9 +244,11 @@ class ProcessGroupFarandole final : public ::c10d::Backend, public RepeatedMessa
 
   // torch splits and merges once for each device that this one backend serves, over one store.
   c10::intrusive_ptr<::c10d::Store> storeForChild(const c10::intrusive_ptr<::c10d::Store>& store);
-  c10::intrusive_ptr<ProcessGroupFarandole> makeChild(
-      const c10::intrusive_ptr<::c10d::Store>& store, int rank, int size,
-      const c10::intrusive_ptr<::c10d::Backend::Options>& options) const;
+  // `ranks`: of this group, in their new order; empty where there are others in it.
+  c10::intrusive_ptr<ProcessGroupFarandole> makeChild(const c10::intrusive_ptr<::c10d::Store>& store, int rank,
+                                                      int size,
+                                                      const c10::intrusive_ptr<::c10d::Backend::Options>& options,
+                                                      const std::vector<int>& ranks) const;
 
   const c10::intrusive_ptr<Options> options_;  // but for the timeout: read only
   std::atomic<std::chrono::milliseconds> timeout_;

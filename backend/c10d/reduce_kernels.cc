@@ -40,11 +40,17 @@ using Accumulator =
     std::conditional_t<kIsReduced<T>, float,
                        std::conditional_t<std::is_same_v<T, c10::complex<c10::Half>>, c10::complex<float>, T>>;
 
+// Integers wrap around, as in torch, which C++ leaves undefined for signed ones, and for what it makes of short ones.
+template <typename T>
+using Wrapping = std::common_type_t<std::make_unsigned_t<T>, unsigned>;
+
 struct Sum {
   template <typename T>
   static T apply(T a, T b) {
     if constexpr (std::is_same_v<T, bool>) {
       return a || b;
+    } else if constexpr (std::is_integral_v<T>) {
+      return static_cast<T>(static_cast<Wrapping<T>>(a) + static_cast<Wrapping<T>>(b));
     } else {
       return static_cast<T>(a + b);
     }
@@ -55,6 +61,8 @@ struct Product {
   static T apply(T a, T b) {
     if constexpr (std::is_same_v<T, bool>) {
       return a && b;
+    } else if constexpr (std::is_integral_v<T>) {
+      return static_cast<T>(static_cast<Wrapping<T>>(a) * static_cast<Wrapping<T>>(b));
     } else {
       return static_cast<T>(a * b);
     }

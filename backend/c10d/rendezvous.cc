@@ -4,7 +4,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <thread>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <utility>
 
+#include "backend/common/rank_name.h"
 #include "backend/net/token_proof.h"
 
 namespace farandole::backend {
@@ -14,6 +18,9 @@ using collective::Member;
 
 // Changes whenever ranks of different versions could not talk to each other.
 constexpr std::uint32_t kWireVersion = 6;
+constexpr const char* kGivenUp = "farandole/given up";
+// Between two looks for a rank that is late.
+constexpr std::chrono::milliseconds kLongestPause{100};
 
 template <typename T>
 void putNumber(std::string& blob, T number) {
@@ -86,11 +93,9 @@ std::vector<std::uint8_t> encode(const NetworkEntry& entry) {
   return {blob.begin(), blob.end()};
 }
 
-Status malformed(int rank) {
-  return Status::internal("rank " + std::to_string(rank) + " published a malformed address");
-}
+Status malformed(const std::string& rank) { return Status::internal(rank + " published a malformed address"); }
 
-Result<NetworkEntry> decodeNetwork(int rank, const std::vector<std::uint8_t>& blob) {
+Result<NetworkEntry> decodeNetwork(const std::string& rank, const std::vector<std::uint8_t>& blob) {
   Reader reader(blob);
   NetworkEntry entry{reader.text(), reader.text(), reader.text()};
   if (!reader.ok()) return malformed(rank);
@@ -108,12 +113,12 @@ struct MemberEntry {
   std::string cudaMessages;
 };
 
-Result<MemberEntry> decode(int rank, const std::vector<std::uint8_t>& blob) {
+Result<MemberEntry> decode(const std::string& rank, const std::vector<std::uint8_t>& blob) {
   Reader reader(blob);
   const auto version = reader.number<std::uint32_t>();
   if (version != kWireVersion) {
-    return Status::unavailable("rank " + std::to_string(rank) + " runs a farandole of wire version " +
-                               std::to_string(version) + ", this rank one of " + std::to_string(kWireVersion) +
+    return Status::unavailable(rank + " runs a farandole of wire version " + std::to_string(version) +
+                               ", this rank one of " + std::to_string(kWireVersion) +
                                ": install the same version everywhere");
   }
   MemberEntry entry;
@@ -129,11 +134,11 @@ Result<MemberEntry> decode(int rank, const std::vector<std::uint8_t>& blob) {
   return entry;
 }
 
-Status checkSameCudaMessages(int rank, const std::string& mine, int otherRank, const std::string& theirs) {
+Status checkSameCudaMessages(const std::string& rank, const std::string& mine, const std::string& otherRank,
+                             const std::string& theirs) {
   if (mine == theirs) return Status::ok();
-  return Status::invalidArgument("FARANDOLE_CUDA_MESSAGES is '" + mine + "' on rank " + std::to_string(rank) + ", '" +
-                                 theirs + "' on rank " + std::to_string(otherRank) +
-                                 "; expected the same on all ranks");
+  return Status::invalidArgument("FARANDOLE_CUDA_MESSAGES is '" + mine + "' on " + rank + ", '" + theirs + "' on " +
+                                 otherRank + "; expected the same on all ranks");
 }
 
 std::string hostName() {
@@ -142,85 +147,142 @@ std::string hostName() {
   return name;
 }
 
-// One store key per rank.
-class Board {
- public:
-  Board(::c10d::Store& store, std::string name, int size, std::chrono::milliseconds timeout)
-      : store_(store), name_("farandole/" + std::move(name) + "/"), size_(size), timeout_(timeout) {}
-
-  void post(int rank, const std::vector<std::uint8_t>& blob) { store_.set(name_ + std::to_string(rank), blob); }
-  Result<std::vector<std::uint8_t>> read(int rank) {
-    const std::string key = name_ + std::to_string(rank);
-    try {
-      store_.wait({key}, timeout_);
-    } catch (const std::exception& error) {
-      return Status::timeout("rank " + std::to_string(rank) + " of " + std::to_string(size_) +
-                             " did not join the group within " + std::to_string(timeout_.count()) +
-                             " ms: " + error.what());
-    }
-    return store_.get(key);
-  }
-
- private:
-  ::c10d::Store& store_;
-  const std::string name_;
-  const int size_;
-  const std::chrono::milliseconds timeout_;
-};
+// Groups that are made one out of another have one store, and prefixes.
+const void* worldOf(::c10d::Store& store) {
+  auto* const prefixed = dynamic_cast<::c10d::PrefixStore*>(&store);
+  return prefixed != nullptr ? prefixed->getUnderlyingNonPrefixStore().get() : &store;
+}
 
 }  // namespace
 
-Result<Meeting> meetMembers(::c10d::Store& store, ProcessContext& context, int rank, int size, std::uint32_t group,
-                            const CommonSettings& settings, std::chrono::milliseconds timeout) {
-  Member self{"", group, hostName(), getpid(), context.hostIdentity(), settings.algorithms};
+MeetingPlace::MeetingPlace(::c10d::Store& store, ProcessContext& context, int rank, int size,
+                           std::vector<int> globalRanks, std::chrono::milliseconds timeout)
+    : store_(store),
+      world_(worldOf(store)),
+      context_(context),
+      rank_(rank),
+      size_(size),
+      globalRanks_(std::move(globalRanks)),
+      timeout_(timeout),
+      deadline_(std::chrono::steady_clock::now() + timeout) {}
+
+std::string MeetingPlace::nameOf(int rank) const { return rankName(rank, globalRank(rank)); }
+
+std::string MeetingPlace::keyOf(const std::string& board, int rank) const {
+  return "farandole/" + board + "/" + std::to_string(rank);
+}
+
+void MeetingPlace::post(const std::string& board, const Blob& blob) { store_.set(keyOf(board, rank_), blob); }
+
+Result<MeetingPlace::Blob> MeetingPlace::read(const std::string& board, int rank) {
+  const std::string key = keyOf(board, rank);
+  for (std::chrono::milliseconds pause{1}; !store_.check({key}); pause = std::min(2 * pause, kLongestPause)) {
+    FARANDOLE_RETURN_IF_ERROR(check());
+    if (std::chrono::steady_clock::now() >= deadline_) {
+      return giveUp(Status::timeout(nameOf(rank) + " of " + std::to_string(size_) + " did not join the group within " +
+                                    std::to_string(timeout_.count()) + " ms"));
+    }
+    std::this_thread::sleep_for(pause);
+  }
+  return store_.get(key);
+}
+
+Status MeetingPlace::check() {
+  if (store_.check({kGivenUp})) {
+    const Blob why = store_.get(kGivenUp);
+    return Status::aborted({why.begin(), why.end()});
+  }
+  const Status status = health();
+  return status ? status : giveUp(status);
+}
+
+Status MeetingPlace::giveUp(const Status& why) {
+  const std::string text = nameOf(rank_) + " has given the group up: " + why.toString();
+  store_.set(kGivenUp, Blob(text.begin(), text.end()));
+  return why;
+}
+
+Status MeetingPlace::health() {
+  std::vector<std::pair<int, collective::Communicator::Gone>> gone;
   {
-    transport::ProgressEngine::Access access(context.connections().engine());
+    transport::ProgressEngine::Access access(context_.connections().engine());
+    for (const auto& [member, rank, peer] : neighbours_) {
+      if (Status failure = access.transport().failure(peer); !failure) gone.push_back({rank, {member, failure}});
+    }
+  }
+  for (auto& elsewhere : context_.goneFrom(world_)) {
+    const auto found = std::find(globalRanks_.begin(), globalRanks_.end(), elsewhere.member.globalRank);
+    if (found == globalRanks_.end()) continue;
+    gone.emplace_back(static_cast<int>(found - globalRanks_.begin()), std::move(elsewhere));
+  }
+  if (gone.empty()) return Status::ok();
+  // Who left may have done so because of a death.
+  const auto isDeath = [](const auto& one) { return one.second.status.code() == StatusCode::kPeerFailed; };
+  const auto first = std::find_if(gone.begin(), gone.end(), isDeath);
+  const auto& [rank, who] = first != gone.end() ? *first : gone.front();
+  return who.status.wrap(rankName(rank, globalRank(rank), who.member.host, who.member.pid) + " is gone");
+}
+
+void MeetingPlace::watch(int rank, const Member& member) {
+  const bool isHere = !member.hostIdentity.empty() && member.hostIdentity == context_.hostIdentity();
+  if (rank == rank_ || !isHere) return;
+  transport::ProgressEngine::Access access(context_.connections().engine());
+  // What keeps it from being connected is an error of what connects to stay.
+  if (const Result<transport::PeerId> peer = context_.connections().connect(member.address)) {
+    neighbours_.push_back({member, rank, *peer});
+  }
+}
+
+Result<Meeting> MeetingPlace::meetMembers(std::uint32_t group, const CommonSettings& settings) {
+  Member self{"", group, hostName(), getpid(), context_.hostIdentity(), settings.algorithms, globalRank(rank_)};
+  {
+    transport::ProgressEngine::Access access(context_.connections().engine());
     self.address = access.transport().address();
   }
-  Board board(store, "member", size, timeout);
-  board.post(rank, encode(self, settings.cudaMessages));
+  post("member", encode(self, settings.cudaMessages));
   Meeting met;
-  for (int other = 0; other < size; ++other) {
-    const auto blob = board.read(other);
+  for (int other = 0; other < size_; ++other) {
+    const auto blob = read("member", other);
     if (!blob) return blob.status();
-    Result<MemberEntry> entry = decode(other, *blob);
+    Result<MemberEntry> entry = decode(nameOf(other), *blob);
     if (!entry) return entry.status();
-    FARANDOLE_RETURN_IF_ERROR(collective::checkSameAlgorithms(rank, self, other, entry->member));
-    FARANDOLE_RETURN_IF_ERROR(checkSameCudaMessages(rank, settings.cudaMessages, other, entry->cudaMessages));
+    entry->member.globalRank = globalRank(other);
+    FARANDOLE_RETURN_IF_ERROR(collective::checkSameAlgorithms(rank_, self, other, entry->member));
+    FARANDOLE_RETURN_IF_ERROR(
+        checkSameCudaMessages(nameOf(rank_), settings.cudaMessages, nameOf(other), entry->cudaMessages));
+    watch(other, entry->member);
     met.members.push_back(std::move(entry->member));
   }
+  FARANDOLE_RETURN_IF_ERROR(check());
 
   // All ranks see in the same way whether any two of them are on different hosts.
   const auto isElsewhere = [&](const Member& member) {
     return member.hostIdentity.empty() || member.hostIdentity != self.hostIdentity;
   };
   if (std::none_of(met.members.begin(), met.members.end(), isElsewhere)) return met;
-  const Result<std::string> address = context.networkAddress();
+  const Result<std::string> address = context_.networkAddress();
   if (!address) return address.status();
-  const Result<std::string> control = context.controlAddress();
+  const Result<std::string> control = context_.controlAddress();
   if (!control) return control.status();
-  Board network(store, "network", size, timeout);
-  network.post(rank, encode(NetworkEntry{*address, *control, rank == 0 ? makeToken() : ""}));
-  for (int other = 0; other < size; ++other) {
-    const auto blob = network.read(other);
+  post("network", encode(NetworkEntry{*address, *control, rank_ == 0 ? makeToken() : ""}));
+  for (int other = 0; other < size_; ++other) {
+    const auto blob = read("network", other);
     if (!blob) return blob.status();
-    const Result<NetworkEntry> entry = decodeNetwork(other, *blob);
+    const Result<NetworkEntry> entry = decodeNetwork(nameOf(other), *blob);
     if (!entry) return entry.status();
     Member& member = met.members[other];
     if (isElsewhere(member)) member.address = entry->address;
     if (other == 0) met.token = entry->token;
-    met.controls.push_back({entry->control, member.host, member.pid});
+    met.controls.push_back({entry->control, member.host, member.pid, member.globalRank});
   }
   return met;
 }
 
-Result<std::vector<std::string>> exchange(::c10d::Store& store, const std::string& name, int rank, int size,
-                                          const std::string& mine, std::chrono::milliseconds timeout) {
-  Board board(store, name, size, timeout);
-  board.post(rank, {mine.begin(), mine.end()});
+Result<std::vector<std::string>> MeetingPlace::exchange(const std::string& name, const std::string& mine) {
+  post(name, {mine.begin(), mine.end()});
   std::vector<std::string> all;
-  for (int other = 0; other < size; ++other) {
-    const auto blob = board.read(other);
+  for (int other = 0; other < size_; ++other) {
+    const auto blob = read(name, other);
     if (!blob) return blob.status();
     all.emplace_back(blob->begin(), blob->end());
   }

@@ -25,14 +25,52 @@ struct CommonSettings {
   std::string cudaMessages;  // FARANDOLE_CUDA_MESSAGES
 };
 
-// Meets the other ranks of a group through the store: tells how this process is
-// reached and reads how they are. `group` is this process's number for it. Waits
-// for ranks that are late, up to `timeout`.
-Result<Meeting> meetMembers(::c10d::Store& store, ProcessContext& context, int rank, int size, std::uint32_t group,
-                            const CommonSettings& settings, std::chrono::milliseconds timeout);
+// Where the ranks of a group meet: a store that all of them share. Waiting in it ends when a rank is late, and before
+// that when one is known to be gone, by another group of this process or by the transport, here or at another rank.
+class MeetingPlace {
+ public:
+  // `globalRanks`: by rank; empty where they are not known. `timeout`: for all of it, from now on.
+  MeetingPlace(::c10d::Store& store, ProcessContext& context, int rank, int size, std::vector<int> globalRanks,
+               std::chrono::milliseconds timeout);
 
-// What all ranks tell, by rank; `mine` is this one's. `name`: of what is told, once in a group.
-Result<std::vector<std::string>> exchange(::c10d::Store& store, const std::string& name, int rank, int size,
-                                          const std::string& mine, std::chrono::milliseconds timeout);
+  // Tells how this process is reached and reads how the others are. `group` is this process's number for the group.
+  Result<Meeting> meetMembers(std::uint32_t group, const CommonSettings& settings);
+  // What all ranks tell, by rank; `mine` is this one's. `name`: of what is told, once in a group.
+  Result<std::vector<std::string>> exchange(const std::string& name, const std::string& mine);
+
+  // What equals for groups whose global ranks mean the same.
+  const void* world() const { return world_; }
+
+ private:
+  using Blob = std::vector<std::uint8_t>;
+  // A member on this host that is met, and may die while others are waited for.
+  struct Neighbour {
+    collective::Member member;
+    int rank;
+    transport::PeerId peer;
+  };
+
+  std::string nameOf(int rank) const;
+  int globalRank(int rank) const { return globalRanks_.empty() ? -1 : globalRanks_[rank]; }
+  std::string keyOf(const std::string& board, int rank) const;
+  void post(const std::string& board, const Blob& blob);
+  Result<Blob> read(const std::string& board, int rank);
+  // Ok, or why the group will not be: the others may know more. They are told what this rank knows.
+  Status check();
+  Status giveUp(const Status& why);
+  // Ok, or who will not come, or not stay, as far as this process knows.
+  Status health();
+  void watch(int rank, const collective::Member& member);
+
+  ::c10d::Store& store_;
+  const void* const world_;
+  ProcessContext& context_;
+  const int rank_;
+  const int size_;
+  const std::vector<int> globalRanks_;
+  const std::chrono::milliseconds timeout_;
+  const std::chrono::steady_clock::time_point deadline_;
+  std::vector<Neighbour> neighbours_;
+};
 
 }  // namespace farandole::backend

@@ -25,7 +25,7 @@ WorkPtr ProcessGroupFarandole::allreduce_sparse(Tensors& tensors, const ::c10d::
                     "all_reduce: the operation on a sparse tensor is not SUM; expected SUM, the only one that leaves "
                     "it sparse");
   (void)reductionFor(opts.reduceOp, tensor.scalar_type());
-  SparseSum sum(tensor, rank_, size_);
+  SparseSum sum(tensor, rank_, size_, [group = communicator_](int rank) { return group->nameOf(rank); });
   WorkPtr work;
   if (tensor.is_cuda()) {
     work = sumOnCuda(std::move(sum), opts);

@@ -34,11 +34,12 @@ at::ScalarType sumType(at::ScalarType dtype) { return at::isReducedFloatingType(
 
 }  // namespace
 
-SparseSum::SparseSum(at::Tensor tensor, int rank, int size)
+SparseSum::SparseSum(at::Tensor tensor, int rank, int size, std::function<std::string(int)> nameOf)
     : tensor_(std::move(tensor)),
       mine_(tensor_.detach().coalesce()),
       rank_(rank),
       size_(size),
+      nameOf_(std::move(nameOf)),
       shape_(describeShape(mine_)),
       shapesOfAll_(at::empty({size, kRow}, at::kLong)) {}
 
@@ -51,8 +52,8 @@ std::int64_t SparseSum::checkShape(int rank) const {
   const auto* const theirs = shapesOfAll_.const_data_ptr<std::int64_t>() + kRow * rank;
   bool isSame = true;
   for (std::int64_t i = 0; i < kRow; ++i) isSame = isSame && (i == 3 || mine[i] == theirs[i]);
-  TORCH_CHECK_VALUE(isSame, "all_reduce: rank ", rank, " has a sparse tensor ", shapeText(theirs), "; expected ",
-                    shapeText(mine), " as on rank ", rank_);
+  TORCH_CHECK_VALUE(isSame, "all_reduce: ", nameOf_(rank), " has a sparse tensor ", shapeText(theirs), "; expected ",
+                    shapeText(mine), " as on ", nameOf_(rank_));
   return theirs[3];
 }
 

@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <functional>
+#include <string>
 #include <vector>
 
 #include "backend/c10d/collective_calls.h"
@@ -13,8 +15,8 @@ namespace farandole::backend {
 // of the ranks. Who uses it carries out what the two rounds call, and goes from one to the next.
 class SparseSum {
  public:
-  // `tensor` is coalesced or not. On CUDA the host waits for that.
-  SparseSum(at::Tensor tensor, int rank, int size);
+  // `tensor` is coalesced or not. On CUDA the host waits for that. `nameOf` names a rank in errors.
+  SparseSum(at::Tensor tensor, int rank, int size, std::function<std::string(int)> nameOf);
 
   // The first round, on the CPU.
   void gatherShapes(CollectiveCalls& calls) const;
@@ -38,6 +40,7 @@ class SparseSum {
   const at::Tensor mine_;  // coalesced
   const int rank_;
   const int size_;
+  const std::function<std::string(int)> nameOf_;
   const at::Tensor shape_;
   const at::Tensor shapesOfAll_;  // a row for each rank
   at::Tensor indices_;

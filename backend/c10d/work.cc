@@ -302,8 +302,8 @@ std::string CollectiveOperation::describeReduction(std::uint16_t code) const {
 }
 
 std::string CollectiveWork::describe() const {
-  return ::c10d::opTypeToString(opType_) + " number " + std::to_string(getSequencenumber()) + " on rank " +
-         std::to_string(rank_);
+  return ::c10d::opTypeToString(opType_) + " number " + std::to_string(getSequencenumber()) + " on " +
+         communicator_->nameOf(rank_);
 }
 
 }  // namespace farandole::backend

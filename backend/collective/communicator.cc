@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "backend/collective/program.h"
+#include "backend/common/rank_name.h"
 
 namespace farandole::collective {
 
@@ -24,9 +25,9 @@ std::vector<std::string> hostIdentities(const std::vector<Member>& members) {
 
 Status checkSameAlgorithms(int rank, const Member& member, int otherRank, const Member& other) {
   if (member.algorithms == other.algorithms) return Status::ok();
-  return Status::invalidArgument("FARANDOLE_ALGORITHMS is '" + member.algorithms + "' on rank " + std::to_string(rank) +
-                                 ", '" + other.algorithms + "' on rank " + std::to_string(otherRank) +
-                                 "; expected the same on all ranks");
+  return Status::invalidArgument("FARANDOLE_ALGORITHMS is '" + member.algorithms + "' on " +
+                                 rankName(rank, member.globalRank) + ", '" + other.algorithms + "' on " +
+                                 rankName(otherRank, other.globalRank) + "; expected the same on all ranks");
 }
 
 Communicator::Communicator(transport::Connections& connections, std::shared_ptr<void> keepAlive, int rank,
@@ -202,9 +203,7 @@ Status Communicator::canCome(int index) const {
   if (culprit == HostSegment::kNobody) {
     return Status::aborted(describe(rank) + " has left or given up the group: " + host_->reasonOf(index));
   }
-  return Status(StatusCode::kPeerFailed,
-                watch_ == nullptr ? "its process died" : "its process died, or cannot be reached")
-      .wrap(describe(culprit) + " failed");
+  return deathSeen().wrap(describe(culprit) + " failed");
 }
 
 bool Communicator::poll() {
@@ -232,7 +231,17 @@ bool Communicator::isReady() const {
 std::string Communicator::describe(int rank) const {
   if (rank == kAnySource) return "any rank";
   const Member& member = members_[rank];
-  return "rank " + std::to_string(rank) + " (host " + member.host + ", pid " + std::to_string(member.pid) + ")";
+  return rankName(rank, member.globalRank, member.host, member.pid);
+}
+
+std::string Communicator::nameOf(int rank) const { return rankName(rank, members_[rank].globalRank); }
+
+std::string Communicator::nameOf(const std::vector<int>& ranks) const {
+  std::string numbers;
+  for (const int rank : ranks) {
+    numbers += (numbers.empty() ? "" : ", ") + rankNumber(rank, members_[rank].globalRank);
+  }
+  return (ranks.size() > 1 ? "ranks " : "rank ") + numbers;
 }
 
 std::string Communicator::transportOf(int rank) {

@@ -27,6 +27,8 @@ struct Member {
   std::string hostIdentity;
   // AlgorithmTable::overrides() of its process.
   std::string algorithms;
+  // Among all ranks of the program; negative where that is not known.
+  int globalRank = -1;
 };
 
 // Ok, or who of two ranks has which FARANDOLE_ALGORITHMS: they would wait for different messages.
@@ -73,11 +75,22 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   const AlgorithmTable& algorithms() const { return table_; }
   // By index in the segment that the ranks of this host share, which is that among them.
   int rankOnHost(int index) const { return localRanks()[index]; }
+  // A rank that will do nothing any more: its process died, or left.
+  struct Gone {
+    Member member;
+    Status status;
+  };
+  // Those that are known to be. Any thread, nothing held.
+  std::vector<Gone> gone();
   // Ends this operation with a timeout, unless it is done. Any thread, nothing held.
   void timeOut(Operation& operation, std::chrono::milliseconds timeout);
 
-  // "rank 1 (host a, pid 7)".
+  // "rank 1 (host a, pid 7)", "rank 1 (global rank 3, host a, pid 7)".
   std::string describe(int rank) const;
+  // "rank 1", "rank 1 (global rank 3)".
+  std::string nameOf(int rank) const;
+  // The same of several: "ranks 1, 2 (global rank 5)".
+  std::string nameOf(const std::vector<int>& ranks) const;
   // What carries messages to this rank. Any thread, nothing held.
   std::string transportOf(int rank);
 
@@ -91,6 +104,10 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
             Message& message);
   Result<transport::PeerId> peerOf(int rank);
   std::string describePendingHere() const;
+  // This rank is dead: lets go of what is under way with it, which no message ends any more.
+  void drop(int rank, const Status& why);
+  // What the death of a rank looks like from here.
+  Status deathSeen() const;
   // False when there is no connection: the message is done, with the reason.
   bool connectFor(int peer, Message& message);
   // `text`, whom the operation waits for, and what the others say.

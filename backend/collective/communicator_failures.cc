@@ -34,6 +34,11 @@ void Communicator::rankFailed(int rank, const Status& status) {
   // The others of this host hear it as well, with the reason, which a word in the segment would lack.
   const int culprit = status.code() == StatusCode::kPeerFailed ? rank : HostSegment::kNobody;
   failAll(status, culprit);
+  // Once what is pending has ended with the reason.
+  if (status.code() == StatusCode::kPeerFailed) {
+    peers_[rank].failure = deathSeen();
+    drop(rank, deathSeen());
+  }
   if (std::exchange(isReasonKnown_, true)) return;
   // What ended the group before, a broken connection or a rank that gave up, followed from this.
   aborted_ = status;
@@ -56,6 +61,31 @@ void Communicator::abandon(const Status& status) {
   // A death the watch knows, and names, itself.
   if (watch_ != nullptr && status.code() != StatusCode::kPeerFailed) watch_->abort(status.toString());
   failAll(status, culpritOf(status));
+}
+
+std::vector<Communicator::Gone> Communicator::gone() {
+  ProgressEngine::Access access(engine());
+  std::vector<Gone> gone;
+  for (int rank = 0; rank < size(); ++rank) {
+    const Status& failure = peers_[rank].failure;
+    // A connection to another host that broke may yet be made again.
+    const bool isHere = !members_[rank].hostIdentity.empty() && layout_.hostOf(rank) == layout_.hostOf(rank_);
+    const bool isEnd = failure.code() == StatusCode::kPeerFailed || (failure.code() == StatusCode::kPeerLeft && isHere);
+    if (isEnd) gone.push_back({members_[rank], failure});
+  }
+  return gone;
+}
+
+Status Communicator::deathSeen() const {
+  return {StatusCode::kPeerFailed, watch_ == nullptr ? "its process died" : "its process died, or cannot be reached"};
+}
+
+void Communicator::drop(int rank, const Status& why) {
+  if (rank != rank_ && peers_[rank].connected) connections_.drop(peers_[rank].id, why);
+  tellFollower([rank, why](Communicator& follower) {
+    ProgressEngine::Access access(follower.engine());
+    follower.drop(rank, why);
+  });
 }
 
 Status Communicator::abortOf(int rank) const {

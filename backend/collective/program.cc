@@ -170,8 +170,8 @@ Status ProgramOperation::compareContracts(const Program::Step& step) const {
     if (other.isSameCall(own) && other.given == own.wanted && other.wanted == own.given) continue;
     const std::string who = communicator_->describe(communicator_->rankOnHost(index));
     if (!other.isSameCall(own)) {
-      return Status::invalidArgument("rank " + std::to_string(communicator_->rank()) + " called " + describe(own) +
-                                     ", " + who + " called " + describe(other) + "; expected the same on all ranks");
+      return Status::invalidArgument(communicator_->nameOf(communicator_->rank()) + " called " + describe(own) + ", " +
+                                     who + " called " + describe(other) + "; expected the same on all ranks");
     }
     if (other.given != own.wanted) return sizesDiffer(/*isSend=*/false, who, other.given, own.wanted);
     return sizesDiffer(/*isSend=*/true, who, other.wanted, own.given);

@@ -4,6 +4,7 @@
 #include <cassert>
 #include <utility>
 
+#include "backend/common/rank_name.h"
 #include "backend/net/group_tree.h"
 
 namespace farandole::net {
@@ -195,7 +196,7 @@ Status ControlGroup::attach(const ControlChannel::Ptr& channel, const AttachMess
   const bool known = message.rank < size() && message.rank != rank_ &&
                      members_[static_cast<std::size_t>(message.rank)].address.plane == channel->remotePlane();
   if (!known || !channel->verify(token_, message)) {
-    return Status::internal("it is not rank " + std::to_string(message.rank) + " of group '" + key_ + "'");
+    return Status::internal("it is not " + nameOf(message.rank) + " of group '" + key_ + "'");
   }
   channel->trust();
   if (settled_) {
@@ -261,14 +262,18 @@ void ControlGroup::learn(const Fact& fact, const ControlChannel::Ptr& from) {
   settleWhenPossible();
 }
 
+std::string ControlGroup::nameOf(int rank) const {
+  const bool isKnown = rank >= 0 && rank < size();
+  return rankName(rank, isKnown ? members_[static_cast<std::size_t>(rank)].globalRank : rank);
+}
+
 void ControlGroup::tell(const Fact& fact) {
   const auto listener = listener_.lock();
   if (listener == nullptr || fact.kind == FactKind::kLeft) return;
   const Member& member = members_[static_cast<std::size_t>(fact.rank)];
-  const std::string who =
-      "rank " + std::to_string(fact.rank) + " (host " + member.host + ", pid " + std::to_string(member.pid) + ")";
+  const std::string who = rankName(fact.rank, member.globalRank, member.host, member.pid);
   if (fact.kind == FactKind::kFailed) {
-    const std::string message = who + " failed: " + fact.reason + "; noticed by rank " + std::to_string(fact.seenBy);
+    const std::string message = who + " failed: " + fact.reason + "; noticed by " + nameOf(fact.seenBy);
     listener->peerFailed(fact.rank, Status(StatusCode::kPeerFailed, message));
   } else if (fact.rank != rank_) {
     listener->aborted(fact.rank, Status::aborted(who + " aborted the group: " + fact.reason));

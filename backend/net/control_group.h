@@ -17,6 +17,7 @@ struct ControlMember {
   std::string address;  // ControlPlane::address()
   std::string host;     // for messages
   int pid = 0;          // for messages
+  int globalRank = -1;  // for messages: among all ranks of the program, if that is known
 };
 
 // What a group tells its process, on the loop, with nothing locked. Each rank
@@ -56,6 +57,7 @@ class ControlGroup : public std::enable_shared_from_this<ControlGroup> {
     ControlAddress address;
     std::string host;
     int pid;
+    int globalRank;
   };
 
   ControlGroup(EventLoop& loop, Plane& plane, const ControlTimes& times, std::string key, int rank,
@@ -104,6 +106,7 @@ class ControlGroup : public std::enable_shared_from_this<ControlGroup> {
   void sendAttach(Peer& peer);
   void sendFacts(const ControlChannel::Ptr& channel, std::vector<Fact> facts);
   void learn(const Fact& fact, const ControlChannel::Ptr& from);
+  std::string nameOf(int rank) const;
   void tell(const Fact& fact);
   void release(const ControlChannel* channel);
   void settleWhenPossible();

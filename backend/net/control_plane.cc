@@ -93,7 +93,7 @@ Status ControlPlane::joinGroup(const std::string& group, int rank, const std::ve
   for (std::size_t i = 0; i < members.size(); ++i) {
     Result<ControlAddress> address = ControlAddress::decode(members[i].address);
     if (!address) return address.status().wrap("members[" + std::to_string(i) + "].address");
-    decoded.push_back({std::move(address).value(), members[i].host, members[i].pid});
+    decoded.push_back({std::move(address).value(), members[i].host, members[i].pid, members[i].globalRank});
   }
   const std::string key = wireKey(group, token);
   {

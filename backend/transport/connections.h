@@ -24,6 +24,14 @@ class Connections {
     return peer;
   }
 
+  // The peer is dead or out of reach (Transport::drop); whoever comes to its address later is connected anew. With the
+  // transport held.
+  void drop(PeerId peer, const Status& why) {
+    std::erase_if(peers_, [peer](const auto& known) { return known.second == peer; });
+    engine_.transport().drop(peer, why);
+    engine_.notePosted();  // whoever sleeps must arm it again, and it may take some progress
+  }
+
  private:
   ProgressEngine engine_;
   std::unordered_map<std::string, PeerId> peers_;

@@ -41,6 +41,10 @@ class Transport {
   virtual Status failure(PeerId peer) const = 0;
   // Runs inside progress() when a peer's process or connection is found broken; not while the transport is destroyed.
   virtual void onPeerFailed(PeerFailed handler) = 0;
+  // For who knows from elsewhere that the peer is dead or out of reach, also where the transport has not found out and
+  // may not for long: what is under way with it ends with an error, now or in a later progress(), and lets go of what
+  // it holds. The handler runs with `why`, unless it has run. Not from a callback.
+  virtual void drop(PeerId, const Status&) {}
 
   virtual void send(PeerId peer, std::uint64_t tag, const void* data, std::size_t bytes, Request& request) = 0;
   // Matches the oldest message whose tag equals `tag` in the bits of `mask`. The

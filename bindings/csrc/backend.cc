@@ -24,6 +24,10 @@ Handle create(const ::c10d::DistributedBackendOptions& options) {
       std::chrono::duration_cast<std::chrono::milliseconds>(options.timeout));
   own->group_name = options.group_id;
   for (const std::int64_t rank : options.global_ranks_in_group) own->global_ranks_in_group.push_back(rank);
+  // torch names none for the default group.
+  for (int rank = 0; options.global_ranks_in_group.empty() && rank < options.group_size; ++rank) {
+    own->global_ranks_in_group.push_back(rank);
+  }
   return c10::make_intrusive<ProcessGroupFarandole>(options.store, options.group_rank, options.group_size,
                                                     std::move(own));
 }

@@ -30,6 +30,7 @@ class RoutingTransport final : public Transport {
   Result<PeerId> connect(std::string_view address) override;
   Status failure(PeerId peer) const override { return routeTo(peer).transport->failure(routeTo(peer).peer); }
   void onPeerFailed(PeerFailed handler) override { peerFailed_ = std::move(handler); }
+  void drop(PeerId peer, const Status& why) override { routeTo(peer).transport->drop(routeTo(peer).peer, why); }
   void send(PeerId peer, std::uint64_t tag, const void* data, std::size_t bytes, Request& request) override;
   // From any peer: the oldest message of the local transport goes before the network's.
   void recv(PeerId from, std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes,

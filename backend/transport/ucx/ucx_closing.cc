@@ -25,6 +25,13 @@ void finish(const std::function<void()>& progress, std::vector<ucs_status_ptr_t>
   }
 }
 
+ucs_status_ptr_t closeByForce(ucp_ep_h endpoint) {
+  ucp_request_param_t force = {};
+  force.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
+  force.flags = UCP_EP_CLOSE_FLAG_FORCE;
+  return ucp_ep_close_nbx(endpoint, &force);
+}
+
 std::vector<ucs_status_ptr_t> startFlushes(const std::vector<ucp_ep_h>& endpoints) {
   std::vector<ucs_status_ptr_t> handles;
   handles.reserve(2 * endpoints.size() + 1);
@@ -41,6 +48,11 @@ void flushEndpoints(const std::vector<ucp_ep_h>& endpoints, const std::function<
   for (ucs_status_ptr_t handle : handles) ucp_request_free(handle);
 }
 
+void discardEndpoint(ucp_ep_h endpoint) {
+  const ucs_status_ptr_t handle = closeByForce(endpoint);
+  if (UCS_PTR_IS_PTR(handle)) ucp_request_free(handle);  // it goes on by itself
+}
+
 // A worker that is destroyed while it discards what a closed or failed endpoint had under way
 // corrupts the heap (UCX 1.22: a filter of ucs_callbackq_remove_oneshot adds to the queue that is
 // searched). Its flush waits for that, and the calls after it complete the last requests.
@@ -49,10 +61,7 @@ bool closeEndpoints(ucp_worker_h worker, const std::vector<ucp_ep_h>& endpoints)
   std::vector<ucs_status_ptr_t> handles = startFlushes(endpoints);
   finish(progress, handles, Clock::now() + kFlushTimeout);
 
-  ucp_request_param_t force = {};
-  force.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
-  force.flags = UCP_EP_CLOSE_FLAG_FORCE;
-  for (ucp_ep_h endpoint : endpoints) handles.push_back(ucp_ep_close_nbx(endpoint, &force));
+  for (ucp_ep_h endpoint : endpoints) handles.push_back(closeByForce(endpoint));
   handles.push_back(ucp_worker_flush_nbx(worker, &kPlain));
   const auto deadline = Clock::now() + kDiscardTimeout;
   finish(progress, handles, deadline);

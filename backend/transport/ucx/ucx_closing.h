@@ -11,6 +11,10 @@ namespace farandole::transport {
 // advances the worker.
 void flushEndpoints(const std::vector<ucp_ep_h>& endpoints, const std::function<void()>& progress);
 
+// Closes one whose peer is dead: nothing is sent any more, and what waits for an answer completes, here or
+// while the worker is progressed.
+void discardEndpoint(ucp_ep_h endpoint);
+
 // Closes all endpoints of a worker: what was sent has time to leave, and a peer that is gone does
 // not hold it up. False when UCX did not let go of them in time: then the worker must not be
 // destroyed. Requests that had not completed do so here.

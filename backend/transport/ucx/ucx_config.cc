@@ -22,6 +22,9 @@ constexpr std::array kDefaults = {
     // Segments of 8K/64K hold TCP on loopback to 1.8 GB/s, these give 5.
     Default{"TCP_TX_SEG_SIZE", "64K"},
     Default{"TCP_RX_SEG_SIZE", "256K"},
+    // Its looks for dead peers, every 20 s, are too late to be of use, and a crash (1.22) where one of them has asked
+    // to be connected before it died: the control plane knows the dead, and has them dropped.
+    Default{"KEEPALIVE_INTERVAL", "inf"},
 };
 constexpr Default kNoSharedMemory{"TLS", "^shm"};
 // Its cache of what memory is on a device takes all for the host's that was allocated before UCX was loaded, as by

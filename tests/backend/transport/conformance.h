@@ -1,4 +1,4 @@
-// Two transports of a kind, for the tests that run over each of them; the kinds are in conformance_test.cc.
+// Two transports of a kind, for the tests that run over each of them; the kinds are in conformance_kinds.cc.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "backend/transport/transport.h"
 
@@ -20,7 +21,11 @@ struct Kind {
   std::function<std::function<std::unique_ptr<Transport>()>()> makeFactory;
   // From how many bytes on a sender is told that its receiver wants another message.
   std::size_t answersFrom;
+  // Both ends are in one process.
+  bool isInProcess = false;
 };
+
+const std::vector<Kind>& kinds();
 
 struct Tracked : Request {
   bool done = false;

@@ -8,40 +8,9 @@
 #include <random>
 
 #include "backend/p2p/message_tag.h"
-#include "backend/transport/loopback/loopback_transport.h"
-#include "backend/transport/routing/routing_transport.h"
-#include "backend/transport/shm/shm_transport.h"
-#include "backend/transport/ucx/ucx_transport.h"
 
 namespace farandole::transport {
 namespace {
-
-std::function<std::unique_ptr<Transport>()> loopbackFactory(std::size_t eagerBytes) {
-  auto fabric = LoopbackFabric::create(eagerBytes);
-  return [fabric] { return fabric->makeTransport(); };
-}
-
-std::unique_ptr<Transport> makeUcx() {
-  auto transport = UcxTransport::create(UcxReach::kEverybody);
-  if (!transport) throw std::runtime_error(transport.status().toString());
-  return std::move(transport).value();
-}
-
-std::function<std::unique_ptr<Transport>()> shmFactory(const ShmOptions& options) {
-  return [options] {
-    auto transport = ShmTransport::create(options);
-    if (!transport) throw std::runtime_error(transport.status().toString());
-    return std::move(transport).value();
-  };
-}
-
-// With both transports open.
-std::unique_ptr<Transport> makeRouted() {
-  auto routing = RoutingTransport::create(shmFactory({})(), [] { return UcxTransport::create(UcxReach::kOtherHosts); });
-  if (!routing) throw std::runtime_error(routing.status().toString());
-  if (auto network = (*routing)->networkAddress(); !network) throw std::runtime_error(network.status().toString());
-  return std::move(routing).value();
-}
 
 TEST_P(TransportConformance, MovesMessagesOfEverySizeWhicheverSideIsFirst) {
   for (const std::size_t bytes : {0ul, 1ul, 8ul, 4095ul, 8192ul, 65537ul, 5'000'000ul}) {
@@ -191,16 +160,8 @@ TEST_P(TransportConformance, RefusesAnAddressThatIsNone) {
   EXPECT_FALSE(a_->connect("nowhere"));
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Every, TransportConformance,
-    testing::Values(Kind{"LoopbackRendezvous", [] { return loopbackFactory(0); }, 1},
-                    Kind{"LoopbackEager", [] { return loopbackFactory(8192); }, 8193},
-                    Kind{"Shm", [] { return shmFactory({}); }, 8193},
-                    Kind{"ShmSmallRing", [] { return shmFactory({.ringBytes = 64 << 10}); }, 8193},
-                    Kind{"ShmNoSingleCopy", [] { return shmFactory({.singleCopy = false}); }, 8193},
-                    Kind{"Routed", []() -> std::function<std::unique_ptr<Transport>()> { return makeRouted; }, 8193},
-                    Kind{"Ucx", []() -> std::function<std::unique_ptr<Transport>()> { return makeUcx; }, SIZE_MAX}),
-    [](const auto& info) { return info.param.name; });
+INSTANTIATE_TEST_SUITE_P(Every, TransportConformance, testing::ValuesIn(kinds()),
+                         [](const auto& info) { return info.param.name; });
 
 }  // namespace
 }  // namespace farandole::transport

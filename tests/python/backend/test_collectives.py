@@ -1,11 +1,14 @@
 """Every collective against gloo or torch's own arithmetic, on random input."""
 
+import math
 import random
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
 
+from support.hosts import PretendHost
 from support.processes import run_ranks
 
 DTYPES = [
@@ -107,6 +110,47 @@ def _reductions(rank, world_size, seed, rounds):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_reductions_equal_the_sum_in_rank_order_for_every_dtype_and_operation(world_size):
     assert all(run_ranks(_reductions, world_size, "farandole", timeout=120, seed=world_size, rounds=150))
+
+
+INTEGERS = [
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
+]  # fmt: skip
+
+
+def _wrapped(op, parts):
+    """In integers without bounds, which are cut to the dtype's once they are summed or multiplied."""
+    limits = numpy.iinfo(parts[0].dtype)
+    whole = [part.astype(object) for part in parts]
+    result = math.prod(whole) if op == dist.ReduceOp.PRODUCT else sum(whole)
+    result = (result - limits.min) % (1 << limits.bits) + limits.min
+    if op == dist.ReduceOp.AVG:
+        result = [abs(value) // len(parts) * (1 if value > 0 else -1) for value in result]
+    return numpy.array(result, dtype=parts[0].dtype)
+
+
+def _overflow(rank, world_size, seed):
+    for index, (dtype, numel) in enumerate((dtype, numel) for dtype in INTEGERS for numel in (7, 3001)):
+        rng = numpy.random.default_rng(seed + index)
+        limits = torch.iinfo(dtype)
+        name = str(dtype).partition(".")[2]
+        parts = [rng.integers(limits.min, limits.max, numel, name, endpoint=True) for _ in range(world_size)]
+        for part in parts:  # also where each of them is at an end
+            part[: numel // 2] = rng.choice([limits.min, limits.max], numel // 2)
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.AVG):
+            mine = torch.from_numpy(parts[rank].copy())
+            dist.all_reduce(mine, op)
+            expected = _wrapped(op, parts)
+            assert (mine.numpy() == expected).all(), (seed, dtype, op, mine, expected)
+        with pytest.raises(TypeError, match="PREMUL_SUM is not defined for dtype"):
+            dist.all_reduce(mine, dist._make_nccl_premul_sum(2.0))
+    return True
+
+
+@pytest.mark.parametrize("hosts", [(0, 0), (0, 0, 0), (0, 1), (0, 0, 1, 1)], ids=str)
+def test_integers_wrap_around_as_twos_complement(hosts):
+    seed = random.randrange(1 << 30)
+    print("seed", seed)
+    assert all(run_ranks(_overflow, len(hosts), "farandole", enter=PretendHost(hosts), seed=seed))
 
 
 def _movement(rank, world_size, seed, rounds):

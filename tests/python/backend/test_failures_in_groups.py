@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from backend.failing import BOUND, Killer, Progress, first_seed, random_delay
+from farandole import _C
 from support.hosts import PretendHost
 from support.processes import await_all, run_ranks
 
@@ -130,9 +131,9 @@ def _groups(rank, world_size, path):
 
 @pytest.mark.parametrize("transport", [*TRANSPORTS, "two hosts"])
 def test_a_group_without_the_dead_goes_on_and_those_with_it_name_it(transport, tmp_path):
-    options = {"enter": PretendHost((0, 1, 1, 0))} if transport == "two hosts" else {"env": TRANSPORTS[transport]}
-    killed_at, outcomes = _killed(_groups, 4, tmp_path, **options)
-    rank_in = {"two": 1, "three": 0, "world": 1}  # a group's errors count in the group
+    killed_at, outcomes = _killed(_groups, 4, tmp_path, **_options(transport))
+    # A group's errors count in the group.
+    name_in = {"two": r"rank 1 \(", "three": r"rank 0 \(global rank 1, ", "world": r"rank 1 \("}
     pids = set()
     for rank in (0, 2, 3):
         failed_at, errors, sums = outcomes[rank]
@@ -140,36 +141,161 @@ def test_a_group_without_the_dead_goes_on_and_those_with_it_name_it(transport, t
         assert 0 < failed_at - killed_at < BOUND and sums > 0
         for name, messages in errors.items():
             for message in messages:
-                told = re.search(
-                    rf"rank {rank_in[name]} \(host [^,]*, pid (\d+)\) (failed|is gone): its process ", message
-                )
+                told = re.search(name_in[name] + r"host [^,]*, pid (\d+)\) (failed|is gone): its process ", message)
                 assert told, (rank, name, message)
                 pids.add(told[1])
     assert len(pids) == 1
 
 
-def _make_group(rank, world_size, stays):
+def _end(moment):
+    """Of the victim, whom the others wait for: before they do, meanwhile, and once it has said that it is there."""
+    if moment == "joined":
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        return
+    if moment == "meanwhile":
+        time.sleep(1)
+    if moment == "in order":  # as at the end of a process, which other tests have
+        _C.leave()
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _make_group(rank, world_size, members, moment, limit):
     dist.barrier()
-    if rank == VICTIM:
-        if stays:  # it has said that it is there
-            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        else:
-            os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()
-    with pytest.raises((dist.DistBackendError, dist.DistStoreError)) as error:
-        group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    if rank == VICTIM:
+        _end(moment)
+    if rank not in members:
+        assert dist.new_group(members) == dist.GroupMember.NON_GROUP_MEMBER
+        return None
+    with pytest.raises(dist.DistBackendError) as error:
+        group = dist.new_group(members, timeout=datetime.timedelta(seconds=limit))
         while True:
             dist.all_reduce(torch.ones(10), group=group)
+    return time.monotonic() - start, str(error.value)
+
+
+def _check_named(outcomes, members, expected, bound=BOUND):
+    for rank in set(members) - {VICTIM}:
+        seconds, error = outcomes[rank]
+        print(f"rank {rank} after {seconds:.2f} s: {error}")
+        assert seconds < bound
+        assert re.search(expected, error), error
+        assert "frame #" not in error and "raised from" not in error and "\n" not in error.strip(), error
+
+
+def _options(transport):
+    return {"enter": PretendHost((0, 1, 1, 0))} if transport == "two hosts" else {"env": TRANSPORTS[transport]}
+
+
+@pytest.mark.parametrize("moment", ["before", "meanwhile", "joined"])
+@pytest.mark.parametrize("transport", [*TRANSPORTS, "two hosts"])
+def test_a_member_that_dies_before_a_group_is_made_is_named_long_before_the_timeout(transport, moment):
+    everybody, some = [0, 1, 2, 3], [1, 2, 3]
+    for members in (everybody, some):
+        outcomes = run_ranks(
+            _make_group,
+            4,
+            "farandole",
+            may_die={VICTIM},
+            members=members,
+            moment=moment,
+            limit=50,
+            **_options(transport),
+        )
+        name = r"rank 1 \(" if members is everybody else r"rank 0 \(global rank 1, "
+        _check_named(outcomes, members, name + r"host [^,]*, pid \d+\) (failed|is gone): its process ")
+
+
+def test_a_member_that_leaves_instead_of_joining_is_named_too():
+    members = [1, 2, 3]
+    outcomes = run_ranks(_make_group, 4, "farandole", may_die={VICTIM}, members=members, moment="in order", limit=50)
+    _check_named(outcomes, members, r"rank 0 \(global rank 1, host [^,]*, pid \d+\) is gone: its process has left")
+
+
+def _come_late(rank, world_size, members):
+    dist.barrier()
+    if rank == VICTIM or rank not in members:
+        time.sleep(4)
+        return None
+    start = time.monotonic()
+    with pytest.raises(dist.DistBackendError) as error:
+        dist.new_group(members, timeout=datetime.timedelta(seconds=1))
+    return time.monotonic() - start, str(error.value)
+
+
+@pytest.mark.parametrize("members", [[0, 1, 2], [1, 2]], ids=str)
+def test_a_member_that_is_late_is_a_timeout_that_names_it(members):
+    outcomes = run_ranks(_come_late, 3, "farandole", members=members)
+    name = "rank 1 of 3" if len(members) == 3 else r"rank 0 \(global rank 1\) of 2"
+    _check_named(outcomes, members, f"^farandole: {name} did not join the group within 1000 ms$")
+    assert min(outcomes[rank][0] for rank in set(members) - {VICTIM}) > 0.99
+
+
+def _init(rank, world_size, folder, moment):
+    store = dist.FileStore(os.path.join(folder, "store"), world_size)
+    start = time.monotonic()
+
+    def init(seconds):
+        dist.init_process_group(
+            "farandole", store=store, rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=seconds)
+        )
+
+    if rank == VICTIM:
+        threading.Timer(1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    if rank == 2 and moment == "while another one is late":
+        time.sleep(3)  # rank 0 is to hear of the death before this one comes
+    with pytest.raises(dist.DistBackendError) as error:
+        init(50)
+        while True:
+            dist.all_reduce(torch.ones(10))
     seconds = time.monotonic() - start
-    with pytest.raises(dist.DistBackendError) as world:
-        dist.all_reduce(torch.ones(1))
-    return seconds, str(error.value), str(world.value)
+    store.set(f"heard {rank}", "")
+    store.wait(["heard 0", "heard 2"], datetime.timedelta(seconds=20))
+    return seconds, str(error.value)
 
 
-@pytest.mark.parametrize("stays", [False, True])
-def test_a_group_whose_member_dies_while_it_is_made_is_an_error_in_time(stays):
-    outcomes = run_ranks(_make_group, 3, "farandole", may_die={VICTIM}, stays=stays)
-    for rank in (0, 2):
-        seconds, error, world = outcomes[rank]
-        assert seconds < 2 + BOUND
-        assert "rank 1 " in error and "rank 1 (host " in world, (error, world)
+@pytest.mark.parametrize("moment", ["while another one is late", "when all have come"])
+@pytest.mark.parametrize("hosts", [(0, 0, 0), (0, 0, 1)], ids=str)
+def test_a_rank_that_dies_in_init_process_group_is_named_where_it_had_come(hosts, moment, tmp_path):
+    outcomes = run_ranks(
+        _init, 3, None, may_die={VICTIM}, enter=PretendHost(hosts), folder=str(tmp_path), moment=moment
+    )
+    _check_named(outcomes, [0, 2], r"rank 1 \(host [^,]*, pid \d+\) (failed|is gone): its process ")
+    if moment == "while another one is late":  # who comes late, or is on another host, is told why by rank 0
+        assert outcomes[0][0] < 2.5 < 3 < outcomes[2][0] < 3.5
+        assert "rank 0 has given the group up: " in outcomes[2][1] and "its process died" in outcomes[2][1]
+
+
+def _come_again(rank, world_size, folder):
+    """Ranks 0 and 1 are in two worlds, one after the other, whose rank 2 is process 2, then process 3."""
+    number = min(rank, 2)
+
+    def init(world):
+        store = dist.FileStore(os.path.join(folder, world), 3)
+        dist.init_process_group("farandole", store=store, rank=number, world_size=3)
+
+    if rank != 3:
+        init("first")
+        dist.barrier()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank != 3:
+        with pytest.raises(dist.DistBackendError):
+            dist.barrier()
+        first = dist.group.WORLD._get_backend(torch.device("cpu"))  # kept: it goes on knowing of the death
+        dist.destroy_process_group()
+        assert first.size() == 3
+    init("second")
+    group = dist.new_group([1, 2])
+    if number > 0:
+        ones = torch.ones(3)
+        dist.all_reduce(ones, group=group)
+        assert ones.sum() == 6
+    dist.destroy_process_group()
+    return True
+
+
+def test_a_death_in_a_world_that_was_left_is_none_in_the_next_one(tmp_path):
+    outcomes = run_ranks(_come_again, 4, None, may_die={2}, folder=str(tmp_path))
+    assert outcomes == [True, True, None, True]

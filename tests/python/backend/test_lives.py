@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from support.hosts import Hosts
 from support.processes import run_ranks
-from support.resources import resident_bytes, resources
+from support.resources import private_bytes, resident_bytes, resources
 from support.sanitizers import SANITIZED
 
 NOTHING = Counter()
@@ -23,6 +23,10 @@ AFTER_FAILURE = Counter({"thread farandole-call": 2})
 ONCE_BYTES = 32 << 20
 # Of the allocators' fragmentation and of torch's stores, for each life: measured 1 to 30 KiB, falling.
 LIFE_BYTES = 64 << 10
+# Of a group in a life that goes on, of private memory: what the control plane keeps of the last 256 that were left, 3
+# KiB, and torch of their names, up to 3 KiB with a FileStore, which keeps what it has read. UCX's shared segments are
+# no part of it: 4 MiB for each peer, whose pages are touched one after the other by the first messages.
+GROUP_BYTES = 16 << 10
 
 
 def _init(folder, life, rank, world_size):
@@ -121,16 +125,21 @@ def _outlive(rank, world_size, folder, deaths):
         _init(folder, rank, 2, 3)
         _use(2, 3)
         dist.barrier()
+        time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGKILL)
     before = resources()
     for life in victims:
         _init(folder, life, rank, 3)
         _use(rank, 3)
+        # It is in nobody's way that these are never done: large ones are with their sender until they are received.
+        unreceived = [dist.isend(torch.ones(numel), 2, tag=9) for numel in (10, 3_000_000)]
+        unsent = dist.irecv(torch.ones(10), 2, tag=9)
         dist.barrier()
         with pytest.raises(dist.DistBackendError, match=r"rank 2 .*its process (died|is gone)"):
             while True:
                 dist.all_reduce(torch.ones(1000))
         dist.destroy_process_group()
+        del unreceived, unsent
         _check(before, f"life {life}", AFTER_FAILURE, settle=5)
     _init(folder, "last", rank, 2)
     _use(rank, 2)
@@ -164,7 +173,7 @@ def _make_groups(rank, world_size, groups):
         del group
         if before:
             _check(before, f"group {number}", settle=5)
-        sizes.append(resident_bytes())
+        sizes.append(private_bytes())
     dist.barrier()
     return sizes
 
@@ -176,7 +185,7 @@ def test_two_hundred_groups_in_one_life_leave_nothing_behind(transport, capsys):
         print(f"\n200 groups, {transport}: {outcomes[0][20] >> 10} KiB -> {outcomes[0][-1] >> 10} KiB", end="")
     if not SANITIZED:
         for sizes in outcomes:
-            assert sizes[-1] - sizes[20] < 180 * LIFE_BYTES
+            assert sizes[-1] - sizes[20] < 180 * GROUP_BYTES
 
 
 def test_the_resources_that_are_counted_are_seen(tmp_path):
