@@ -75,7 +75,9 @@ def random_kind(pick: random.Random) -> Kind:
     ways = tuple(pick.choice(FUSED_WAYS if has_vbe else WAYS) for _ in range(pick.randint(1, 4)))
     sequences = tuple(pick.choice(FUSED_WAYS) for _ in range(pick.randint(0, 3)))
     second = pick.choice(("plain", "weighted", "processors"))
-    return Kind(ways, sequences, second, pick.random() < 0.5, has_vbe, pick.randrange(1 << 20))
+    # torchrec 1.6.1 looks for the lengths that it divides by where other features have theirs, in a plain loop as well.
+    has_mean = not has_vbe and pick.random() < 0.5
+    return Kind(ways, sequences, second, has_mean, has_vbe, pick.randrange(1 << 20))
 
 
 class Recommender(nn.Module):
