@@ -33,13 +33,14 @@ void Bucket::issue(std::vector<at::Tensor> inputs) {
   }
   step_ = Step::kGroup;
   inputs_ = std::move(inputs);
-  work_ = reduction_->startGroup(inputs_, data_);
+  work_ = reduction_->startGroup(inputs_, data_, received_);
 }
 
 bool Bucket::releaseInputs() {
-  if (inputs_.empty()) return true;
+  if (inputs_.empty() && !received_.defined()) return true;
   // A failure is left for wait().
   if (work_ && (!work_->isCompleted() || work_->exception() != nullptr)) return false;
+  if (received_.defined()) awaitGroup();
   work_.reset();  // it holds them, too
   inputs_.clear();
   return true;
@@ -50,7 +51,7 @@ bool Bucket::advance(bool wait) {
   if (work_ && reduction_->replicas().instances) {
     // A wait on CUDA blocks the current stream only, and is what orders the two steps.
     if (!wait && data_.is_cpu() && !work_->isCompleted()) return false;
-    await(work_, reduction_->replicas().group);
+    awaitGroup();
   }
   step_ = Step::kInstances;
   if (WorkPtr next = reduction_->startInstances(part_)) work_ = std::move(next);
@@ -61,8 +62,17 @@ void Bucket::wait() {
   if (const CommHook::Future ours = std::exchange(future_, nullptr)) hook_->finish(index_, *ours);
   const bool isGroup = step_ == Step::kGroup || !reduction_->replicas().instances;
   step_ = Step::kIdle;
-  await(work_, isGroup ? reduction_->replicas().group : reduction_->replicas().instances);
+  if (isGroup) {
+    awaitGroup();
+  } else {
+    await(work_, reduction_->replicas().instances);
+  }
   inputs_.clear();
+}
+
+void Bucket::awaitGroup() {
+  await(work_, reduction_->replicas().group);
+  reduction_->finishGroup(received_, part_);
 }
 
 void Bucket::await(WorkPtr& work, const Group& group) {
@@ -72,6 +82,7 @@ void Bucket::await(WorkPtr& work, const Group& group) {
 void Bucket::reset() {
   step_ = Step::kIdle;
   work_.reset();
+  received_.reset();
   future_.reset();
   inputs_.clear();
 }

@@ -24,7 +24,7 @@ class Bucket {
   void issue(std::vector<at::Tensor> inputs = {});
   bool takesInputs() const { return !hook_ && reduction_->gathers(); }
 
-  // Lets go of the inputs if they have been read: true when none are left.
+  // Lets go of what was read, or has come to be added up, once the first step has ended: true when none is left.
   bool releaseInputs();
 
   // Starts what comes between instances, once the first step has ended: true when that is started or not needed.
@@ -47,6 +47,7 @@ class Bucket {
  private:
   enum class Step { kIdle, kGroup, kInstances };
 
+  void awaitGroup();
   void await(WorkPtr& work, const Group& group);
 
   at::Tensor data_;  // real: complex gradients are seen as pairs
@@ -57,6 +58,7 @@ class Bucket {
   std::vector<at::Tensor> inputs_;
   Step step_ = Step::kIdle;
   WorkPtr work_;
+  Reduction::Received received_;
   CommHook::Future future_;  // the hook's
 };
 

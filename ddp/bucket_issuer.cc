@@ -15,10 +15,12 @@ BucketIssuer::BucketIssuer(const DataParallelGroups& groups, const ModelBuffers&
                            (groups.experts.instances && groups.experts.instances == groups.dense.instances);
   const double scale = options.isAveraged ? 1.0 / groups_.dense.size() : 1.0;
   for (const Replicas* replicas : {&groups_.dense, &groups_.experts}) {
-    reductions_.push_back(std::make_shared<Reduction>(
-        *replicas, buffers.device().type(),
-        Reduction::Options{
-            .scale = scale, .sharded = buffers.isSharded(), .averageInCollective = options.averageInCollective}));
+    reductions_.push_back(
+        std::make_shared<Reduction>(*replicas, buffers.device().type(),
+                                    Reduction::Options{.scale = scale,
+                                                       .sharded = buffers.isSharded(),
+                                                       .averageInCollective = options.averageInCollective,
+                                                       .accumulatesInFloat = options.accumulatesInFloat}));
   }
   std::vector<std::vector<int>> groupsOf(reductions_.size());
   bucketGroupOf_.resize(buffers.parameters().size());

@@ -7,7 +7,7 @@
 namespace farandole::ddp {
 namespace {
 
-// Newer torch has other names for the two, and deprecates those that it had.
+// Newer torch has other names for these, and deprecates those that it had.
 template <typename ProcessGroup>
 WorkPtr reduceScatterBase(ProcessGroup& group, at::Tensor& part, at::Tensor& whole,
                           const c10d::ReduceScatterOptions& options) {
@@ -27,6 +27,16 @@ WorkPtr allGatherBase(ProcessGroup& group, at::Tensor& whole, at::Tensor& part) 
   }
 }
 
+template <typename ProcessGroup>
+WorkPtr allToAllBase(ProcessGroup& group, at::Tensor& received, at::Tensor& sent) {
+  std::vector<int64_t> equal;
+  if constexpr (requires { group.all_to_all_single(received, sent, equal, equal); }) {
+    return group.all_to_all_single(received, sent, equal, equal);
+  } else {
+    return group.alltoall_base(received, sent, equal, equal);
+  }
+}
+
 }  // namespace
 
 WorkPtr allReduce(c10d::ProcessGroup& group, at::Tensor& data, const c10d::ReduceOp& op) {
@@ -40,6 +50,10 @@ WorkPtr reduceScatter(c10d::ProcessGroup& group, at::Tensor& part, at::Tensor& w
   c10d::ReduceScatterOptions options;
   options.reduceOp = op;
   return reduceScatterBase(group, part, whole, options);
+}
+
+WorkPtr allToAll(c10d::ProcessGroup& group, at::Tensor& received, at::Tensor& sent) {
+  return allToAllBase(group, received, sent);
 }
 
 WorkPtr allGather(c10d::ProcessGroup& group, at::Tensor& whole, at::Tensor& part) {

@@ -54,9 +54,11 @@ void ParamGather::record(std::shared_ptr<Timeline> timeline) {
   timeline_ = std::move(timeline);
 }
 
-void ParamGather::start() {
+void ParamGather::start() { startThrough(0); }
+
+void ParamGather::startThrough(int bucketGroup) {
   std::lock_guard lock(mutex_);
-  while (next_ >= 0) startNext();
+  while (next_ >= bucketGroup) startNext();
 }
 
 bool ParamGather::finish(const std::vector<int>& bucketGroups) {

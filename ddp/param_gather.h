@@ -28,6 +28,9 @@ class ParamGather {
   // Starts all that are stale.
   void start();
 
+  // Starts those that come before this one in the order, and it.
+  void startThrough(int bucketGroup);
+
   // Waits for these groups, which are started if need be, as all that come before them. True when one was needed
   // before another that comes before it in the order: then overlap is lost.
   bool finish(const std::vector<int>& bucketGroups);

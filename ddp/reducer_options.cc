@@ -19,6 +19,7 @@ std::vector<Fact> factsOf(const ReducerOptions& options, const DataParallelGroup
           {"pad_buckets_for_high_nccl_busbw", yes(buffers.padForBusBandwidth)},
           {"overlap_grad_reduce", yes(options.overlaps)},
           {"average_in_collective", yes(options.averageInCollective)},
+          {"reduce_scatter_with_fp32_accumulation", yes(options.accumulatesInFloat)},
           {"static_graph", yes(options.isGraphStatic)},
           {"gradients are averaged", yes(options.isAveraged)},
           {"optimizer instances", std::to_string(groups.dense.instances ? groups.dense.instances->getSize() : 1)}};

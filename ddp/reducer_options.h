@@ -26,6 +26,7 @@ struct ReducerOptions {
   bool endsWithBackward = true;      // backward waits for them; else finishSync() does, as in Megatron-core
   bool isAveraged = true;            // else the sum is left, to be divided by a count of tokens
   bool averageInCollective = false;  // by AVG, also where the backend would not be asked for it
+  bool accumulatesInFloat = false;   // where sharded: Reduction::Options
   bool isGraphStatic = false;        // a parameter may get several gradients in a backward: the first round counts them
   bool broadcasts = true;            // the model of rank 0 when the reducer is made
   GradCheckOptions checks = {};

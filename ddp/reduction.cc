@@ -8,6 +8,8 @@
 namespace farandole::ddp {
 namespace {
 
+bool isShort(at::ScalarType type) { return type == at::kBFloat16 || type == at::kHalf; }
+
 constexpr double kSameFactor = 1e-12;  // relative: what dividing twice may lose
 
 }  // namespace
@@ -18,16 +20,20 @@ Reduction::Reduction(Replicas replicas, c10::DeviceType device, const Options& o
     : replicas_(std::move(replicas)),
       sharded_(options.sharded),
       averageInCollective_(options.averageInCollective),
+      accumulatesInFloat_(options.accumulatesInFloat && options.sharded),
       canAverage_(averages(*replicas_.group, device) &&
                   (!replicas_.instances || averages(*replicas_.instances, device))) {
   setScale(options.scale);
   if (replicas_.group->getSize() == 1) return;
   backend_ = replicas_.group->getBackend(device);
   auto* const gatherer = dynamic_cast<GatheredReductions*>(backend_.get());
-  if (gatherer != nullptr && gatherer->gathers(device)) gatherer_ = gatherer;
+  if (gatherer == nullptr || !gatherer->gathers(device)) return;
+  gatherer_ = gatherer;
+  accumulatesInFloat_ = accumulatesInFloat_ && !gatherer->roundsOnce();
 }
 
 void Reduction::setScale(double scale) {
+  scale_ = scale;
   const double averaged = scale * replicas_.size();
   const bool isAverage = canAverage_ && std::abs(averaged - 1) < kSameFactor;
   op_ = c10d::ReduceOp::SUM;
@@ -44,14 +50,29 @@ at::Tensor Reduction::partOf(const at::Tensor& data) const {
   return data.narrow(0, replicas_.group->getRank() * numel, numel);
 }
 
-WorkPtr Reduction::startGroup(const std::vector<at::Tensor>& inputs, at::Tensor& data) const {
+WorkPtr Reduction::startGroup(const std::vector<at::Tensor>& inputs, at::Tensor& data, Received& received) const {
   if (data.numel() == 0) return nullptr;
+  if (accumulatesInFloat_ && isShort(data.scalar_type()) && replicas_.group->getSize() > 1) {
+    received = at::empty_like(data);
+    return allToAll(*replicas_.group, received, data);
+  }
   if (!inputs.empty()) return startGroupFrom(inputs, data);
   if (factor_ != 1) data.mul_(factor_);
   if (replicas_.group->getSize() == 1) return nullptr;
   if (!sharded_) return allReduce(*replicas_.group, data, op_);
   at::Tensor part = partOf(data);
   return reduceScatter(*replicas_.group, part, data, op_);
+}
+
+// Each rank's in turn, scaled at the end: of all that is rounded only the result.
+void Reduction::finishGroup(Received& received, at::Tensor& part) const {
+  const at::Tensor ours = std::exchange(received, at::Tensor());
+  if (!ours.defined()) return;
+  c10::NoGradGuard noGrad;
+  const std::vector<at::Tensor> ranks = ours.chunk(replicas_.group->getSize());
+  at::Tensor sum = ranks[0].to(at::kFloat);
+  for (std::size_t rank = 1; rank < ranks.size(); ++rank) sum.add_(ranks[rank]);
+  part.copy_(sum.mul_(scale_));
 }
 
 WorkPtr Reduction::startGroupFrom(const std::vector<at::Tensor>& inputs, at::Tensor& data) const {

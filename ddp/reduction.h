@@ -28,9 +28,15 @@ class Reduction {
     double scale = 1;                  // of the sum
     bool sharded = false;              // reduce-scatter
     bool averageInCollective = false;  // AVG instead of SUM; where the backend has none, torch's error says so
+    // A reduce-scatter of a short type adds up in float32 and rounds once: by an all-to-all and a sum of this rank's
+    // own, unless the backend does so by itself.
+    bool accumulatesInFloat = false;
   };
 
   Reduction(Replicas replicas, c10::DeviceType device, const Options& options);
+
+  // What the first step has brought of each rank's, where this rank has yet to add it up; else undefined.
+  using Received = at::Tensor;
 
   const Replicas& replicas() const { return replicas_; }
 
@@ -41,11 +47,12 @@ class Reduction {
   at::Tensor partOf(const at::Tensor& data) const;
 
   // Whether startGroup() takes inputs. What must be scaled first is as well copied.
-  bool gathers() const { return gatherer_ != nullptr && factor_ == 1; }
+  bool gathers() const { return gatherer_ != nullptr && factor_ == 1 && !accumulatesInFloat_; }
 
   // Start the two steps. Null: nothing is to be done in it. `inputs`: where what is to be reduced lies, part by part;
-  // empty: in `data`.
-  WorkPtr startGroup(const std::vector<at::Tensor>& inputs, at::Tensor& data) const;
+  // empty: in `data`. `received` goes to finishGroup() when the first one has ended.
+  WorkPtr startGroup(const std::vector<at::Tensor>& inputs, at::Tensor& data, Received& received) const;
+  void finishGroup(Received& received, at::Tensor& part) const;
   WorkPtr startInstances(at::Tensor& part) const;
 
  private:
@@ -54,8 +61,10 @@ class Reduction {
   Replicas replicas_;
   bool sharded_;
   bool averageInCollective_;
+  bool accumulatesInFloat_;
   bool canAverage_;  // of itself
   c10d::ReduceOp op_ = c10d::ReduceOp::SUM;
+  double scale_ = 1;                           // of the sum
   double factor_ = 1;                          // of each rank's gradients, before
   c10::intrusive_ptr<c10d::Backend> backend_;  // owns gatherer_
   GatheredReductions* gatherer_ = nullptr;

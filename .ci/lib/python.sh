@@ -41,6 +41,17 @@ has_torchrec() {
   case $TORCH in "$version".*) ;; *) return 1 ;; esac
 }
 
+# tests/python/support/megatrons.py says for what.
+install_newer_megatron() {
+  local newer
+  newer=$(sed -n 's/^newer-megatron = \["\(megatron-core==[0-9.]*\)"\]$/\1/p' "$ROOT/pyproject.toml")
+  [ -n "$newer" ] || die "pyproject.toml: the group newer-megatron names no version"
+  if [ "$PYTHON_VERSION" = 3.10 ]; then return; fi
+  rm -rf "$VENV/${newer/==/-}"
+  "$VPYTHON" -m pip install --disable-pip-version-check --quiet --no-deps --ignore-requires-python \
+    --target "$VENV/${newer/==/-}" "$newer"
+}
+
 create_environment() {
   if [ "$("$VPYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" != "$PYTHON_VERSION" ]; then
     "$HAVE_PYTHON" -m venv --clear "$VENV"
@@ -51,6 +62,7 @@ create_environment() {
     # Of its requirements, the group has what a machine without a GPU needs.
     (cd "$ROOT" && "$VENV/bin/uv" pip install --compile-bytecode --python "$VPYTHON" --no-deps --group recsys)
   fi
+  install_newer_megatron
   environment_hash >"$VENV/.farandole-stamp"
 }
 

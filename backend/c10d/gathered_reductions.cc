@@ -1,6 +1,8 @@
 #include "backend/c10d/process_group.h"
 #include "backend/c10d/reduce_kernels.h"
 #include "backend/c10d/tensor_checks.h"
+#include "backend/collective/algorithm_table.h"
+#include "backend/collective/host_layout.h"
 
 namespace farandole::backend {
 
@@ -27,6 +29,12 @@ void checkInputs(const char* operation, const Tensors& inputs, const at::Tensor&
 }
 
 }  // namespace
+
+// On one host, and where every rank has a host of its own and the table's own rule stands: direct.
+bool ProcessGroupFarandole::roundsOnce() const {
+  const collective::Topology& here = topology();
+  return here.layout == nullptr || (here.layout->mostRanks() == 1 && here.table->overrides().empty());
+}
 
 WorkPtr ProcessGroupFarandole::allReduceFrom(const Tensors& inputs, at::Tensor& output,
                                              const ::c10d::AllreduceOptions& opts) {

@@ -138,6 +138,7 @@ class ProcessGroupFarandole final : public ::c10d::Backend, public RepeatedMessa
   WorkPtr allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& opts) override;
   WorkPtr allreduce_coalesced(Tensors& tensors, const ::c10d::AllreduceCoalescedOptions& opts) override;
   bool gathers(c10::DeviceType device) const override { return device == c10::kCPU; }
+  bool roundsOnce() const override;
   WorkPtr allReduceFrom(const Tensors& inputs, at::Tensor& output, const ::c10d::AllreduceOptions& opts) override;
   WorkPtr reduceScatterFrom(const Tensors& inputs, at::Tensor& whole, at::Tensor& part,
                             const ::c10d::ReduceScatterOptions& opts) override;

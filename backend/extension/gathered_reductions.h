@@ -18,6 +18,9 @@ class GatheredReductions {
   // Whether it can on this kind of device.
   virtual bool gathers(c10::DeviceType device) const = 0;
 
+  // Whether a reduce-scatter of what is shorter than float32 is rounded once, when all ranks' values are added up.
+  virtual bool roundsOnce() const = 0;
+
   // An all-reduce of what `inputs` hold, one after another, into `output`, which has as many elements in all. An input
   // may be the very part of `output` where its result goes.
   virtual c10::intrusive_ptr<c10d::Work> allReduceFrom(const std::vector<at::Tensor>& inputs, at::Tensor& output,

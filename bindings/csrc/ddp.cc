@@ -86,6 +86,7 @@ void bindOptions(py::module_& module) {
       .def_readwrite("ends_with_backward", &ddp::ReducerOptions::endsWithBackward)
       .def_readwrite("is_averaged", &ddp::ReducerOptions::isAveraged)
       .def_readwrite("average_in_collective", &ddp::ReducerOptions::averageInCollective)
+      .def_readwrite("accumulates_in_float", &ddp::ReducerOptions::accumulatesInFloat)
       .def_readwrite("is_graph_static", &ddp::ReducerOptions::isGraphStatic)
       .def_readwrite("broadcasts", &ddp::ReducerOptions::broadcasts)
       .def_readwrite("is_agreed", &ddp::ReducerOptions::isAgreed)
@@ -216,8 +217,7 @@ void bindReducer(py::module_& module) {
       .def("is_in_round", &ddp::GradReducer::isInRound, ReleaseGil())
       .def("rounds", &ddp::GradReducer::rounds, ReleaseGil())
       .def("main_grads", &mainGrads)
-      .def("buckets", &bucketsOf)
-      .def("layout", [](const ddp::GradReducer& reducer) { return ddp::toString(reducer.buffers()->layout()); });
+      .def("buckets", &bucketsOf);
 
   py::class_<ddp::ParamGather, std::shared_ptr<ddp::ParamGather>>(module, "ParamGather")
       .def(py::init([](const ddp::GradReducer& reducer) {
@@ -226,6 +226,7 @@ void bindReducer(py::module_& module) {
            py::arg("reducer"))
       .def("mark_stale", &ddp::ParamGather::markStale, ReleaseGil())
       .def("start", &ddp::ParamGather::start, ReleaseGil())
+      .def("start_through", &ddp::ParamGather::startThrough, py::arg("bucket_group"), ReleaseGil())
       .def("finish_all", &ddp::ParamGather::finishAll, ReleaseGil())
       .def(
           "finish",
@@ -260,6 +261,14 @@ void bindDdp(py::module_& module) {
         ddp::abandonGroup(*group, why);
       },
       py::arg("group"), py::arg("why"), ReleaseGil());
+  module.def(
+      "abandonment_of", [](const c10::intrusive_ptr<c10d::ProcessGroup>& group) { return ddp::abandonmentOf(*group); },
+      py::arg("group"), ReleaseGil());
+  module.def(
+      "await_work",
+      [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, c10::Device device,
+         const c10::intrusive_ptr<c10d::Work>& work) { ddp::await(*group, device.type(), *work); },
+      py::arg("group"), py::arg("device"), py::arg("work"), ReleaseGil());
   bindOptions(module);
   bindTimeline(module);
   bindTuning(module);

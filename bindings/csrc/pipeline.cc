@@ -95,26 +95,37 @@ std::vector<std::vector<std::string>> actionsOf(const Plan& plan) {
   return ranks;
 }
 
+// (seconds of a message, [(from, to, seconds with an output, seconds with a gradient)] over edges where it is another).
+using TransferTuple = std::pair<double, std::vector<std::tuple<std::int32_t, std::int32_t, double, double>>>;
+
+pipeline::TransferTimes transfersOf(const TransferTuple& given) {
+  std::vector<pipeline::EdgeTransfer> edges;
+  for (const auto& [from, to, activation, gradient] : given.second) edges.push_back({{from, to}, activation, gradient});
+  return {given.first, std::move(edges)};
+}
+
 // Durations by the action's text: of every compute action of the plan.
-SimulationResult simulateMeasured(const Plan& plan, const std::map<std::string, double>& seconds, double transfer) {
+SimulationResult simulateMeasured(const Plan& plan, const std::map<std::string, double>& seconds,
+                                  const TransferTuple& transfer) {
   const auto cost = [&](std::int32_t, const pipeline::Action& action) {
     const std::string text = pipeline::toString(action);
     const auto found = seconds.find(text);
     if (found == seconds.end()) throw py::value_error("seconds has no entry for action " + text + " of the plan");
     return found->second;
   };
-  return valueOf(pipeline::simulate(plan, cost, transfer));
+  return valueOf(pipeline::simulate(plan, cost, transfersOf(transfer)));
 }
 
 // One (F, B, I, W) per stage.
-pipeline::SimulationCosts costsOf(const std::vector<std::array<double, 4>>& stages, double transfer) {
+pipeline::SimulationCosts costsOf(const std::vector<std::array<double, 4>>& stages, const TransferTuple& transfer) {
   pipeline::SimulationCosts costs;
   for (const auto& [f, b, i, w] : stages) costs.stages.push_back({f, b, i, w});
-  costs.transfer = transfer;
+  costs.transfer = transfersOf(transfer);
   return costs;
 }
 
-SimulationResult simulateStages(const Plan& plan, const std::vector<std::array<double, 4>>& stages, double transfer) {
+SimulationResult simulateStages(const Plan& plan, const std::vector<std::array<double, 4>>& stages,
+                                const TransferTuple& transfer) {
   return valueOf(pipeline::simulate(plan, costsOf(stages, transfer)));
 }
 
@@ -127,7 +138,7 @@ CandidateTuple tupleOf(const pipeline::PlanCandidate& candidate) {
 // The plan, what was chosen, all that was looked at, and why.
 std::tuple<Plan, CandidateTuple, std::vector<CandidateTuple>, std::string> autoPlan(
     int numRanks, int numStages, int numMicrobatches, bool forwardOnly,
-    const std::vector<std::array<double, 4>>& seconds, double transfer,
+    const std::vector<std::array<double, 4>>& seconds, const TransferTuple& transfer,
     const std::vector<std::array<double, 2>>& memory, double memoryLimit,
     const std::optional<std::vector<std::int32_t>>& rankOfStage, const PairList& edges) {
   pipeline::ScheduleOptions options{numRanks, numStages, numMicrobatches, forwardOnly};

@@ -180,6 +180,15 @@ class PythonExecutor {
     return trace;
   }
 
+  // [(from, to, bytes of each tensor, bytes of each gradient)] of the edges that begin on this rank.
+  py::list edgeSizes() {
+    py::list edges;
+    for (const pipeline::EdgeSizes& sizes : executor_->edgeSizes()) {
+      edges.append(py::make_tuple(sizes.edge.from, sizes.edge.to, sizes.activation, sizes.gradient));
+    }
+    return edges;
+  }
+
   double lastStepSeconds() const { return executor_->lastTrace().seconds; }
   double lastComputeSeconds() const { return executor_->lastTrace().computeSeconds; }
 
@@ -242,6 +251,7 @@ void bindPipelineExecutor(py::module_& module) {
       .def("refuse", &PythonExecutor::refuse, py::arg("reason"))
       .def("confirm", &PythonExecutor::confirm)
       .def("release_buffers", &PythonExecutor::releaseBuffers)
+      .def("edge_sizes", &PythonExecutor::edgeSizes)
       .def("last_step_trace", &PythonExecutor::lastStepTrace)
       .def_property_readonly("last_step_began", &PythonExecutor::lastStepBegan)
       .def_property_readonly("last_step_seconds", &PythonExecutor::lastStepSeconds)

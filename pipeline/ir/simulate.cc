@@ -19,7 +19,8 @@ constexpr std::size_t kMaxStuckNamed = 8;
 
 class Simulation {
  public:
-  Simulation(const Plan& plan, const ActionIndex& index, const ActionCost& cost, double transfer, bool lowered)
+  Simulation(const Plan& plan, const ActionIndex& index, const ActionCost& cost, const TransferTimes& transfer,
+             bool lowered)
       : plan_(plan),
         index_(index),
         graph_(index.graph()),
@@ -30,6 +31,11 @@ class Simulation {
     sent_.assign(numMessages(plan, graph_), kUnknown);
     // Without receives in the plan they count as posted from the beginning.
     received_.assign(numMessages(plan, graph_), lowered ? kUnknown : 0.0);
+    for (const bool isGradient : {false, true}) {
+      for (std::int32_t edge = 0; edge < graph_.numEdges(); ++edge) {
+        underWay_.push_back(transfer.of(graph_.edge(edge), isGradient));
+      }
+    }
   }
 
   Result<SimulationResult> run() {
@@ -59,7 +65,9 @@ class Simulation {
   double arrival(std::size_t message) const {
     const double sent = sent_[message];
     const double received = received_[message];
-    return std::isnan(sent) || std::isnan(received) ? kUnknown : std::max(sent, received) + transfer_;
+    return std::isnan(sent) || std::isnan(received)
+               ? kUnknown
+               : std::max(sent, received) + underWay_[message / plan_.numMicrobatches];
   }
 
   // When all that `leaf` waits for is there; NaN when that is not known yet.
@@ -178,9 +186,10 @@ class Simulation {
   const ActionIndex& index_;
   const StageGraph& graph_;
   const ActionCost& cost_;
-  double transfer_;
+  const TransferTimes& transfer_;
   bool lowered_;
   std::vector<RankState> ranks_;
+  std::vector<double> underWay_;  // [edge], then of gradients: seconds
   std::vector<double> sent_;      // [number of a message], seconds
   std::vector<double> received_;  // the same for the receives
   std::vector<std::int32_t> runnable_;
@@ -203,11 +212,8 @@ double SimulationResult::bubble() const {
   return ranks.empty() ? 0 : sum / static_cast<double>(ranks.size());
 }
 
-Result<SimulationResult> simulate(const Plan& plan, const ActionCost& cost, double transfer) {
-  if (!std::isfinite(transfer) || transfer < 0) {
-    return Status::invalidArgument("transfer is " + std::to_string(transfer) +
-                                   " seconds; expected a finite number, at least 0");
-  }
+Result<SimulationResult> simulate(const Plan& plan, const ActionCost& cost, const TransferTimes& transfer) {
+  FARANDOLE_RETURN_IF_ERROR(checkTransfers(transfer));
   const Result<ActionIndex> index = ActionIndex::build(plan);
   if (!index) return index.status();
   const bool lowered = hasCommunication(plan);

@@ -7,6 +7,7 @@
 
 #include "backend/common/status.h"
 #include "pipeline/ir/plan.h"
+#include "pipeline/ir/transfer_times.h"
 
 namespace farandole::pipeline {
 
@@ -20,7 +21,7 @@ struct StageCost {
 
 struct SimulationCosts {
   std::vector<StageCost> stages;  // one per stage
-  double transfer = 0;            // seconds per message
+  TransferTimes transfer;
 };
 
 // Seconds that a compute action takes on a rank. Called once per compute
@@ -43,8 +44,8 @@ struct RankTimeline {
 };
 
 struct SimulationResult {
-  double makespan = 0;             // seconds
-  std::optional<double> transfer;  // seconds per message; none in a measured step
+  double makespan = 0;                    // seconds
+  std::optional<TransferTimes> transfer;  // none in a measured step
   std::vector<RankTimeline> ranks;
 
   // The mean over ranks.
@@ -53,12 +54,13 @@ struct SimulationResult {
 
 // When each action runs if every rank starts its actions in order and as early
 // as it can: compute and communication are two streams, links do not contend,
-// and a message arrives `transfer` seconds after both of its ends are posted.
+// and a message arrives when it has been on its way for as long as `transfer`
+// says, after both of its ends are posted.
 // A compute action waits for the messages that it consumes, not for the batches
 // that those are part of. In a plan without communication a dependency between
 // ranks costs one transfer. Refuses a malformed or deadlocked plan, and a
 // duration that is negative or not finite.
-Result<SimulationResult> simulate(const Plan& plan, const ActionCost& cost, double transfer);
+Result<SimulationResult> simulate(const Plan& plan, const ActionCost& cost, const TransferTimes& transfer);
 Result<SimulationResult> simulate(const Plan& plan, const SimulationCosts& costs);
 
 }  // namespace farandole::pipeline

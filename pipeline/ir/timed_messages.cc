@@ -43,7 +43,10 @@ std::vector<TimedMessage> timedMessages(const SimulationResult& step) {
         const auto found = receives.find(toString(receive));
         if (found == receives.end()) continue;
         const auto [receiver, posted] = found->second;
-        messages.push_back({receive, rank, receiver, timed.end, std::max(timed.end, posted) + *step.transfer});
+        const StageEdge edge = isWhereEdgeBegins(leaf.kind) ? StageEdge{leaf.stage, otherStage(leaf)}
+                                                            : StageEdge{otherStage(leaf), leaf.stage};
+        const double underWay = step.transfer->of(edge, isGradient(leaf.kind));
+        messages.push_back({receive, rank, receiver, timed.end, std::max(timed.end, posted) + underWay});
       }
     }
   }

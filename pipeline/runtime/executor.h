@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "backend/common/status.h"
+#include "pipeline/runtime/edge_sizes.h"
 #include "pipeline/runtime/executor_config.h"
 #include "pipeline/runtime/program.h"
 #include "pipeline/runtime/stage.h"
@@ -68,6 +69,9 @@ class Executor {
 
   // Lets go of the receive buffers that are kept from step to step.
   void releaseBuffers() { traffic_.releaseBuffers(); }
+
+  // As the steps so far have learned them.
+  std::vector<EdgeSizes> edgeSizes() { return pipeline::edgeSizes(stages_); }
 
   const Program& program() const { return program_; }
   const StepTrace& lastTrace() const { return trace_; }

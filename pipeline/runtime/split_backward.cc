@@ -16,34 +16,41 @@ void execute(const edge_list& roots, const variable_list& grads, bool keepGraph,
                                                         /*accumulate_grad=*/true, ends);
 }
 
+using Hook = std::unique_ptr<torch::autograd::FunctionPreHook>;
+
 // Sees what flows into a node, and lets it pass.
 class Capture final : public torch::autograd::FunctionPreHook {
  public:
-  explicit Capture(variable_list& into) : into_(into) {}
-  variable_list operator()(const variable_list& grads) override { return into_ = grads; }
+  variable_list operator()(const variable_list& grads) override { return *into = grads; }
 
- private:
-  variable_list& into_;
+  variable_list* into = nullptr;
 };
 
-// Captures what flows into the nodes, as long as it lives.
+// Captures what flows into the nodes, as long as it lives. The hooks are used again and again.
 class Captures {
  public:
-  Captures(const std::vector<Node*>& nodes, std::vector<variable_list>& into) : nodes_(nodes) {
+  Captures(const std::vector<Node*>& nodes, std::vector<variable_list>& into, std::vector<Hook>& hooks)
+      : nodes_(nodes), hooks_(hooks) {
     if (into.size() < nodes.size()) into.resize(nodes.size());
+    while (hooks.size() < nodes.size()) hooks.push_back(std::make_unique<Capture>());
     for (std::size_t i = 0; i < nodes.size(); ++i) {
       into[i].clear();
-      nodes[i]->add_pre_hook(std::make_unique<Capture>(into[i]));
+      static_cast<Capture&>(*hooks[i]).into = &into[i];
+      nodes[i]->add_pre_hook(std::move(hooks[i]));
     }
   }
   Captures(const Captures&) = delete;
   Captures& operator=(const Captures&) = delete;
   ~Captures() {
-    for (Node* node : nodes_) node->pre_hooks().pop_back();
+    for (std::size_t i = 0; i < nodes_.size(); ++i) {
+      hooks_[i] = std::move(nodes_[i]->pre_hooks().back());
+      nodes_[i]->pre_hooks().pop_back();
+    }
   }
 
  private:
   const std::vector<Node*>& nodes_;
+  std::vector<Hook>& hooks_;
 };
 
 }  // namespace
@@ -77,7 +84,7 @@ void SplitBackward::runInput(edge_list& roots, variable_list& grads, DeferredBac
 
   const std::vector<Node*>& nodes = graph_.splitNodes();
   {
-    const Captures captures(nodes, captured_);
+    const Captures captures(nodes, captured_, hooks_);
     execute(roots_, grads_, /*keepGraph=*/!nodes.empty(), inputs_);
   }
   for (std::size_t i = 0; i < nodes.size(); ++i) {

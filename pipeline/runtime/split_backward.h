@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -45,8 +46,9 @@ class SplitBackward {
 
  private:
   BackwardGraph graph_;
-  std::vector<torch::autograd::variable_list> captured_;  // by split node: what I gave it
-  torch::autograd::edge_list inputs_, roots_;             // scratch
+  std::vector<torch::autograd::variable_list> captured_;                  // by split node: what I gave it
+  std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>> hooks_;  // which notes that; by split node, too
+  torch::autograd::edge_list inputs_, roots_;                             // scratch
   torch::autograd::variable_list grads_;
 };
 

@@ -75,10 +75,9 @@ void StageTraffic::post(const Step& step) {
 
 // An output that has left is needed no more: what backward wants of it, its graph has saved.
 void StageTraffic::releaseSent() {
-  while (!sending_.empty() && sending_.front()->isDone()) {
-    sending_.front()->releaseTensors();
-    sending_.pop_front();
-  }
+  auto left = sending_.begin();
+  for (; left != sending_.end() && (*left)->isDone(); ++left) (*left)->releaseTensors();
+  sending_.erase(sending_.begin(), left);
 }
 
 void StageTraffic::addToBatch(const TransferRef& ref, std::int32_t peer) {

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <deque>
 #include <memory>
 #include <vector>
 
@@ -83,7 +82,7 @@ class StageTraffic {
   const at::Device device_;
   ActivationStore store_;
   std::vector<Message*> batch_;
-  std::deque<Transfer*> sending_;  // activations that were posted and may not have left, in the order of posting
+  std::vector<Transfer*> sending_;  // activations that were posted and may not have left, in the order of posting
   bool learning_ = true;
 };
 

@@ -69,7 +69,7 @@ class Search {
 
   // With the receives where the executor has them, which makes a difference where messages take time.
   Result<SimulationResult> simulateAsRun(const Plan& plan) const {
-    if (costs_.times.transfer == 0) return simulate(plan, costs_.times);
+    if (costs_.times.transfer.areZero()) return simulate(plan, costs_.times);
     const Result<Plan> lowered = lower(plan, ChannelModel::kTagged);
     return lowered ? simulate(*lowered, costs_.times) : lowered.status();
   }
@@ -111,6 +111,10 @@ class Search {
     if (costs_.memoryLimit < std::numeric_limits<double>::infinity()) {
       reason += " that hold " + text("%.4g", costs_.memoryLimit / 1e6) + " MB or less";
     }
+    if (!costs_.times.transfer.areZero()) {
+      const std::string messages = describeTransfers(costs_.times.transfer, result.plan);
+      reason += messages.empty() ? ", without messages between ranks" : " where messages take " + messages;
+    }
     for (const PlanCandidate& other : result.candidates) {
       if (!other.fits && other.makespan < result.chosen.makespan) return reason + "; " + describe(other);
     }
@@ -128,6 +132,7 @@ class Search {
 Result<AutoPlan> makeAutoPlan(const ScheduleOptions& options, const MeasuredCosts& costs,
                               const std::optional<std::vector<std::int32_t>>& rankOfStage) {
   FARANDOLE_RETURN_IF_ERROR(checkCounts("auto", options));
+  FARANDOLE_RETURN_IF_ERROR(checkTransfers(costs.times.transfer));
   const auto numStages = static_cast<std::size_t>(options.numStages);
   const auto check = [&](const char* name, std::size_t size) {
     return size == numStages

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <set>
+#include <utility>
 
 #include "pipeline/schedules/placement.h"
 
@@ -41,33 +42,53 @@ bool BuildingBlock::canRepeat() const {
 }
 
 std::optional<BuildingBlock> BuildingBlock::make(const Pace& pace, std::int32_t numRanks) {
+  std::optional<BuildingBlock> best;
   // In the order of their sums, the shortest first.
-  for (std::int32_t sum = 3; sum <= 3 * kPeriod; ++sum) {
+  for (std::int32_t sum = 3; sum <= 3 * kPeriod && !best; ++sum) {
     for (std::int32_t first = 1; first <= kPeriod; ++first) {
       for (std::int32_t second = 1; second <= kPeriod; ++second) {
         const std::int32_t third = sum - first - second;
         if (third < 1 || third > kPeriod) continue;
         const BuildingBlock block(pace, numRanks, {first, second, third});
-        if (block.canRepeat()) return block;
+        if (block.canRepeat() && (!best || block.mostHeld() < best->mostHeld())) best = block;
       }
     }
   }
-  return std::nullopt;
+  return best;
+}
+
+std::int32_t BuildingBlock::mostHeld() const {
+  const auto periods = [](std::int32_t time) {  // rounded down
+    return time >= 0 ? time / kPeriod : -((kPeriod - 1 - time) / kPeriod);
+  };
+  std::int32_t most = 0;
+  for (std::int32_t rank = 0; rank < numRanks_; ++rank) {
+    const std::vector<Slot> slots = slotsOf(rank);
+    for (std::int32_t now = 0; now < kPeriod; ++now) {
+      std::int32_t held = 0;
+      for (const auto& [forward, weight] : {std::pair(slots[0], slots[5]), std::pair(slots[1], slots[4])}) {
+        held += periods(now - forward.time) - periods(now - weight.time - 1);
+      }
+      most = std::max(most, held);
+    }
+  }
+  return most;
 }
 
 std::vector<BuildingBlock::Slot> BuildingBlock::slotsOf(std::int32_t rank) const {
-  const auto [forward0, forward1, backward1, backward0] = timesOf(rank);
+  const std::array<std::int32_t, 4> times = timesOf(rank);
+  const std::int32_t backward1 = times[2], backward0 = times[3];
   std::vector<std::int32_t> left;
   for (std::int32_t i = 0; i < kPeriod; ++i) {
-    if (std::ranges::none_of(timesOf(rank), [&](std::int32_t time) { return remainder(time) == i; })) left.push_back(i);
+    if (std::ranges::none_of(times, [&](std::int32_t time) { return remainder(time) == i; })) left.push_back(i);
   }
   // The two W take what is left, so that they come soon after their I.
   const auto wait = [&](std::int32_t first, std::int32_t second) {
     return firstAfter(backward1, first) - backward1 + firstAfter(backward0, second) - backward0;
   };
   if (wait(left[1], left[0]) < wait(left[0], left[1])) std::swap(left[0], left[1]);
-  return {{forward0, ActionKind::kForward, 0},
-          {forward1, ActionKind::kForward, 1},
+  return {{times[0], ActionKind::kForward, 0},
+          {times[1], ActionKind::kForward, 1},
           {backward1, ActionKind::kBackwardInput, 1},
           {backward0, ActionKind::kBackwardInput, 0},
           {firstAfter(backward1, left[0]), ActionKind::kBackwardWeight, 1},

@@ -21,7 +21,7 @@ class BuildingBlock {
     std::int32_t backwardDown;
     std::int32_t backwardUp;
   };
-  // The shortest one of that pace; none if there is none.
+  // The shortest one of that pace, and of those the one with which ranks hold least; none if there is none.
   static std::optional<BuildingBlock> make(const Pace& pace, std::int32_t numRanks);
 
   struct Slot {
@@ -39,6 +39,8 @@ class BuildingBlock {
   // Of F and I of both chunks, in the order of a microbatch's way.
   std::array<std::int32_t, 4> timesOf(std::int32_t rank) const;
   bool canRepeat() const;
+  // Activations on the rank that holds most, where it is repeated without end.
+  std::int32_t mostHeld() const;
 
   Pace pace_;
   std::int32_t numRanks_;

@@ -135,10 +135,11 @@ class ListScheduler {
     return ranks_[r].clock;
   }
 
-  // When what ends on the stage's rank then is on the other's.
-  double arrival(std::int32_t stage, std::int32_t other, double end) {
-    const std::int32_t there = plan_.rankOfStage[other];
-    const double time = end + (there == plan_.rankOfStage[stage] ? 0 : costs_.times.transfer);
+  // When what ends then at one end of the edge, a gradient or else an output, is at the other one.
+  double arrival(const StageEdge& edge, bool isGradient, double end) {
+    const std::int32_t there = plan_.rankOfStage[isGradient ? edge.from : edge.to];
+    const bool isLocal = plan_.rankOfStage[edge.from] == plan_.rankOfStage[edge.to];
+    const double time = end + (isLocal ? 0 : costs_.times.transfer.of(edge, isGradient));
     look(time, there);
     return time;
   }
@@ -148,9 +149,9 @@ class ListScheduler {
     const std::int32_t microbatch = own.numForwards++;
     if (!options_.forwardOnly) ranks_[plan_.rankOfStage[stage]].held += costs_.memory[stage].activations;
     const double end = put(stage, ActionKind::kForward, microbatch, costs_.times.stages[stage].forward);
-    for (const std::int32_t edge : graph_.outOf(stage)) {
-      const std::int32_t next = graph_.edge(edge).to;
-      stages_[next].inputs[microbatch].add(arrival(stage, next, end));
+    for (const std::int32_t number : graph_.outOf(stage)) {
+      const StageEdge& edge = graph_.edge(number);
+      stages_[edge.to].inputs[microbatch].add(arrival(edge, /*isGradient=*/false, end));
     }
     if (!options_.forwardOnly && graph_.outOf(stage).empty()) own.gradients[microbatch].add(end);
   }
@@ -165,9 +166,9 @@ class ListScheduler {
     if (!isSplit) ++own.numWeights;
     const double end = put(stage, isSplit ? ActionKind::kBackwardInput : ActionKind::kBackward, microbatch,
                            isSplit ? cost.backwardInput : cost.backward);
-    for (const std::int32_t edge : graph_.into(stage)) {
-      const std::int32_t previous = graph_.edge(edge).from;
-      stages_[previous].gradients[microbatch].add(arrival(stage, previous, end));
+    for (const std::int32_t number : graph_.into(stage)) {
+      const StageEdge& edge = graph_.edge(number);
+      stages_[edge.from].gradients[microbatch].add(arrival(edge, /*isGradient=*/true, end));
     }
   }
 

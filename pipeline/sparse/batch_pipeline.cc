@@ -37,6 +37,7 @@ BatchPipeline::BatchPipeline(std::shared_ptr<BatchStages> stages, const BatchPip
     : stages_(std::move(stages)),
       options_(options),
       depth_(options.hasDist ? 3 : 2),
+      mostComputing_(options.executeAllBatches ? depth_ : depth_ + 1),
       threads_(options.loadThread, options.hasDist ? options.distThread : ThreadUse::kNever) {}
 
 BatchPipeline::~BatchPipeline() = default;
@@ -84,14 +85,19 @@ void BatchPipeline::finishDist(Slot& slot) {
   if (!slot.error) slot.error = error;
 }
 
-void BatchPipeline::distBeside(Slot& slot) {
-  startDist(slot);
-  finishDist(slot);
-  if (slot.isEnd || slot.error) return;
+void BatchPipeline::completeDist(Slot& slot) {
+  slot.hasCompleted = true;
+  if (!options_.hasDist || slot.isEnd || slot.error) return;
   slot.error = caught([&] { stages_->completeDist(slot.batch); });
 }
 
-bool BatchPipeline::wantsMore() const { return !sourceEnded_ && slots_.size() < depth_; }
+void BatchPipeline::distBeside(Slot& slot) {
+  startDist(slot);
+  finishDist(slot);
+  completeDist(slot);
+}
+
+bool BatchPipeline::wantsMore(std::size_t most) const { return !sourceEnded_ && slots_.size() < most; }
 
 void BatchPipeline::loadHere() {
   Slot& slot = newSlot();
@@ -103,22 +109,21 @@ void BatchPipeline::exchangeFirst() {
   Slot& first = slots_.front();
   if (!first.hasStarted) startDist(first);
   if (!first.hasFinished) finishDist(first);
+  if (!first.hasCompleted && options_.completesAhead) completeDist(first);
 }
 
 // What torchrec's fill_pipeline does: batch i and its input_dist, then batch i+1.
 void BatchPipeline::fill() {
-  if (slots_.empty() && wantsMore()) loadHere();
+  if (slots_.empty() && wantsMore(depth_)) loadHere();
   if (slots_.empty()) return;
   exchangeFirst();
-  while (!slots_.front().isEnd && slots_.size() + 1 < depth_ && wantsMore()) loadHere();
+  while (!slots_.front().isEnd && slots_.size() + 1 < depth_ && wantsMore(depth_)) loadHere();
 }
 
 // Where all batches of a step must be there before it: on all ranks or on none.
 bool BatchPipeline::fillAndAgree() {
-  while (wantsMore()) {
-    loadHere();
-    if (slots_.back().isEnd) slots_.pop_back();
-  }
+  while (wantsMore(depth_)) loadHere();
+  if (!slots_.empty() && slots_.back().isEnd) slots_.pop_back();
   if (!stages_->agreeOnMore(slots_.size() == depth_)) return false;
   exchangeFirst();
   return true;
@@ -128,7 +133,7 @@ bool BatchPipeline::fillAndAgree() {
 void BatchPipeline::beside(bool mayDistBeside) {
   if (!isComputing_ || std::exchange(hasBeside_, true)) return;
   Slot* exchanged = options_.hasDist && slots_.size() > 1 && !slots_[1].hasStarted ? &slots_[1] : nullptr;
-  Slot* loaded = wantsMore() ? &newSlot() : nullptr;
+  Slot* loaded = wantsMore(mostComputing_) ? &newSlot() : nullptr;
   if (exchanged != nullptr && mayDistBeside && threads_.distOnThread()) {
     distIsBeside_ = true;
     distThread_.start([this, exchanged] { distBeside(*exchanged); });
@@ -185,11 +190,19 @@ void BatchPipeline::middle() {
   if (next.hasStarted && !next.hasFinished) timed(times_.distBlocked, [&] { finishDist(next); });
 }
 
+// After the backward, which the data has had for its way.
+void BatchPipeline::completeNext() {
+  if (!options_.completesAhead || slots_.size() < 2) return;
+  Slot& next = slots_[1];
+  if (next.hasFinished && !next.hasCompleted) timed(times_.distBlocked, [&] { completeDist(next); });
+}
+
 void BatchPipeline::end() {
   if (!isComputing_) return;
   middle();
   join();
-  const bool isFull = slots_.size() == depth_;
+  completeNext();
+  const bool isFull = slots_.size() == mostComputing_;
   slots_.pop_front();
   isComputing_ = false;
   times_.step = secondsSince(began_);

@@ -14,10 +14,13 @@
 namespace farandole::pipeline::sparse {
 
 struct BatchPipelineOptions {
-  // Without it a step needs three batches: the last two stay for the next source (torchrec's execute_all_batches).
+  // Without it a step needs three batches: the last two stay for the next source (torchrec's execute_all_batches). The
+  // third one of the next step is loaded beside this one's forward.
   bool executeAllBatches = true;
   // Whether batches have an input_dist at all; without it two are in flight, the one that computes and the next one.
   bool hasDist = true;
+  // Whether the data of an input_dist is waited for before its batch's forward begins, or by what that calls.
+  bool completesAhead = true;
   ThreadUse loadThread = ThreadUse::kAsMeasured;
   ThreadUse distThread = ThreadUse::kAsMeasured;
 };
@@ -52,16 +55,13 @@ class BatchPipeline {
   void clear();
 
   std::size_t inFlight() const { return slots_.size(); }
-  // So long did a forward wait for data that no thread had waited for before.
-  void waited(double seconds) { times_.distBlocked += seconds; }
-
   const ThreadChoice& threads() const { return threads_; }
 
  private:
   struct Slot {
     BatchNo batch = 0;
-    bool isEnd = false;                            // no batch: the source has ended here, or the data on some rank
-    bool hasStarted = false, hasFinished = false;  // the exchange of splits in its input_dist
+    bool isEnd = false;  // no batch: the source has ended here, or the data on some rank
+    bool hasStarted = false, hasFinished = false, hasCompleted = false;  // its input_dist
     std::exception_ptr error;
   };
 
@@ -70,10 +70,12 @@ class BatchPipeline {
   void load(Slot& slot);
   void startDist(Slot& slot);
   void finishDist(Slot& slot);
+  void completeDist(Slot& slot);
   void distBeside(Slot& slot);
-  bool wantsMore() const;
+  bool wantsMore(std::size_t most) const;
   void loadHere();
   void exchangeFirst();
+  void completeNext();
   void takeNewSource();
   bool fillAndAgree();
   void fill();
@@ -85,6 +87,7 @@ class BatchPipeline {
   std::shared_ptr<BatchStages> stages_;
   BatchPipelineOptions options_;
   std::size_t depth_;
+  std::size_t mostComputing_;  // in flight beside a forward: all that the next step must have, too
   std::deque<Slot> slots_;
   BatchNo next_ = 0;
   bool sourceEnded_ = false;

@@ -24,9 +24,8 @@ class BatchStages {
   // Takes the next batch from where batches come from, and brings it to the device.
   virtual Loaded load(BatchNo batch) = 0;
 
-  // input_dist: starts the exchange of splits; waits for it and starts that of the data; waits for the data, which a
-  // thread of the pipeline's does and else the forward. A rank without the batch takes part in the first, and
-  // finishDist throws where another rank has failed.
+  // input_dist: starts the exchange of splits; waits for it and starts that of the data; waits for the data. A rank
+  // without the batch takes part in the first. The two that wait throw where another rank has failed: on all or none.
   virtual void startDist(BatchNo batch, Presence presence) = 0;
   virtual Exchanged finishDist(BatchNo batch) = 0;
   virtual void completeDist(BatchNo batch) = 0;

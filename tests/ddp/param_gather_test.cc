@@ -94,6 +94,27 @@ TEST(ParamGather, AllAreStartedAtOnceAndNothingChangesMeanwhile) {
   });
 }
 
+TEST(ParamGather, WhatIsUpdatedFirstLeavesFirst) {
+  runThreads(2, [](ThreadRank& self) {
+    const std::vector<at::Tensor> tensors = parameters();
+    const auto buffers = buffersOf(self, tensors);
+    ParamGather gather(self.group, buffers);
+    for (int step = 0; step < 2; ++step) {
+      gather.markStale();
+      self.backend->events.clear();
+      for (int bucket = 3; bucket-- > 0;) {
+        buffers->parametersOf(bucket).chunk(2)[self.rank].fill_(10 * self.rank + bucket);
+        gather.startThrough(bucket);
+        EXPECT_EQ(self.backend->events.size(), 3U - bucket);
+      }
+      gather.startThrough(1);
+      EXPECT_EQ(self.backend->events.size(), 3U);
+      gather.finishAll();
+      for (int bucket = 0; bucket < 3; ++bucket) EXPECT_TRUE(isWhole(*buffers, bucket));
+    }
+  });
+}
+
 TEST(ParamGather, WhatCouldNotBeStartedIsStartedNextTime) {
   for (int failing = 0; failing < 3; ++failing) {
     SCOPED_TRACE("all-gather " + std::to_string(failing));

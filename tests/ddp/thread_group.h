@@ -72,6 +72,7 @@ class ThreadBackend : public c10d::Backend, public GatheredReductions {
                                                  const c10d::AllgatherOptions& options) override;
 
   bool gathers(c10::DeviceType) const override { return gathersTensors; }
+  bool roundsOnce() const override { return true; }
   c10::intrusive_ptr<c10d::Work> allReduceFrom(const std::vector<at::Tensor>& inputs, at::Tensor& output,
                                                const c10d::AllreduceOptions& options) override;
   c10::intrusive_ptr<c10d::Work> reduceScatterFrom(const std::vector<at::Tensor>& inputs, at::Tensor& whole,

@@ -1,10 +1,12 @@
 #include "backend/transport/ucx/ucx_transport.h"
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <utility>
 #include <vector>
 
+#include "backend/p2p/message_tag.h"
 #include "backend/transport/ucx/ucx_closing.h"
 
 namespace farandole::transport {
@@ -75,9 +77,11 @@ UcxTransport::~UcxTransport() {
 
 std::vector<ucp_ep_h> UcxTransport::handles() const {
   std::vector<ucp_ep_h> handles;
-  handles.reserve(endpoints_.size());
-  for (const Endpoint& endpoint : endpoints_) {
-    if (endpoint.handle != nullptr) handles.push_back(endpoint.handle);
+  handles.reserve(peers_.size());
+  for (const Peer& peer : peers_) {
+    for (const Endpoint& endpoint : peer.endpoints) {
+      if (endpoint.handle != nullptr) handles.push_back(endpoint.handle);
+    }
   }
   return handles;
 }
@@ -88,49 +92,70 @@ void UcxTransport::leave() {
 }
 
 Result<PeerId> UcxTransport::connect(std::string_view address) {
-  const PeerId peer{static_cast<std::uint32_t>(endpoints_.size())};
-  Endpoint& endpoint = endpoints_.emplace_back(Endpoint{this, peer, nullptr, {}});
+  const PeerId id{static_cast<std::uint32_t>(peers_.size())};
+  Peer& peer = peers_.emplace_back(*this, id, address);
+  if (Status status = open(peer.endpoints[0]); !status) {
+    peers_.pop_back();
+    return status;
+  }
+  return id;
+}
+
+Status UcxTransport::open(Endpoint& endpoint) {
   ucp_ep_params_t params = {};
   params.field_mask =
       UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_ERR_HANDLER;
-  params.address = reinterpret_cast<const ucp_address_t*>(address.data());
+  params.address = reinterpret_cast<const ucp_address_t*>(endpoint.peer->address.data());
   params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
   params.err_handler.cb = &UcxTransport::endpointFailed;
   params.err_handler.arg = &endpoint;
   if (const ucs_status_t status = ucp_ep_create(worker_, &params, &endpoint.handle); status != UCS_OK) {
-    endpoints_.pop_back();
+    endpoint.handle = nullptr;
     return ucxError("ucp_ep_create", status);
   }
-  return peer;
+  return Status::ok();
 }
 
-void UcxTransport::drop(PeerId peer, const Status& why) {
-  Endpoint& endpoint = endpoints_[static_cast<std::uint32_t>(peer)];
-  if (endpoint.handle == nullptr) return;
+Result<ucp_ep_h> UcxTransport::endpointFor(Peer& peer, std::uint64_t tag) {
+  if (!peer.failure) return peer.failure;
+  const bool isPointToPoint = (tag >> p2p::kKindShift & 1) == 0;
+  if (!peer.firstCarriesPointToPoint) peer.firstCarriesPointToPoint = isPointToPoint;
+  Endpoint& endpoint = peer.endpoints[*peer.firstCarriesPointToPoint == isPointToPoint ? 0 : 1];
+  if (!endpoint.failure) return endpoint.failure;
+  if (endpoint.handle == nullptr) FARANDOLE_RETURN_IF_ERROR(open(endpoint));
+  return endpoint.handle;
+}
+
+void UcxTransport::drop(PeerId id, const Status& why) {
+  Peer& peer = peers_[static_cast<std::uint32_t>(id)];
+  if (std::ranges::none_of(peer.endpoints, [](const Endpoint& one) { return one.handle != nullptr; })) return;
   // What it had sent and is here already would find no endpoint later: UCX would make one, to a process that is gone.
   for (const auto end = Clock::now() + kMostForLastWords; progress() && Clock::now() < end;) {
   }
-  const bool isNews = endpoint.failure.isOk();
-  endpoint.failure = why;
+  const bool isNews = peer.failure.isOk();
+  peer.failure = why;
   isProgressing_ = true;
-  discardEndpoint(std::exchange(endpoint.handle, nullptr));
+  for (Endpoint& endpoint : peer.endpoints) {
+    endpoint.failure = why;
+    if (endpoint.handle != nullptr) discardEndpoint(std::exchange(endpoint.handle, nullptr));
+  }
   isProgressing_ = false;
   tellDone();
-  if (isNews && peerFailed_) peerFailed_(peer, why);
+  if (isNews && peerFailed_) peerFailed_(id, why);
 }
 
 void UcxTransport::send(PeerId peer, std::uint64_t tag, const void* data, std::size_t bytes, Request& request) {
-  Endpoint& endpoint = endpoints_[static_cast<std::uint32_t>(peer)];
+  const Result<ucp_ep_h> endpoint = endpointFor(peers_[static_cast<std::uint32_t>(peer)], tag);
   request.owner = this;
-  request.status = endpoint.failure;
+  request.status = endpoint.status();
   request.order = static_cast<std::uint32_t>(peer);
-  if (!endpoint.failure) {
+  if (!endpoint) {
     request.onDone(request);
     return;
   }
   ucp_request_param_t param = requestParam(request);
   param.cb.send = &UcxTransport::sendDone;
-  const ucs_status_ptr_t handle = ucp_tag_send_nbx(endpoint.handle, data, bytes, tag, &param);
+  const ucs_status_ptr_t handle = ucp_tag_send_nbx(*endpoint, data, bytes, tag, &param);
   if (UCS_PTR_IS_PTR(handle)) {
     request.handle = handle;
     return;
@@ -188,16 +213,16 @@ void UcxTransport::cancel(Request& request) {
   if (request.handle != nullptr) ucp_request_cancel(worker_, request.handle);
 }
 
-std::string UcxTransport::describe(PeerId peer) const {
-  const Endpoint& endpoint = endpoints_[static_cast<std::uint32_t>(peer)];
-  if (!endpoint.failure) return "ucx: " + endpoint.failure.toString();
+std::string UcxTransport::describe(PeerId id) const {
+  const Peer& peer = peers_[static_cast<std::uint32_t>(id)];
+  if (!peer.failure) return "ucx: " + peer.failure.toString();
   std::array<ucp_transport_entry_t, 16> entries = {};
   ucp_ep_attr_t attributes = {};
   attributes.field_mask = UCP_EP_ATTR_FIELD_TRANSPORTS;
   attributes.transports.entries = entries.data();
   attributes.transports.num_entries = entries.size();
   attributes.transports.entry_size = sizeof(ucp_transport_entry_t);
-  if (ucp_ep_query(endpoint.handle, &attributes) != UCS_OK) return "ucx";
+  if (ucp_ep_query(peer.endpoints[0].handle, &attributes) != UCS_OK) return "ucx";
   std::string text = "ucx:";
   for (unsigned i = 0; i < attributes.transports.num_entries; ++i) {
     text += std::string(i == 0 ? " " : ", ") + entries[i].transport_name;
@@ -233,7 +258,7 @@ void UcxTransport::sendDone(void* handle, ucs_status_t status, void* user) {
   Request& request = *static_cast<Request*>(user);
   if (status != UCS_OK) {
     // What was given up for the peer's end is said to be cancelled.
-    const Status& failure = static_cast<UcxTransport&>(*request.owner).endpoints_[request.order].failure;
+    const Status& failure = static_cast<UcxTransport&>(*request.owner).peers_[request.order].failure;
     request.status = failure ? ucxError("send", status) : failure;
   }
   request.handle = nullptr;
@@ -249,12 +274,19 @@ void UcxTransport::recvDone(void* handle, ucs_status_t status, const ucp_tag_rec
   noteDone(request);
 }
 
+// What came before the end of one connection has been received, and of the other one not yet: a peer that has ended,
+// ends both.
 void UcxTransport::endpointFailed(void* arg, ucp_ep_h handle, ucs_status_t status) {
   Endpoint& endpoint = *static_cast<Endpoint*>(arg);
   if (!endpoint.failure) return;
   endpoint.failure =
       Status(StatusCode::kPeerLeft, std::string("the connection broke (") + ucs_status_string(status) + ")");
-  if (endpoint.transport->peerFailed_) endpoint.transport->peerFailed_(endpoint.peer, endpoint.failure);
+  Peer& peer = *endpoint.peer;
+  for (const Endpoint& one : peer.endpoints) {
+    if (one.handle != nullptr && one.failure) return;
+  }
+  peer.failure = endpoint.failure;
+  if (peer.transport.peerFailed_) peer.transport.peerFailed_(peer.id, peer.failure);
 }
 
 }  // namespace farandole::transport

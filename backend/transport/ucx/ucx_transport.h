@@ -2,10 +2,13 @@
 
 #include <ucp/api/ucp.h>
 
+#include <array>
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "backend/transport/transport.h"
@@ -15,6 +18,8 @@ namespace farandole::transport {
 
 // Shared memory, CMA and networks through one UCX worker. Endpoints detect the
 // death of their peer (error mode PEER) and keep shared memory all the same.
+// What ranks say to each other point to point and collectives have endpoints of
+// their own, so that a small message does not queue behind megabytes.
 class UcxTransport final : public Transport {
  public:
   // Fails with kUnavailable where UCX cannot start; the message says why.
@@ -24,7 +29,7 @@ class UcxTransport final : public Transport {
   std::string_view name() const override { return "ucx"; }
   std::string address() const override { return address_; }
   Result<PeerId> connect(std::string_view address) override;
-  Status failure(PeerId peer) const override { return endpoints_[static_cast<std::uint32_t>(peer)].failure; }
+  Status failure(PeerId peer) const override { return peers_[static_cast<std::uint32_t>(peer)].failure; }
   void onPeerFailed(PeerFailed handler) override { peerFailed_ = std::move(handler); }
   void drop(PeerId peer, const Status& why) override;
   void send(PeerId peer, std::uint64_t tag, const void* data, std::size_t bytes, Request& request) override;
@@ -42,17 +47,32 @@ class UcxTransport final : public Transport {
   std::string describe(PeerId peer) const override;
 
  private:
+  struct Peer;
   struct Endpoint {
-    UcxTransport* transport;
-    PeerId peer;
-    ucp_ep_h handle = nullptr;  // null once dropped
+    Peer* peer;
+    ucp_ep_h handle = nullptr;  // null until it is needed, and once dropped
     Status failure;
+  };
+  struct Peer {
+    Peer(UcxTransport& transport, PeerId id, std::string_view address)
+        : transport(transport), id(id), address(address) {}
+
+    UcxTransport& transport;
+    const PeerId id;
+    const std::string address;
+    // The second one is made when it is first needed.
+    std::array<Endpoint, 2> endpoints = {Endpoint{this, nullptr, {}}, Endpoint{this, nullptr, {}}};
+    std::optional<bool> firstCarriesPointToPoint;  // known with the first message
+    Status failure;                                // once all endpoints have failed
   };
 
   explicit UcxTransport(UcxMemory memory)
       : memoryType_(memory == UcxMemory::kHost ? UCS_MEMORY_TYPE_HOST : UCS_MEMORY_TYPE_UNKNOWN) {}
   Status open(UcxReach reach, UcxMemory memory);
 
+  Status open(Endpoint& endpoint);
+  // Of the endpoint that carries such messages, with its handle.
+  Result<ucp_ep_h> endpointFor(Peer& peer, std::uint64_t tag);
   std::vector<ucp_ep_h> handles() const;
   ucp_request_param_t requestParam(Request& request) const;
   ucp_request_param_t recvParam(Request& request, ucp_tag_recv_info_t& info) const;
@@ -69,7 +89,7 @@ class UcxTransport final : public Transport {
   ucp_worker_h worker_ = nullptr;
   int eventFd_ = -1;
   std::string address_;
-  std::deque<Endpoint> endpoints_;  // by PeerId; UCX keeps pointers into it
+  std::deque<Peer> peers_;  // by PeerId; UCX keeps pointers into it
   // What UCX completed while it progressed, in that order. A message that is sent from inside a
   // callback of UCX's overtakes those that UCX holds back for lack of room (seen over TCP).
   bool isProgressing_ = false;

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 from typing import Any
 
 import torch
+
+FOLDER = "FARANDOLE_MEGATRON_CORE"  # the variable that names where another Megatron-core is than the one installed
 
 
 class _Cuda:
@@ -13,6 +17,9 @@ class _Cuda:
 
     def current_device(self) -> str:
         return "cpu"
+
+    def current_stream(self) -> None:
+        pass
 
     def synchronize(self) -> None:
         pass
@@ -33,12 +40,21 @@ class _Torch:
         return getattr(torch, name)
 
 
+def _find() -> None:
+    folder = os.environ.get(FOLDER)
+    if folder and folder not in sys.path:
+        if "megatron.core" in sys.modules:
+            raise RuntimeError(f"{FOLDER}={folder}, but another Megatron-core was imported before")
+        sys.path.insert(0, folder)
+
+
 def import_schedules() -> Any:
     """``megatron.core.pipeline_parallel.schedules``, which names CUDA where it makes tensors: told to use the CPU.
 
     Raises:
         ImportError: Megatron-core is not installed.
     """
+    _find()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what else it would use
         from megatron.core.pipeline_parallel import p2p_communication, schedules
@@ -52,6 +68,7 @@ def import_distributed() -> Any:
     Raises:
         ImportError: Megatron-core is not installed.
     """
+    _find()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core import distributed

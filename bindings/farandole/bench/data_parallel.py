@@ -8,6 +8,9 @@ for the arguments that the report names.
 
 "a parameter" is what the host takes for one beyond autograd's own work: parameters of one element whose
 gradients are there, in a group of one rank. It is (backward - backward without a wrapper) / parameters.
+
+"memory" is what torch holds for each element of a bfloat16 model that is trained with DistributedOptimizer and Adam, in
+parts of Megatron's formulas: with d ranks 6 + 12 / d bytes with float32 gradients, 4 + 16 / d with bfloat16 ones.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import statistics
 from farandole.bench import _data_parallel_rank as on_rank
 from farandole.bench._data_parallel_rank import ALONE, NOTHING, OPTIONS, OURS, RAW
 from farandole.bench._hook_cost_rank import PARAMETERS, time_hooks
+from farandole.bench._memory_rank import bytes_per_element
 from farandole.bench._ranks import RANKS, RankPair
 from farandole.bench._series import Measurement, Report, Sample, Series, Target, interleave, ratio
 from farandole.bench._settings import Settings
@@ -34,6 +38,9 @@ _STEPS = {"transformer, 40M": 5, "2000 parameters": 10, "sleeping": 5}  # per ro
 _HOOK_PEERS = ["farandole", "torch over gloo"]
 _HOOK_BACKWARDS = 50  # per round
 _HOOK_LIMIT = 2e-6  # of a parameter
+# By the type of gradients, whether that is float32, and by the formula: bytes for each element.
+_MEMORY = {"float32 gradients": (True, 6 + 12 / RANKS), "bfloat16 gradients": (False, 4 + 16 / RANKS)}
+_MEMORY_LIMIT = 1.03  # in parts of the formula
 
 
 def measure(settings: Settings, pair: RankPair) -> Report:
@@ -63,6 +70,14 @@ def measure(settings: Settings, pair: RankPair) -> Report:
     report.ratios.append(ratio("exposed / torch's over gloo", hooks["farandole"], hooks["torch over gloo"]))
     measured = hooks["farandole"].median()
     report.targets.append(Target("host cost per parameter", measured, _HOOK_LIMIT, at_most=True, unit="s"))
+    for grads, (in_fp32, formula) in _MEMORY.items():
+        held = max(pair.call(bytes_per_element, grads_in_fp32=in_fp32))
+        part = held / formula
+        report.series.append(
+            Series("memory", grads, quantity="bytes / formula", unit="ratio", rounds=[[Sample(part, part)]])
+        )
+        report.notes.append(f"memory, {grads}: {held:.3g} bytes for each element, by the formula {formula:.3g}")
+        report.targets.append(Target(f"memory, {grads}: bytes / formula", part, _MEMORY_LIMIT, at_most=True))
     return report
 
 

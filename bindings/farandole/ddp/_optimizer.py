@@ -17,20 +17,13 @@ from farandole.ddp._options import group_of as checked_group
 from farandole.ddp._overflow import OverflowFlag
 from farandole.ddp._runs import Cut, GradShard, Run, whole_runs_of
 from farandole.ddp._settings import agree_on_settings, copy_settings, settings_of
+from farandole.ddp._step_parts import StepParts
 from farandole.ddp._tuning import TUNED_ROUNDS
 from farandole.ddp._whole import WholeParameters
+from farandole.ddp._wrapped import groups_of, is_elementwise_of
 from farandole.ddp._wrapper import DistributedDataParallel
 
 _CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
-
-# Those that update an element by what they know of that element alone, so that neighbours can be one tensor.
-_ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-# Those that look at the whole of a parameter, or at its shape.
-_BY_PARAMETER = ("Adafactor", "LAMB", "LARS", "Muon", "SOAP", "Shampoo")
-_REFUSED = {
-    "LBFGS": "looks at all parameters at once",
-    "SparseAdam": "takes sparse gradients",
-}
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -70,6 +63,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             no ``tensor_model_parallel = True`` are left out of norms, experts excepted.
         is_elementwise: whether a custom optimizer updates each element by itself, or each parameter: must be said
             where that is not known.
+        overlap_param_gather_with_optimizer_step: ``optimizer`` steps once for each bucket, first layers first, and the
+            all-gather of each starts before the next is stepped.
 
     Raises:
         ValueError: an optimizer that can do neither over a sharded model; a parameter that is of none of the models;
@@ -84,6 +79,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         model_parallel_group: dist.ProcessGroup | None = None,
         tensor_parallel_group: dist.ProcessGroup | None = None,
         is_elementwise: bool | None = None,
+        overlap_param_gather_with_optimizer_step: bool = False,
     ) -> None:
         models = [model] if isinstance(model, torch.nn.Module) else list(model)
         for one in models:
@@ -114,9 +110,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     checked_group(name, group)
             if self._is_sharded and any(one._param_sync is None for one in models):
                 raise ValueError("model: expected all with use_distributed_optimizer=True, or none")
-            is_flat = not self._is_sharded or _is_elementwise(optimizer, is_elementwise)
+            is_flat = not self._is_sharded or is_elementwise_of(optimizer, is_elementwise)
+            if overlap_param_gather_with_optimizer_step and not (self._is_sharded and is_flat):
+                needed = (
+                    "an optimizer that updates each element by itself"
+                    if self._is_sharded
+                    else "a model that is wrapped with use_distributed_optimizer=True"
+                )
+                raise ValueError(f"overlap_param_gather_with_optimizer_step=True: expected {needed}")
             prefixes = ["" if len(models) == 1 else f"{index}." for index in range(len(models))]
-            group_of, self._names = _groups_of(optimizer, models, prefixes)
+            group_of, self._names = groups_of(optimizer, models, prefixes)
             facts += [("optimizer", type(optimizer).__name__)]
             facts += [(f"param group {index}", ", ".join(names)) for index, names in enumerate(self._names)]
         self._expert_suffix = expert_suffix(models)
@@ -141,6 +144,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             one._reducer.hold_parameters()  # the runs have their memory
         for index, group in enumerate(optimizer.param_groups):
             group["params"] = [run.tensor for run in self._runs if run.group == index]
+        self._parts = StepParts(optimizer, self._runs, models) if overlap_param_gather_with_optimizer_step else None
         # What is measured, clipped and scaled.
         self._graded: Sequence[Run | GradShard] = self._runs
         if not is_flat:
@@ -154,6 +158,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._flag = OverflowFlag(self._device, [*self._replica_groups, model_parallel_group], self._unscale_rest)
         self.param_groups[-1]["params"].append(self._flag)
         self._settings = settings_of(self.param_groups)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: what each rank updates was settled when this was made."""
+        if hasattr(self, "_settings"):  # else torch's constructor adds those that there are
+            raise NotImplementedError(
+                "add_param_group(): expected all param groups in the optimizer that a DistributedOptimizer is made of: "
+                "make a second one over the same model"
+            )
+        super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Begins a step: gradients of the last one do not count any more.
@@ -211,10 +224,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for run in self._runs if self._exchanges else ():
             run.take_grad()
         self._agree_on_settings()
-        self._inner.step()
+        if self._parts is not None:
+            self._parts.step()
+        else:
+            self._inner.step()
         self._show_settings()
         self._drop_grads()
-        self._publish()
+        if self._parts is None:
+            self._publish()
         return loss
 
     def reload_model_params(self) -> None:
@@ -358,43 +375,3 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         for grads in by_type.values():
             torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
-
-
-def _is_elementwise(optimizer: torch.optim.Optimizer, is_elementwise: bool | None) -> bool:
-    name = type(optimizer).__name__
-    if name in _REFUSED:
-        raise ValueError(
-            f"optimizer is a {name}, which {_REFUSED[name]}: expected a model that is wrapped with "
-            "use_distributed_optimizer=False"
-        )
-    if is_elementwise is not None:
-        return is_elementwise
-    if name not in _ELEMENTWISE and name not in _BY_PARAMETER:
-        raise ValueError(
-            f"optimizer is a {name}: expected is_elementwise=True if it updates each element of a tensor by itself, as "
-            "Adam does, False if it looks at whole parameters, each by itself, as Adafactor does"
-        )
-    return name in _ELEMENTWISE
-
-
-def _groups_of(
-    optimizer: torch.optim.Optimizer, models: list[DistributedDataParallel], prefixes: list[str]
-) -> tuple[dict[torch.Tensor, int], list[list[str]]]:
-    """The param group of each parameter, and the names of the parameters by param group."""
-    name_of = {
-        parameter: prefix + name
-        for prefix, model in zip(prefixes, models, strict=True)
-        for name, parameter in model._trainable.items()
-    }
-    group_of: dict[torch.Tensor, int] = {}
-    names: list[list[str]] = []
-    for index, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if parameter not in name_of and parameter.requires_grad:
-                raise ValueError(
-                    f"optimizer has a parameter of shape {tuple(parameter.shape)} in param group {index} that is none "
-                    "of the model's: expected one made over model.parameters()"
-                )
-            group_of[parameter] = index
-        names.append([name_of[parameter] for parameter in group["params"] if parameter in name_of])
-    return group_of, names

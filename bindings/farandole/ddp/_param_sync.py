@@ -54,10 +54,28 @@ class ParamSync:
 
     def updated(self) -> None:
         """The optimizer has stepped: what other ranks own is old. Collective."""
+        self.begin_update()
+        self._gather.start()
+        self.end_update()
+
+    def begin_update(self) -> None:
+        """The optimizer steps now: what other ranks own becomes old. ``updated_through`` and ``end_update`` follow."""
         self._has_optimizer = True
-        self._gather_all()
+        self._gather.finish_all()
+        self._gather.mark_stale()
+
+    def updated_through(self, bucket_group: int) -> None:
+        """Down to this one all groups are stepped: their gathers start, while the others are."""
+        self._gather.start_through(bucket_group)
+
+    def end_update(self) -> None:
+        """Waits for the gathers, unless forwards do."""
         if not self._handles:
             self._gather.finish_all()
+
+    def bucket_groups(self) -> dict[torch.Tensor, int]:
+        """Which one each trainable parameter comes with; the last one comes first."""
+        return self._group_of
 
     def start(self, *, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Megatron-core's start_param_sync: asynchronous where it overlaps, unless ``force_sync``. Collective.

@@ -16,6 +16,7 @@ from farandole.ddp._comm_hook import builtin_comm_hook, checked_comm_hook
 from farandole.ddp._copying import build_again, state_of
 from farandole.ddp._fused import is_added_of, reset_added
 from farandole.ddp._join import UnevenInputs, begin_forward
+from farandole.ddp._layout import ShowsLayout
 from farandole.ddp._options import (
     Replicas,
     bucket_elements,
@@ -32,7 +33,7 @@ from farandole.ddp._tuning import BucketTuner, is_auto
 __all__ = ["DistributedDataParallel"]
 
 
-class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters):
+class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters, ShowsLayout):
     """Wraps a module so that each backward leaves the average gradient over the group in ``.grad``.
 
     Gradients live in contiguous buffers, laid out in reverse registration order (as Megatron-core's) and cut into
@@ -87,6 +88,9 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters):
         overlap_param_gather: with it, the parameters that other ranks have updated come while the next forward runs,
             each bucket just before the first module that needs it; else :class:`DistributedOptimizer` waits for them.
         average_in_collective: average by the collective's AVG also where the backend would not do so by itself.
+        reduce_scatter_with_fp32_accumulation: gradients of bfloat16 and float16 are added up in float32 and rounded once,
+            over any backend; with use_distributed_optimizer. Over farandole on one host they are so anyway; elsewhere
+            each rank gets all ranks' parts by an all-to-all, which takes the memory of a bucket meanwhile.
         calculate_per_token_loss: sum gradients instead of averaging them; ``scale_gradients`` divides them later.
         check_for_nan_in_grad: look for NaN and Inf in each bucket before it is reduced: then ``backward()`` raises on
             every rank, naming parameter, bucket and rank.
@@ -127,6 +131,7 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters):
         use_distributed_optimizer: bool = False,
         overlap_param_gather: bool = False,
         average_in_collective: bool = False,
+        reduce_scatter_with_fp32_accumulation: bool = False,
         calculate_per_token_loss: bool = False,
         check_for_nan_in_grad: bool = False,
         check_for_large_grads: float = 0.0,
@@ -138,8 +143,12 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters):
         super().__init__()
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"module is a {type(module).__name__}: expected a torch.nn.Module")
-        if overlap_param_gather and not use_distributed_optimizer:
-            raise ValueError("overlap_param_gather=True: expected use_distributed_optimizer=True with it")
+        for name, is_asked in (
+            ("overlap_param_gather", overlap_param_gather),
+            ("reduce_scatter_with_fp32_accumulation", reduce_scatter_with_fp32_accumulation),
+        ):
+            if is_asked and not use_distributed_optimizer:
+                raise ValueError(f"{name}=True: expected use_distributed_optimizer=True with it")
         self.device = input_device(module, device_ids, output_device, dim)
         self.broadcast_buffers = broadcast_buffers
         options = _C.ReducerOptions()
@@ -161,6 +170,7 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters):
         options.is_sharded = use_distributed_optimizer
         options.in_main_grad = grad_reduce_in_fp32 or use_distributed_optimizer
         options.average_in_collective = average_in_collective
+        options.accumulates_in_float = reduce_scatter_with_fp32_accumulation
         options.is_averaged = not calculate_per_token_loss
         options.checks_nan = check_for_nan_in_grad
         options.largest_grad = check_for_large_grads
@@ -388,7 +398,3 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters):
     def bucket_tuning(self) -> str | None:
         """Which bucket size was chosen and why; None before that, and without ``bucket_size="auto"``."""
         return self._tuner.reason if self._tuner is not None else None
-
-    def bucket_layout(self) -> str:
-        """One line per bucket: its buffer, its range in elements, and its parameters by index of registration."""
-        return self._reducer.layout()

@@ -84,6 +84,7 @@ class StepConfig:
 
     Raises:
         NotImplementedError: it asks for something that is not supported; it is named.
+        TypeError: its timers are none.
     """
 
     def __init__(self, config: Any):
@@ -95,6 +96,11 @@ class StepConfig:
             raise NotImplementedError("config.experimental_attention_variant is 'dsa', whose loss is not supported")
         if getattr(config, "cuda_graph_impl", "none") == "local":
             raise NotImplementedError("config.cuda_graph_impl is 'local', expected 'none': it is not supported")
+        timers = getattr(config, "timers", None)
+        if timers is not None and not callable(timers):  # others may wait in a barrier of theirs
+            raise TypeError(
+                f"config.timers is a {type(timers).__name__}, expected a callable: timers(name, log_level=n)"
+            )
         self.source = config
 
     def __getattr__(self, name: str) -> Any:

@@ -205,6 +205,7 @@ def _options(config: Any, ddp_config: Any, bucket_size: int | None) -> _C.Reduce
     options.overlaps = value_of(ddp_config, "overlap_grad_reduce")
     options.grad_dtype = torch.float32 if value_of(ddp_config, "grad_reduce_in_fp32") else None
     options.is_sharded = value_of(ddp_config, "use_distributed_optimizer")
+    options.accumulates_in_float = value_of(ddp_config, "reduce_scatter_with_fp32_accumulation")
     options.is_averaged = not getattr(config, "calculate_per_token_loss", False)
     options.average_in_collective = value_of(ddp_config, "average_in_collective")
     if options.average_in_collective and not options.is_averaged:

@@ -79,6 +79,7 @@ _SUPPORTED = frozenset(
         "num_buckets",
         "pad_buckets_for_high_nccl_busbw",
         "average_in_collective",
+        "reduce_scatter_with_fp32_accumulation",
     }
 )
 
@@ -106,6 +107,7 @@ def check(config: Any) -> None:
     sharded = value_of(config, "use_distributed_optimizer")
     for name, needs in (
         ("overlap_param_gather", value_of(config, "overlap_param_gather")),
+        ("reduce_scatter_with_fp32_accumulation", value_of(config, "reduce_scatter_with_fp32_accumulation")),
         ("num_distributed_optimizer_instances", value_of(config, "num_distributed_optimizer_instances") != 1),
     ):
         if needs and not sharded:

@@ -11,6 +11,7 @@ from torch import nn
 
 from farandole.megatron._calls import call_with_what_it_takes
 from farandole.megatron._config import ModelParallelConfig
+from farandole.megatron._refusal import refusal_of_call, refused_on_all_ranks
 from farandole.megatron._schedules import get_forward_backward_func
 
 
@@ -41,6 +42,12 @@ class LegacyForwardBackward:
     pp_size: int | None = None
     vp_size: int | None = None
 
+    @property
+    def pipelined(self) -> bool:
+        """Whether other ranks may wait for this one."""
+        return self.pp_size != 1
+
+    @refused_on_all_ranks
     def __call__(
         self,
         forward_step_func: Callable[..., Any],
@@ -57,25 +64,30 @@ class LegacyForwardBackward:
             optimizer: None where there is no scaling.
             timers: "forward-compute" and "backward-compute" are started and stopped.
         """
-        config = ModelParallelConfig(
+        with refusal_of_call(self.pipelined):
+            num_microbatches = self.get_num_microbatches()
+            step = get_forward_backward_func(self.pp_size, self.vp_size)
+            step = step.with_config(self._config(optimizer, timers, forward_only))
+        return step(
+            forward_step_func=forward_step_func,
+            data_iterator=data_iterator,
+            model=model,
+            num_microbatches=num_microbatches,
+            seq_length=self.seq_length,
+            micro_batch_size=self.micro_batch_size,
+            decoder_seq_length=self.decoder_seq_length,
+            forward_only=forward_only,
+            collect_non_loss_data=collect_non_loss_data,
+        )
+
+    def _config(self, optimizer: Any, timers: Callable[..., Any] | None, forward_only: bool) -> ModelParallelConfig:
+        return ModelParallelConfig(
             hidden_size=self.hidden_size,
             pipeline_dtype=self.params_dtype,
             sequence_parallel=self.sequence_parallel,
             variable_seq_lengths=self.variable_seq_lengths,
             timers=None if timers is None else _LegacyTimers(timers),
             grad_scale_func=None if optimizer is None or forward_only else optimizer.scale_loss,
-        )
-        step = get_forward_backward_func(self.pp_size, self.vp_size).with_config(config)
-        return step(
-            forward_step_func=forward_step_func,
-            data_iterator=data_iterator,
-            model=model,
-            num_microbatches=self.get_num_microbatches(),
-            seq_length=self.seq_length,
-            micro_batch_size=self.micro_batch_size,
-            decoder_seq_length=self.decoder_seq_length,
-            forward_only=forward_only,
-            collect_non_loss_data=collect_non_loss_data,
         )
 
 

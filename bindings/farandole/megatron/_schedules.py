@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,13 +14,13 @@ from farandole.megatron._chunk import Call
 from farandole.megatron._config import StepConfig
 from farandole.megatron._losses import Collected
 from farandole.megatron._models import get_attr_wrapped_model, get_model_config, is_encoder_and_decoder
+from farandole.megatron._refusal import refusal_of_call, refused_on_all_ranks
 from farandole.megatron._runs import Run, RunKey, run_for
 from farandole.megatron._shapes import AdjustShapes, Lengths, declared_shapes
 from farandole.megatron._sync import StepSync
 from farandole.megatron._timing import timed
 from farandole.megatron._topology import Topology, parallel_state, topology_of
 from farandole.pipelining._devices import one_device, stage_device
-from farandole.pipelining._refusal import tell_others
 
 
 class ForwardBackward:
@@ -35,17 +35,18 @@ class ForwardBackward:
 
     def __init__(self, name: str, *, pipelined: bool, interleaved: bool, config: Any = None):
         self.__name__ = name
-        self._pipelined = pipelined
+        self.pipelined = pipelined
         self._interleaved = interleaved
         self._config = config
 
     def with_config(self, config: Any) -> ForwardBackward:
         """The same for models that have no config."""
-        return ForwardBackward(self.__name__, pipelined=self._pipelined, interleaved=self._interleaved, config=config)
+        return ForwardBackward(self.__name__, pipelined=self.pipelined, interleaved=self._interleaved, config=config)
 
     def __repr__(self) -> str:
         return f"farandole.megatron.{self.__name__}"
 
+    @refused_on_all_ranks
     def __call__(
         self,
         *,
@@ -100,14 +101,14 @@ class ForwardBackward:
                 are undefined, and the next step runs.
             ValueError, TypeError, NotImplementedError: this rank's arguments do not fit; other ranks raise RuntimeError.
         """
-        with _refusal(self._pipelined, p2p_communicator):
+        with refusal_of_call(self.pipelined, p2p_communicator, pg_collection):
             if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
                 raise ValueError(f"num_microbatches is {num_microbatches!r}, expected an int of at least 1")
             models = self._chunks(model, "model")
             iterators = self._chunks(data_iterator, "data_iterator", count=len(models))
             config = StepConfig(get_model_config(models[0]) if self._config is None else self._config)
-            topology = topology_of(p2p_communicator, pg_collection, self._pipelined)
-            if adjust_tensor_shapes_fn is not None and (self._interleaved or not self._pipelined):
+            topology = topology_of(p2p_communicator, pg_collection, self.pipelined)
+            if adjust_tensor_shapes_fn is not None and (self._interleaved or not self.pipelined):
                 raise ValueError(f"adjust_tensor_shapes_fn was given, expected None: {self.__name__} does not take it")
             lengths = Lengths(seq_length, micro_batch_size, None if self._interleaved else decoder_seq_length)
             run = self._run(models, config, topology, num_microbatches, forward_only, lengths, adjust_tensor_shapes_fn)
@@ -131,9 +132,11 @@ class ForwardBackward:
             )
         if run.key.confirms:  # nobody waits in the timer's barrier for a rank that refuses
             run.confirm()
-        with timed(config, "forward-backward", 1, barrier=config.barrier_with_L1_time):
+        with contextlib.ExitStack() as stack:
+            with refusal_of_call(self.pipelined, p2p_communicator, pg_collection):
+                stack.enter_context(timed(config, "forward-backward", 1, barrier=config.barrier_with_L1_time))
             try:
-                with _refusal(self._pipelined, p2p_communicator):
+                with refusal_of_call(self.pipelined, p2p_communicator, pg_collection):
                     sync.begin()
                 run.step(call)
                 sync.end()
@@ -150,7 +153,7 @@ class ForwardBackward:
                     pg_collection=topology.pg_collection,
                     force_all_reduce=force_all_reduce,
                 )
-        if forward_only and not self._pipelined:
+        if forward_only and not self.pipelined:
             _synchronize_param_gather(models[0])
         return call.collected.data
 
@@ -164,7 +167,7 @@ class ForwardBackward:
         lengths: Lengths,
         adjust: AdjustShapes | None,
     ) -> Run:
-        both = self._pipelined and is_encoder_and_decoder(models[0])
+        both = self.pipelined and is_encoder_and_decoder(models[0])
         if both and (topology.split_rank is None or self._interleaved):
             raise ValueError(
                 "model_type is encoder_and_decoder, expected pipeline_model_parallel_split_rank to be set and one chunk "
@@ -234,21 +237,6 @@ def _max_outstanding(config: StepConfig, run: Run) -> int | None:
     if config.num_microbatches_with_partial_activation_checkpoints is None or run.num_warmup is None:
         return None
     return run.num_warmup + 1
-
-
-@contextlib.contextmanager
-def _refusal(pipelined: bool, p2p_communicator: Any) -> Iterator[None]:
-    """What is raised inside reaches the other ranks of the pipeline, where there is one to be found."""
-    try:
-        yield
-    except Exception as error:
-        state = parallel_state()
-        group = getattr(p2p_communicator, "pp_group", None)
-        if group is None and state is not None:
-            group = state.get_pipeline_model_parallel_group()
-        if pipelined:
-            tell_others(group, error)
-        raise
 
 
 forward_backward_no_pipelining = ForwardBackward("forward_backward_no_pipelining", pipelined=False, interleaved=False)

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from farandole._C import Plan, SimulationResult
 from farandole.pipelining._captions import draw_text
 from farandole.pipelining._chrome_trace import chrome_trace
-from farandole.pipelining._measured import gather_timeline, profile_costs
+from farandole.pipelining._measured import StageCosts, gather_timeline, profile_costs
+from farandole.pipelining._measured_transfers import measure_transfers
 from farandole.pipelining._memory import MemoryCurve, memory_over_time
 from farandole.pipelining._plans import (
     AutoPlan,
@@ -50,6 +51,7 @@ from farandole.pipelining._stage import PipelineStage
 from farandole.pipelining._svg import draw_svg
 from farandole.pipelining._tied_weights import TiedWeights
 from farandole.pipelining._torch_stages import build_stage
+from farandole.pipelining._transfers import Transfers
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import Pipe, SplitPoint, pipe_split, pipeline
@@ -88,7 +90,9 @@ __all__ = [
     "ScheduleZBVZeroBubble",
     "SimulationResult",
     "SplitPoint",
+    "StageCosts",
     "TiedWeights",
+    "Transfers",
     "auto_plan",
     "build_stage",
     "chrome_trace",
@@ -97,6 +101,7 @@ __all__ = [
     "gather_timeline",
     "get_schedule_class",
     "lower",
+    "measure_transfers",
     "memory_over_time",
     "pipe_split",
     "pipeline",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from farandole import _C
 from farandole._clocks import clock_offset
 from farandole.pipelining._rows import parse
 from farandole.pipelining._schedule import PipelineSchedule
+from farandole.pipelining._transfers import Transfers
 
 _KINDS = ("F", "B", "I", "W")  # as simulate() takes their costs
 
@@ -49,11 +51,22 @@ def gather_timeline(schedule: PipelineSchedule) -> _C.SimulationResult:
     )
 
 
-def profile_costs(*steps: _C.SimulationResult) -> list[tuple[float, float, float, float]]:
-    """What the actions of each stage took, for :func:`simulate` and :func:`auto_plan`.
+class StageCosts(list[tuple[float, float, float, float]]):
+    """For each stage the seconds of its F, B, I and W; and what messages take, where that was measured."""
+
+    def __init__(
+        self, seconds: Iterable[tuple[float, float, float, float]] = (), transfers: Transfers | None = None
+    ) -> None:
+        super().__init__(seconds)
+        self.transfers = transfers
+
+
+def profile_costs(*steps: _C.SimulationResult, transfers: Transfers | None = None) -> StageCosts:
+    """What the actions of each stage took, for :func:`simulate` and :func:`auto_plan`, and what messages do.
 
     Args:
         *steps: measured steps of one plan, each with all ranks (:func:`gather_timeline`).
+        transfers: of the messages between the stages (:func:`measure_transfers`); nothing by default.
 
     Returns:
         For each stage the median seconds of its F, B, I and W, over microbatches and steps. A B that was not run is
@@ -72,7 +85,7 @@ def profile_costs(*steps: _C.SimulationResult) -> list[tuple[float, float, float
                 run |= {(leaf.stage, leaf.kind) for leaf in action.parts or (action,) if leaf.kind in _KINDS}
                 if action.kind in _KINDS:
                     taken.setdefault((action.stage, action.kind), []).append(end - start)
-    costs = []
+    costs = StageCosts(transfers=transfers)
     for stage in range(1 + max((stage for stage, _ in run), default=-1)):
         kinds = [kind for kind in _KINDS if (stage, kind) in run]
         alone = [kind for kind in kinds if (stage, kind) in taken]

@@ -54,12 +54,22 @@ def split_tensor(tensor: torch.Tensor, count: int, dim: int, name: str) -> tuple
 
 
 def merge_outputs(chunks: list[Any], spec: Any) -> Any:
-    """The outputs of all microbatches as one, along dimension 0 or as the spec says."""
+    """The outputs of all microbatches as one, along dimension 0 or as the spec says.
+
+    Raises:
+        TypeError: they cannot be; the step is done.
+    """
     if spec is None and all(type(chunk) is torch.Tensor for chunk in chunks):
         return torch.cat(chunks)
     from torch.distributed.pipelining.microbatch import merge_chunks
 
-    return merge_chunks(chunks, spec)
+    try:
+        return merge_chunks(chunks, spec)
+    except Exception as error:
+        raise TypeError(
+            f"output_merge_spec is {spec!r}, expected one by which what the last stage returns can be merged, or "
+            f"return_outputs=False: {type(error).__name__}: {error}"
+        ) from error
 
 
 def signature(*trees: Any) -> list[Any]:

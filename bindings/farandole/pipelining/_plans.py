@@ -9,6 +9,7 @@ from typing import Any
 
 from farandole import _C
 from farandole.pipelining._stage_edges import Edge, pairs_of
+from farandole.pipelining._transfers import Transfers, as_tuple
 
 _CHANNELS = {
     "tagged": _C.ChannelModel.TAGGED,
@@ -83,7 +84,7 @@ def auto_plan(
     seconds: Sequence[Sequence[float]],
     *,
     num_ranks: int | None = None,
-    transfer: float = 0.0,
+    transfer: float | Transfers | None = None,
     memory: Sequence[Sequence[float]] | None = None,
     memory_limit: float | None = None,
     rank_of_stage: Sequence[int] | None = None,
@@ -100,7 +101,8 @@ def auto_plan(
         n_microbatches: microbatches per step.
         seconds: per stage (forward, backward, input's backward, weights' backward).
         num_ranks: processes of the pipeline; as many as stages by default.
-        transfer: seconds per message.
+        transfer: seconds per message, or those over each edge (:func:`measure_transfers`); by default those of
+            ``seconds``, where :func:`profile_costs` was given some, else none.
         memory: per stage the bytes that a microbatch holds from its forward on, and those that are left from the
             input's backward to the weights'; nothing by default.
         memory_limit: bytes on each rank; none by default.
@@ -121,7 +123,7 @@ def auto_plan(
         n_microbatches,
         forward_only,
         [_numbers("seconds", stage, 4) for stage in seconds],
-        transfer,
+        _transfer(transfer, seconds),
         [_numbers("memory", stage, 2) for stage in held],
         math.inf if memory_limit is None else memory_limit,
         rank_of_stage,
@@ -156,7 +158,9 @@ def validate(plan: _C.Plan, channel: str = "tagged") -> None:
 
 
 def simulate(
-    plan: _C.Plan, seconds: Mapping[str, float] | Sequence[Sequence[float]], transfer: float = 0.0
+    plan: _C.Plan,
+    seconds: Mapping[str, float] | Sequence[Sequence[float]],
+    transfer: float | Transfers | None = None,
 ) -> _C.SimulationResult:
     """When each action runs if every rank starts its actions as early as it can.
 
@@ -164,11 +168,18 @@ def simulate(
         plan: with or without communication.
         seconds: durations of compute: by the action's text ({"0F0": 0.01, ...}, of every
             compute action), or per stage (forward, backward, input's backward, weights' backward).
-        transfer: seconds per message.
+        transfer: seconds per message, as :func:`auto_plan` takes them.
     """
+    given = _transfer(transfer, seconds)
     if isinstance(seconds, Mapping):
-        return _C.simulate_plan(plan, dict(seconds), transfer)
-    return _C.simulate_plan(plan, [_numbers("seconds", stage, 4) for stage in seconds], transfer)
+        return _C.simulate_plan(plan, dict(seconds), given)
+    return _C.simulate_plan(plan, [_numbers("seconds", stage, 4) for stage in seconds], given)
+
+
+def _transfer(given: float | Transfers | None, seconds: Any) -> Any:
+    if given is None:
+        given = getattr(seconds, "transfers", None)
+    return as_tuple(0.0 if given is None else given)
 
 
 def _channel(name: str) -> _C.ChannelModel:

@@ -14,12 +14,12 @@ from torch import nn
 
 from farandole.sparse._ahead_run import AheadRun
 from farandole.sparse._comparisons import Comparisons
-from farandole.sparse._groups import group_of_its_own
 from farandole.sparse._in_flight import InFlight
 from farandole.sparse._input_dist import InputDist
 from farandole.sparse._input_equality import is_alike, is_equal_input, is_same_part
 from farandole.sparse._input_graph import InputGraph, trace_inputs
 from farandole.sparse._input_hooks import RecordedInputs, record_inputs
+from farandole.sparse._kernels import refuse_dense_sequences
 from farandole.sparse._model_changes import ModelChanges
 from farandole.sparse._post_processing import PostProcessing
 from farandole.sparse._sharded import is_sharded, sharded_modules, unwrap
@@ -45,7 +45,10 @@ class Attachment:
         self, model: nn.Module, group: dist.ProcessGroup | None, device: torch.device, strict: bool, tracing: str | None
     ) -> None:
         self.model, _ = unwrap(model)
-        if not sharded_modules(self.model, is_sharded):
+        sharded = sharded_modules(self.model, is_sharded)
+        for name, module in sharded.items():
+            refuse_dense_sequences(name, module, device)
+        if not sharded:
             raise ValueError(
                 f"{type(self.model).__name__} has no sharded module: expected torchrec's ShardedModule, or modules with "
                 "create_context, input_dist and compute_and_output_dist; TrainPipelineBase takes any model"
@@ -57,7 +60,7 @@ class Attachment:
             if tracing == "fx":
                 raise
             warnings.warn(f"inputs of sharded modules are found by hooks in the first batch\n{error}", stacklevel=4)
-        self.input_dist = InputDist(group_of_its_own(group, device), device)
+        self.input_dist = InputDist(group, device)
         self.verdicts: tuple[Verdict, ...] | None = None  # until inputs are known
         self.asked = (group, device, tracing)
         self._strict = strict

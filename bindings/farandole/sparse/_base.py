@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,17 @@ from farandole.sparse._streams import Streams
 from farandole.sparse._torchrec_arguments import refuse_torchrecs
 
 ModelForward = Callable[[Any], tuple[torch.Tensor, Any]]
+
+
+class Options(TypedDict, total=False):
+    """Arguments by name that all pipelines have."""
+
+    enable_amp: bool | torch.dtype
+    enable_grad_scaling: bool
+    grad_scaler: torch.amp.GradScaler | None
+    grad_accum: int | None
+    process_group: dist.ProcessGroup | None
+    load_on_thread: bool | None
 
 
 class TrainPipelineBase:
@@ -97,6 +108,7 @@ class TrainPipelineBase:
             self._stages,
             execute_all_batches=execute_all_batches,
             has_dist=self._has_dist,
+            completes_ahead=self._device.type == "cpu",
             load_on_thread=load_on_thread,
             dist_on_thread=self._dist_on_thread(),
         )

@@ -4,48 +4,67 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from farandole._C import Presence
+from farandole.sparse._exchange_group import ExchangeGroup, FailedOnOthers
 
 _exchanges: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
+SKIPPED = "batch {} is skipped on all ranks, since it has failed on others"
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the ranks have together, and the row of each; who has failed, by global rank and why."""
+
+    presence: Presence
+    rows: list[list[int]] = field(default_factory=list)
+    failed: dict[int, str] = field(default_factory=dict)
+
+    def error(self, number: int) -> FailedOnOthers:
+        """For a rank that has its batch, of this number."""
+        reasons = "\n".join(f"rank {rank}, {reason}" for rank, reason in self.failed.items() if reason)
+        return FailedOnOthers(f"{SKIPPED.format(number)}\n{reasons}")
+
+
 class SplitsExchange:
     """One all-to-all of integers for each batch. The first column is who has the batch, so that the end of the data on
-    one rank, or its failure to load it, reaches the others at no cost. One batch at a time.
+    one rank, or its failure to load it, reaches the others at no cost. One at a time."""
 
-    Args:
-        group: its ranks; None is this rank alone.
-        device: where tensors for the group have to be.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(self, group: ExchangeGroup) -> None:
         self._group = group
-        self._device = device
         self._columns = 0
         self._number = 0
-        self._name = "" if group is None else f"farandole/sparse/{group.group_name}/{_count(group)}"
+        self._name = "" if group.group is None else f"farandole/sparse/{group.group.group_name}/{_count(group.group)}"
         self._pending: tuple[torch.Tensor, dist.Work | None] | None = None
         self._told: list[str] = []  # keys of reasons, the last one first
 
     @property
     def size(self) -> int:
-        return 1 if self._group is None else self._group.size()
+        return self._group.size
 
     def expect(self, columns: int) -> None:
         """So many integers come next, where this rank has no batch to tell by."""
         self._columns = columns
 
-    def agree(self, presence: Presence, reason: str = "") -> Presence:
-        """Waits for all ranks before anything is known of the splits."""
-        columns, self._columns = self._columns, 0
-        self.post(presence, [[] for _ in range(self.size)], reason)
-        said, _ = self.wait()
+    @property
+    def columns(self) -> int:
+        return self._columns
+
+    def agree(self, presence: Presence, reason: str = "", place: int = 0) -> Said:
+        """Waits for all ranks, apart from any splits. Each has a row of one integer, ``place``."""
+        self.post_agreement(presence, reason, place)
+        return self.wait()
+
+    def post_agreement(self, presence: Presence, reason: str = "", place: int = 0) -> None:
+        columns = self._columns
+        self.post(presence, [[place]] * self.size, reason)
         self._columns = columns
-        return said
 
     def post(self, presence: Presence, rows: Sequence[Sequence[int]] | None, reason: str = "") -> None:
         """Starts it with a row of integers for each rank, equally many in all of them; None for a rank without the
@@ -55,44 +74,44 @@ class SplitsExchange:
         self._columns = len(rows[0])
         self._number += 1
         sent = torch.tensor([[presence.value, *row] for row in rows], dtype=torch.int64)
-        if self._group is None:
+        if self._group.group is None:
             self._pending = sent, None
             return
         if presence == Presence.FAILED:
-            self._told.insert(0, self._key(self._group.rank()))
+            self._told.insert(0, self._key(self._group.rank))
             _store().set(self._told[0], reason)
-        sent = sent.to(self._device)
+        sent = sent.to(self._group.device)
         received = torch.empty_like(sent)
-        self._pending = received, dist.all_to_all_single(received, sent, group=self._group, async_op=True)
+        self._pending = received, self._group.all_to_all(received, sent)
 
-    def wait(self) -> tuple[Presence, list[list[int]]]:
-        """What the ranks have together, and the row of each.
+    def has_come(self) -> bool:
+        assert self._pending is not None
+        return self._pending[1] is None or self._pending[1].is_completed()
 
-        Raises:
-            RuntimeError: another rank has failed; names it and says why.
-        """
+    def wait(self) -> Said:
         assert self._pending is not None
         received, work = self._pending
         self._pending = None
         if work is not None:
-            work.wait()
+            self._group.wait(work)
             self._forget()
         rows = received.tolist()
         said = [row[0] for row in rows]
+        rest = [row[1:] for row in rows]
         if Presence.END_OF_DATA.value in said:
-            return Presence.END_OF_DATA, []
+            return Said(Presence.END_OF_DATA)
         failed = [rank for rank, what in enumerate(said) if what == Presence.FAILED.value]
         if not failed:
-            return Presence.BATCH, [row[1:] for row in rows]
-        if self._group is None or self._group.rank() in failed:
-            return Presence.FAILED, []
-        ranks = dist.get_process_group_ranks(self._group)
-        reasons = [f"rank {ranks[rank]}: {_store().get(self._key(rank)).decode()}" for rank in failed]
-        raise RuntimeError("a batch is skipped on all ranks, since it has failed on others\n" + "\n".join(reasons))
+            return Said(Presence.BATCH, rest)
+        if self._group.group is None:
+            return Said(Presence.FAILED, rest, {0: ""})
+        ranks = dist.get_process_group_ranks(self._group.group)
+        reasons = {ranks[rank]: _store().get(self._key(rank)).decode() for rank in failed}
+        return Said(Presence.FAILED, rest, reasons)
 
     def _forget(self) -> None:
         """All ranks have read the reasons of exchanges before the one that has ended."""
-        now = self._key(dist.get_rank(self._group))
+        now = self._key(self._group.rank)
         while self._told and self._told[-1] != now:
             _store().delete_key(self._told.pop())
 

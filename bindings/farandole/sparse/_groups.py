@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 _twins: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+_given_up: list[dist.ProcessGroup] = []
 
 
 def group_of_its_own(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup | None:
@@ -17,6 +18,8 @@ def group_of_its_own(group: dist.ProcessGroup | None, device: torch.device) -> d
     if group is None or group.size() == 1 or device.type != "cpu":
         return group
     if group not in _twins:
+        while _given_up:
+            dist.destroy_process_group(_given_up.pop())
         is_world = group is dist.group.WORLD
         _twins[group] = dist.new_group(
             dist.get_process_group_ranks(group),
@@ -26,6 +29,12 @@ def group_of_its_own(group: dist.ProcessGroup | None, device: torch.device) -> d
             group_desc="farandole_sparse",
         )
     return _twins[group]
+
+
+def forget_group_of_its_own(group: dist.ProcessGroup | None) -> None:
+    """Its ranks have given it up, and all know: the next one is made anew."""
+    if group in _twins:
+        _given_up.append(_twins.pop(group))
 
 
 def _timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:

@@ -13,34 +13,39 @@ from torch import nn
 from farandole._C import Presence
 from farandole.sparse._exchange import SplitsExchange
 from farandole.sparse._in_flight import InFlight
+from farandole.sparse._joint_steps import JointSteps
 from farandole.sparse._sharded import is_torchrec
 from farandole.sparse._verdict import Inputs
 
 
 class InputDist:
-    """Starts and finishes the input_dist of one batch after the other, in the same order on all ranks.
+    """Starts, finishes and completes the input_dist of one batch after the other, in the same order on all ranks.
 
     The splits of torchrec's modules go round together, with who has the batch. Other modules, and what torchrec
-    exchanges over groups of other ranks, follow when all ranks are known to have it.
+    exchanges over groups of other ranks, follow when all ranks are known to have it. A rank that fails tells the
+    others, who raise a FailedOnOthers for that batch; the next one goes on, unless ``refuse_lost()`` says that none can.
 
     Args:
-        group: all ranks that train together; used by nobody else, since it may be called by another thread. None is
-            this rank alone.
+        group: all ranks that train together. None is this rank alone.
         device: where the inputs are.
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
-        self._group = group
-        self._exchange = SplitsExchange(group, device)
+        self._joint = JointSteps(group, device)
         self._modules: dict[str, nn.Module] = {}
         self._inputs: Callable[[InFlight], Inputs] | None = None
         self._torchrec: Any = None
         self._held: dict[str, Any] = {}
         self._has_begun = False
+        self._had_turn = False  # after what makes it impossible to go on
         self._may_run_beside = True
         self._decided: Presence | None = None  # where no exchange is outstanding
         self._late: dict[str, tuple[Any, dict[str, Any]]] = {}  # inputs of modules that start in finish()
         self._unsent: list[Any] = []
+
+    @property
+    def _exchange(self) -> SplitsExchange:
+        return self._joint.exchange
 
     def take(self, modules: dict[str, nn.Module], inputs: Callable[[InFlight], Inputs], may_run_beside: bool) -> None:
         """From the next batch on: the pipelined modules by name, and what a batch gives them, in the same order;
@@ -48,6 +53,20 @@ class InputDist:
         self._modules, self._inputs, self._may_run_beside = modules, inputs, may_run_beside
         if any(is_torchrec(module) for module in modules.values()):
             self._torchrec = importlib.import_module("farandole.sparse._torchrec")
+
+    def renew(self) -> None:
+        """On all ranks, between two batches: takes another group for exchanges where one was given up.
+
+        Raises:
+            RuntimeError: there is no use in it, since no group can be had, or what else the modules exchange over is out
+                of step. Not before the batch that failed had its turn.
+        """
+        if self._joint.is_lost:
+            if self._had_turn:
+                self._joint.refuse_lost()
+            self._had_turn = True
+        elif self._joint.renew() and self._has_begun:
+            self._hold_all()
 
     def may_run_beside(self, is_promised: bool) -> bool:
         """Not before it has been through the modules: until then forwards use the same groups. Nor where modules
@@ -58,10 +77,13 @@ class InputDist:
             name in self._held and all(map(self._is_ours, self._held[name].groups)) for name in self._modules
         )
 
-    def start(self, flying: InFlight | None, presence: Presence, reason: str) -> None:
+    def start(self, number: int, flying: InFlight | None, presence: Presence, reason: str) -> None:
         error: Exception | None = None
         calls: dict[str, tuple[Any, dict[str, Any]]] = {}
         self._late, self._unsent = {}, []
+        if self._joint.is_lost:
+            self._decided = Presence.FAILED
+            self._joint.refuse_lost()
         if flying is not None and self._inputs is not None:
             try:
                 calls = self._calls(flying, self._inputs)
@@ -69,25 +91,32 @@ class InputDist:
                     self._hold(flying, calls)
             except Exception as raised:
                 error = raised
-                presence, reason = Presence.FAILED, f"{type(raised).__name__}: {raised}"
-        if self._has_begun:
-            rows = self._rows() if presence == Presence.BATCH else None
-            self._decided = None
-            self._exchange.post(presence, rows, reason)
+                presence, reason = Presence.FAILED, _told("input_dist", number, raised)
+        if not self._has_begun:
+            self._begin(number, flying, calls, presence, reason)
         else:
-            self._begin(flying, calls, presence, reason)
+            self._post(number, presence, reason)
         if error is not None:
             raise error
 
-    def finish(self, flying: InFlight | None) -> bool:
+    def finish(self, number: int, flying: InFlight | None) -> bool:
         """False at the end of the data on some rank."""
         if self._decided is not None:
             return self._decided != Presence.END_OF_DATA
-        said, rows = self._exchange.wait()
-        if said == Presence.BATCH and flying is not None:
-            self._send(flying, rows)
+        with self._joint.told("the exchange of splits", number):
+            said = self._exchange.wait()
+        if said.presence == Presence.FAILED and flying is not None and self._joint.rank not in said.failed:
+            raise said.error(number)
+        if said.presence == Presence.BATCH and flying is not None:
+            with self._joint.told("input_dist", number):
+                self._send_unsent(flying, said.rows)
+            self._dist_late(flying)
             flying.is_sent = True
-        return said != Presence.END_OF_DATA
+        return said.presence != Presence.END_OF_DATA
+
+    def complete(self, flying: InFlight, wait: Callable[[InFlight], None]) -> None:
+        """``wait`` is for the data of all modules; where it raises on one rank, all skip the batch."""
+        self._joint.step("the wait for its inputs", flying.number, lambda: wait(flying))
 
     def release(self) -> None:
         """The modules are as they were before."""
@@ -107,35 +136,56 @@ class InputDist:
         flying.owner = self
         return calls
 
-    # torchrec's modules make their input_dist from the first batch that they see.
-    def _begin(self, flying: InFlight | None, calls: dict[str, Any], presence: Presence, reason: str) -> None:
+    # torchrec's modules make their all-to-alls from the first batch that they see. So all ranks have one then, and no
+    # rank tells how much others send before all have made them.
+    def _begin(
+        self, number: int, flying: InFlight | None, calls: dict[str, Any], presence: Presence, reason: str
+    ) -> None:
         self._decided = Presence.FAILED
-        self._decided = self._exchange.agree(presence, reason)
-        if self._decided != Presence.BATCH or flying is None or self._inputs is None:
+        with self._joint.told("the exchange of splits", number):
+            said = self._exchange.agree(presence, reason)
+        self._decided = said.presence
+        if said.presence == Presence.FAILED and presence == Presence.BATCH:
+            raise said.error(number)
+        if said.presence != Presence.BATCH or flying is None or self._inputs is None:
             return
-        for name, (args, kwargs) in calls.items():
-            self._dist_alone(flying, name, args, kwargs)
-        flying.is_sent = True
+        self._decided = Presence.FAILED
+        self._joint.step("input_dist", number, lambda: self._hold_first(flying, calls))
+        self._has_begun = True
+        self._post(number, presence, reason)
+
+    def _post(self, number: int, presence: Presence, reason: str) -> None:
+        self._decided = None
+        with self._joint.told("the exchange of splits", number):
+            self._exchange.post(presence, self._rows() if presence == Presence.BATCH else None, reason)
+
+    def _hold_first(self, flying: InFlight, calls: dict[str, Any]) -> None:
+        self._late, self._unsent = {}, []
+        if self._torchrec is None:
+            self._hold(flying, calls)
+            return
+        with self._torchrec.holding_all(self._over):
+            self._hold(flying, calls, {name for name, module in self._modules.items() if is_torchrec(module)})
+        self._hold_all()
+
+    def _hold_all(self) -> None:
+        self.release()
         for name, module in self._modules.items():
             if is_torchrec(module):
                 held = self._torchrec.HeldSplits(module, self._over)
                 if held.groups:
                     self._held[name] = held
-        # A rank that has no second batch takes part in the exchange of it.
-        self._hold(InFlight(flying.number, flying.batch), calls)
-        self._exchange.expect(sum(part.columns for part in self._unsent))
-        self._late, self._unsent = {}, []
-        self._has_begun = True
 
     # The group of the exchange in place of another one of the same ranks, which others use at the same time.
     def _over(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        if self._group is None or dist.get_process_group_ranks(group) != dist.get_process_group_ranks(self._group):
+        own = self._joint.group.group
+        if own is None or dist.get_process_group_ranks(group) != dist.get_process_group_ranks(own):
             return group
-        return self._group
+        return own
 
-    def _hold(self, flying: InFlight, calls: dict[str, Any]) -> None:
+    def _hold(self, flying: InFlight, calls: dict[str, Any], names: set[str] | None = None) -> None:
         for name, (args, kwargs) in calls.items():
-            if name not in self._held:
+            if name not in (self._held if names is None else names):
                 self._late[name] = args, kwargs
                 continue
             module: Any = self._modules[name]
@@ -146,7 +196,8 @@ class InputDist:
             self._unsent += [part for part in self._torchrec.unsent_of(request) if self._is_ours(part.group)]
 
     def _is_ours(self, group: dist.ProcessGroup) -> bool:
-        return self._group is None or group is self._group
+        own = self._joint.group.group
+        return own is None or group is own
 
     def _rows(self) -> list[list[int]]:
         return [
@@ -154,27 +205,40 @@ class InputDist:
             for rank in range(self._exchange.size)
         ]
 
-    def _send(self, flying: InFlight, rows: list[list[int]]) -> None:
-        if self._torchrec is not None:
-            self._send_unsent(flying, rows)
-        for name, (args, kwargs) in self._late.items():
-            self._dist_alone(flying, name, args, kwargs)
-
     def _send_unsent(self, flying: InFlight, rows: list[list[int]]) -> None:
+        if self._torchrec is None:
+            return
         begin = 0
         with torch.no_grad():
             for part in self._unsent:
                 end = begin + part.columns
                 part.settle([row[begin:end] for row in rows])
                 begin = end
-            data = self._torchrec.send(self._unsent)
+            data = self._torchrec.send(self._unsent, self._joint.group)
             for name, request in flying.requests.items():
                 flying.requests[name] = self._torchrec.sent(request, data)
         self._unsent = []
 
-    def _dist_alone(self, flying: InFlight, name: str, args: Any, kwargs: dict[str, Any]) -> None:
-        module: Any = self._modules[name]
+    # Each of the two ends on all ranks before the next begins, since nothing else could tell that one rank has failed.
+    def _dist_late(self, flying: InFlight) -> None:
+        if not self._late:
+            return
+        modules = {name: self._modules[name] for name in self._late}
+        requests: dict[str, Any] = {}
+
+        def start(name: str) -> None:
+            module: Any = modules[name]
+            args, kwargs = self._late[name]
+            flying.contexts[name] = module.create_context()
+            requests[name] = module.input_dist(flying.contexts[name], *args, **kwargs)
+
+        def send(name: str) -> None:
+            flying.requests[name] = requests[name].wait()
+
         with torch.no_grad():
-            context = module.create_context()
-            flying.contexts[name] = context
-            flying.requests[name] = module.input_dist(context, *args, **kwargs).wait()
+            self._joint.step_of_modules("input_dist", flying.number, modules, start)
+            self._joint.step_of_modules("the wait for its splits", flying.number, modules, send)
+
+
+def _told(stage: str, number: int, error: BaseException) -> str:
+    return f"{stage} of batch {number}: {type(error).__name__}: {error}"

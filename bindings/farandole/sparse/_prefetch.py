@@ -9,10 +9,13 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
-from farandole.sparse._base import ModelForward
 from farandole.sparse._caches import has_cache, refuse_unlocked
 from farandole.sparse._in_flight import InFlight
 from farandole.sparse._sparse_dist import TrainPipelineSparseDist
+from farandole.sparse._torchrec_arguments import by_name
+
+# torchrec's, after the first three.
+_POSITIONS = ("execute_all_batches", "apply_jit", "pipeline_postproc", "custom_model_fwd", "enable_inplace_copy_batch")
 
 
 class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
@@ -26,8 +29,9 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
     these modules: it raises a RuntimeError. Set ``prefetch_ahead = False`` before the last step ahead of an evaluation,
     ``reset`` or ``detach``, and True after. In eval mode nothing is prefetched.
 
-    Arguments are those of TrainPipelineSparseDist, ``options`` by name; input_dist has no thread of its own, since
-    prefetches follow it.
+    Arguments are those of TrainPipelineSparseDist, ``positional`` as torchrec's class has them (execute_all_batches,
+    apply_jit, pipeline_postproc, custom_model_fwd, enable_inplace_copy_batch); input_dist has no thread of its own,
+    since prefetches follow it.
     """
 
     prefetch_ahead: bool = True
@@ -38,24 +42,10 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         device: torch.device | str,
-        execute_all_batches: bool = True,
-        apply_jit: bool = False,
-        pipeline_postproc: bool = True,
-        custom_model_fwd: ModelForward | None = None,
-        enable_inplace_copy_batch: bool = False,
+        *positional: Any,
         **options: Any,
     ) -> None:
-        super().__init__(
-            model,
-            optimizer,
-            device,
-            execute_all_batches,
-            apply_jit=apply_jit,
-            pipeline_postproc=pipeline_postproc,
-            custom_model_fwd=custom_model_fwd,
-            enable_inplace_copy_batch=enable_inplace_copy_batch,
-            **options,
-        )
+        super().__init__(model, optimizer, device, **by_name(type(self).__name__, _POSITIONS, positional, options))
 
     def explain(self) -> str:
         told = super().explain()

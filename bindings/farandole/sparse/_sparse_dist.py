@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import time
 import warnings
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from farandole.sparse._attachment import Attachment, attach
-from farandole.sparse._base import ModelForward, TrainPipelineBase
+from farandole.sparse._base import ModelForward, Options, TrainPipelineBase
 from farandole.sparse._sharded import is_two_dimensional, unwrap
-from farandole.sparse._torchrec_arguments import refuse_torchrecs
+from farandole.sparse._torchrec_arguments import by_name, refuse_torchrecs
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class TrainPipelineSparseDist(TrainPipelineBase):
@@ -33,7 +34,9 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         apply_jit, context_type, pipeline_postproc, dmp_collection_sync_interval_batches, enqueue_batch_after_forward,
             enable_inplace_copy_batch: torchrec's, where they ask for what is done anyway; else a ValueError.
 
-    For the rest see TrainPipelineBase. Ranks that have different numbers of batches end together, after the fewest.
+        options: see TrainPipelineBase.
+
+    Ranks that have different numbers of batches end together, after the fewest.
     """
 
     _has_dist = True
@@ -53,15 +56,10 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         enqueue_batch_after_forward: bool = False,
         enable_inplace_copy_batch: bool = False,
         *,
-        enable_amp: bool | torch.dtype = False,
-        enable_grad_scaling: bool = True,
-        grad_scaler: torch.amp.GradScaler | None = None,
-        grad_accum: int | None = None,
-        process_group: dist.ProcessGroup | None = None,
         strict: bool = False,
         tracing: str | None = None,
-        load_on_thread: bool | None = None,
         dist_on_thread: bool | None = None,
+        **options: Unpack[Options],
     ) -> None:
         refuse_torchrecs(
             apply_jit=apply_jit,
@@ -80,12 +78,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
             custom_model_fwd,
             enable_inplace_copy_batch,
             execute_all_batches=execute_all_batches,
-            enable_amp=enable_amp,
-            enable_grad_scaling=enable_grad_scaling,
-            grad_scaler=grad_scaler,
-            grad_accum=grad_accum,
-            process_group=process_group,
-            load_on_thread=load_on_thread,
+            **options,
         )
         self._strict = strict
         self._tracing = tracing
@@ -155,6 +148,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
             self._leave.atexit = False
             self._stages.input_dist = self._attachment.input_dist
         self._stages.is_training = self._model.training
+        self._attachment.input_dist.renew()
         try:
             self._attachment.prepare()
         except ValueError:
@@ -174,9 +168,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
     def _complete(self, flying: Any, name: str) -> tuple[Any, Any]:
         """What came ahead for a module: its context and its data."""
         if name in flying.requests:
-            start, computed = time.perf_counter(), time.thread_time()
             self._stages.complete_one(flying, name)
-            self._engine.waited(time.perf_counter() - start - (time.thread_time() - computed))
         context, data = flying.contexts.pop(name), flying.data.pop(name)
         self._streams.hand_over(self._streams.dist, context, data)
         return context, data
@@ -186,7 +178,7 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist):
     """Forward only, whatever the mode of the model (torchrec's EvalPipelineSparseDist).
 
     Args:
-        apply_jit, enable_inplace_copy_batch: torchrec's; False.
+        positional: torchrec's apply_jit and enable_inplace_copy_batch; False.
         options: by name, those of TrainPipelineSparseDist.
     """
 
@@ -197,18 +189,11 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist):
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         device: torch.device | str,
-        apply_jit: bool = False,
-        enable_inplace_copy_batch: bool = False,
+        *positional: Any,
         **options: Any,
     ) -> None:
-        super().__init__(
-            model,
-            optimizer,
-            device,
-            apply_jit=apply_jit,
-            enable_inplace_copy_batch=enable_inplace_copy_batch,
-            **options,
-        )
+        names = ("apply_jit", "enable_inplace_copy_batch")
+        super().__init__(model, optimizer, device, **by_name(type(self).__name__, names, positional, options))
 
     def _compute(self, number: int) -> Any:
         flying = self._stages.take(number)

@@ -58,12 +58,14 @@ class Stages:
                     return False
                 self.flying[number] = InFlight(number, to_device(batch, self._device))
         except Exception as error:
-            self._failed[number] = f"{type(error).__name__}: {error}"
+            self._failed[number] = f"load of batch {number}: {type(error).__name__}: {error}"
             raise
         except BaseException as interrupt:  # Ctrl-C, say, which is not to wait for the batch's turn
             self._interrupt = interrupt
-            self._failed[number] = f"interrupted by {type(interrupt).__name__}"
-            raise RuntimeError(f"the batch is skipped: its load was {self._failed[number]}") from interrupt
+            self._failed[number] = f"load of batch {number}: interrupted by {type(interrupt).__name__}"
+            raise RuntimeError(
+                f"batch {number} is skipped: its load was interrupted by {type(interrupt).__name__}"
+            ) from interrupt
         return True
 
     def raise_interrupt(self, error: Exception | None = None) -> None:
@@ -82,17 +84,22 @@ class Stages:
                 self._streams.hand_over(self._streams.copy, flying.batch)
                 flying.is_training = self.is_training
             with self.autocast():
-                self.input_dist.start(flying, presence, self._failed.pop(number, ""))
+                self.input_dist.start(number, flying, presence, self._failed.pop(number, ""))
 
     def finish_dist(self, number: int) -> bool:
         assert self.input_dist is not None
         with record_function(f"## wait_sparse_data_dist {number} ##"), self._streams.on(self._streams.dist):
-            return self.input_dist.finish(self.flying.get(number))
+            return self.input_dist.finish(number, self.flying.get(number))
 
     def complete_dist(self, number: int) -> None:
-        flying = self.flying[number]
+        assert self.input_dist is not None
+        self.input_dist.complete(self.flying[number], self._complete)
+
+    def _complete(self, flying: InFlight) -> None:
         for name in list(flying.requests):
             self.complete_one(flying, name)
+        if flying.error is not None:
+            raise flying.error
 
     def complete_one(self, flying: InFlight, name: str) -> None:
         """Waits for the data of a module."""

@@ -13,8 +13,15 @@ from farandole.sparse._batches import record_stream
 
 
 class Streams:
-    def __init__(self, device: torch.device) -> None:
-        self._module = None if device.type == "cpu" else torch.get_device_module(device)
+    """
+    Args:
+        module: torch's of the device; tests give another one.
+    """
+
+    def __init__(self, device: torch.device, module: Any = None) -> None:
+        self._module = module
+        if module is None and device.type != "cpu":
+            self._module = torch.get_device_module(device)
         self._device = device
         self.copy, self.dist, self.prefetch = (
             None if self._module is None else self._module.Stream(device=device, priority=priority)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,7 +19,8 @@ from torchrec.distributed.embedding_sharding import (
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from farandole.sparse._packing import PackedExchange, can_pack
+from farandole.sparse._exchange_group import ExchangeGroup
+from farandole.sparse._packing import PackedExchange, SingleExchanges, can_pack
 
 Groups = Callable[[dist.ProcessGroup], dist.ProcessGroup]
 
@@ -73,12 +76,12 @@ class UnsentSplits(Awaitable[Any]):
         return KJTAllToAll.forward(self._all_to_all, self._features).wait()
 
 
-class PackedTensors(KJTAllToAllTensorsAwaitable):
-    """The data of one module's features in an exchange with that of others."""
+class ExchangedTensors(KJTAllToAllTensorsAwaitable):
+    """The data of one module's features, in an exchange that is not torchrec's."""
 
     def __init__(
         self,
-        exchange: PackedExchange,
+        exchange: PackedExchange | SingleExchanges,
         tensors: slice,
         pg: dist.ProcessGroup,
         input: KeyedJaggedTensor,
@@ -107,23 +110,24 @@ class PackedTensors(KJTAllToAllTensorsAwaitable):
         return super()._wait_impl()
 
 
-def send(parts: Sequence[UnsentSplits]) -> dict[int, KJTAllToAllTensorsAwaitable]:
-    """Starts the exchange of the data of settled parts, which have one group; by their identity."""
+def send(parts: Sequence[UnsentSplits], group: ExchangeGroup) -> dict[int, KJTAllToAllTensorsAwaitable]:
+    """Starts the exchange of the data of settled parts, over one group; by their identity."""
     arguments = [part.arguments() for part in parts]
     tensors = [tensor for each in arguments for tensor in each["input_tensors"]]
-    if not tensors or parts[0].group.size() == 1 or not can_pack(tensors, parts[0].group.size()):
+    if not tensors or group.size == 1 or group.device.type != "cpu":
         made = [KJTAllToAllTensorsAwaitable(**each) for each in arguments]
         return {id(part): each for part, each in zip(parts, made, strict=True)}
     sent = [split for part in parts for split in part.splits]
     received = [split for part in parts for split in part.output_splits]
-    exchange = PackedExchange(parts[0].group, tensors, sent, received)
-    packed: dict[int, KJTAllToAllTensorsAwaitable] = {}
+    kind = PackedExchange if can_pack(tensors, group.size) else SingleExchanges
+    exchange = kind(group, tensors, sent, received)
+    exchanged: dict[int, KJTAllToAllTensorsAwaitable] = {}
     begin = 0
     for part, each in zip(parts, arguments, strict=True):
         end = begin + len(each["input_tensors"])
-        packed[id(part)] = PackedTensors(exchange, slice(begin, end), **each)
+        exchanged[id(part)] = ExchangedTensors(exchange, slice(begin, end), **each)
         begin = end
-    return packed
+    return exchanged
 
 
 class HeldSplits:
@@ -143,6 +147,24 @@ class HeldSplits:
     def release(self) -> None:
         for part in self._held:
             del part.forward
+
+
+@contextlib.contextmanager
+def holding_all(groups: Groups) -> Iterator[None]:
+    """Inside, this thread's calls of any ``KJTAllToAll`` hold their splits back: those of modules that make theirs in
+    their first input_dist."""
+    thread, original = threading.get_ident(), KJTAllToAll.forward
+
+    def forward(part: KJTAllToAll, input: KeyedJaggedTensor) -> Any:
+        if threading.get_ident() != thread:
+            return original(part, input)
+        return _holding(part, groups(part._pg))(input)
+
+    KJTAllToAll.forward = forward
+    try:
+        yield
+    finally:
+        KJTAllToAll.forward = original
 
 
 def _holding(part: KJTAllToAll, group: dist.ProcessGroup) -> Callable[[KeyedJaggedTensor], UnsentSplits]:

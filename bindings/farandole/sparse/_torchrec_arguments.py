@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 # What is taken, and why nothing else is. Both values of some do the same here.
@@ -13,6 +14,24 @@ _TAKEN: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_inplace_copy_batch": ((False,), "a batch gets new memory on its device"),
     "context_type": ((None,), "batches in flight have no contexts of torchrec's, so that no other class is used"),
 }
+
+
+def by_name(kind: str, names: Sequence[str], positional: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a pipeline with those by name that torchrec has by position.
+
+    Raises:
+        TypeError: more of these than there are names, or one that is given by name, too.
+    """
+    if len(positional) > len(names):
+        raise TypeError(
+            f"{kind}() takes up to {len(names) + 3} arguments by position (model, optimizer, device, "
+            f"{', '.join(names)}), got {len(positional) + 3}"
+        )
+    given = dict(zip(names, positional, strict=False))
+    for name in given:
+        if name in options:
+            raise TypeError(f"{kind}() got multiple values for argument '{name}'")
+    return {**given, **options}
 
 
 def refuse_torchrecs(**given: Any) -> None:

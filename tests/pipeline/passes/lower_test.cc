@@ -52,7 +52,7 @@ TEST(Lower, PostsReceivesSoFarAheadThatNothingWaitsForThem) {
         const Result<Plan> lowered = lower(*plan, model);
         ASSERT_TRUE(lowered) << name << ": " << lowered.status().toString();
         // Rank 0 of DualPipe may need a message, from the other copy, right after the first forward.
-        const double late = name == "DualPipe" ? costs.transfer : 0;
+        const double late = name == "DualPipe" ? costs.transfer.other : 0;
         const double makespan = simulate(*lowered, costs)->makespan;
         EXPECT_GE(makespan, open - 1e-9) << name << " p " << p << " v " << v;
         EXPECT_LE(makespan, open + late + 1e-9) << name << " p " << p << " v " << v;

@@ -27,7 +27,7 @@ struct ThreadWorld {
 
 // A c10d backend between threads: buffered sends, receives and collectives that
 // complete in wait(). Any wait for a world that is broken throws.
-class ThreadBackend final : public c10d::Backend {
+class ThreadBackend : public c10d::Backend {
  public:
   ThreadBackend(std::shared_ptr<ThreadWorld> world, int rank) : Backend(rank, world->size), world_(std::move(world)) {}
 

@@ -265,13 +265,15 @@ TEST_P(WithThreads, ThrowsWhatAStageThrewAtItsBatchOnAllRanksAndGoesOn) {
   }
 }
 
-TEST(BatchPipeline, ThrowsWhatTheWaitForDataThrewOnItsThread) {
-  World world(1, withThreads(ThreadUse::kNever, ThreadUse::kAlways));
+TEST_P(WithThreads, ThrowsWhatTheWaitForDataThrewAtItsBatch) {
+  World world(1, options());
   EXPECT_EQ(world.epochs({{4, {}, {1, 3}}}).front(), "0 complete 1 2 complete 3 end");
 }
 
 TEST(BatchPipeline, RunsNoInputDistBesideAForwardThatForbidsIt) {
-  World world(1, withThreads(ThreadUse::kNever, ThreadUse::kAlways));
+  auto options = withThreads(ThreadUse::kNever, ThreadUse::kAlways);
+  options.completesAhead = false;
+  World world(1, options);
   BatchPipeline& pipeline = *world.pipelines[0];
   world.ranks[0]->setSource({3, {}, {1}});  // would throw on its thread
   for (int i = 0; i < 3; ++i) {
@@ -338,6 +340,8 @@ TEST_P(WithThreads, IsEmptyAfterItWasCleared) {
 // Stages that end only when all three of a step are under way.
 class Together : public BatchStages {
  public:
+  explicit Together(BatchNo loadsAhead = 2) : loadsAhead_(loadsAhead) {}
+
   void meet(BatchNo step) {
     std::unique_lock lock(mutex_);
     ++arrived_[step];
@@ -348,7 +352,7 @@ class Together : public BatchStages {
   }
 
   Loaded load(BatchNo batch) override {
-    if (batch >= 2) meet(batch - 2);
+    if (batch >= loadsAhead_) meet(batch - loadsAhead_);
     return Loaded::kBatch;
   }
   void startDist(BatchNo /*batch*/, Presence /*presence*/) override {}
@@ -362,14 +366,17 @@ class Together : public BatchStages {
   void checkInterrupts() override {}
 
  private:
+  BatchNo loadsAhead_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::map<BatchNo, int> arrived_;
 };
 
-TEST(BatchPipeline, RunsLoadAndInputDistBesideTheForwardOnThreads) {
-  const auto stages = std::make_shared<Together>();
-  BatchPipeline pipeline(stages, withThreads(ThreadUse::kAlways, ThreadUse::kAlways));
+void runTogether(bool executeAllBatches) {
+  const auto stages = std::make_shared<Together>(executeAllBatches ? 2 : 3);
+  auto options = withThreads(ThreadUse::kAlways, ThreadUse::kAlways);
+  options.executeAllBatches = executeAllBatches;
+  BatchPipeline pipeline(stages, options);
   for (BatchNo step = 0; step < 10; ++step) {
     const auto batch = pipeline.begin(step == 0);
     ASSERT_EQ(batch, step);
@@ -378,6 +385,10 @@ TEST(BatchPipeline, RunsLoadAndInputDistBesideTheForwardOnThreads) {
     pipeline.end();
   }
 }
+
+TEST(BatchPipeline, RunsLoadAndInputDistBesideTheForwardOnThreads) { runTogether(true); }
+
+TEST(BatchPipeline, RunsThemSoWhereNotAllBatchesAreExecuted) { runTogether(false); }
 
 }  // namespace
 }  // namespace farandole::pipeline::sparse

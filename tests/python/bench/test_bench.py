@@ -140,7 +140,7 @@ def test_between_hosts_no_peer_is_faster_than_the_link(tmp_path, capsys):
     delayed = not any("The slow link has no delay here" in note for note in report["notes"])
     slow = "2 hosts, 1 Gbit/s + 1 ms, 64 MiB" if delayed else "2 hosts, 1 Gbit/s, 64 MiB"
     assert {(case, peer) for case, peer, _ in medians} == {
-        *(("2 hosts, 16 MiB", peer) for peer in ("farandole", "gloo")),
+        *(("2 hosts, 16 MiB", peer) for peer in ("farandole", "gloo", "TCP, both ways")),
         *(("2 hosts x 2 ranks, 16 MiB", peer) for peer in ("farandole", "gloo", "direct", "flat")),
         *((slow, peer) for peer in ("farandole", "gloo", "TCP, both ways")),
     }
@@ -192,9 +192,13 @@ def test_data_parallelism_is_measured_beside_torchs(tmp_path, capsys):
         assert medians[case, "all_reduce", "time"] > 0
         assert (case, "farandole", "exposed") in medians
     assert ("sleeping", "hooks over fake", "exposed") in medians
-    assert report["notes"] == ["sleeping: farandole's wrapper with bucket_size=1048576, elsewhere with its defaults"]
+    wrapped, *memory = report["notes"]
+    assert wrapped == "sleeping: farandole's wrapper with bucket_size=1048576, elsewhere with its defaults"
+    assert [note.partition(": ")[0] for note in memory] == ["memory, float32 gradients", "memory, bfloat16 gradients"]
+    for grads in ("float32 gradients", "bfloat16 gradients"):
+        assert 0.97 < medians["memory", grads, "bytes / formula"] < 1.03
     assert {("a parameter", peer, "exposed") for peer in ("farandole", "torch over gloo")} <= set(medians)
-    assert [target["unit"] for target in report["targets"]] == ["ratio"] * 5 + ["s"]
+    assert [target["unit"] for target in report["targets"]] == ["ratio"] * 5 + ["s"] + ["ratio"] * 2
 
 
 def test_sparse_steps_are_measured_beside_one_stage_and_torchrecs(tmp_path, capsys):

@@ -31,11 +31,15 @@ def _pair(
         "bucket_size": rng.choice([1, 300, 2000, None]),
         "overlap_grad_reduce": rng.random() < 0.5,
         "overlap_param_gather": rng.random() < 0.5,
+        "overlap_param_gather_with_optimizer_step": rng.random() < 0.5,
     } | options
+    in_parts = settings.pop("overlap_param_gather_with_optimizer_step")
     model = DistributedDataParallel(
         SmallModel(seed, dtype), use_distributed_optimizer=True, grad_reduce_in_fp32=in_fp32, **settings
     )
-    optimizer = DistributedOptimizer(make(groups_of(model.module)), model)
+    optimizer = DistributedOptimizer(
+        make(groups_of(model.module)), model, overlap_param_gather_with_optimizer_step=in_parts
+    )
     oracle = Oracle(SmallModel(seed, dtype), make, torch.float32 if in_fp32 else dtype)
     return rng, model, optimizer, oracle
 
@@ -87,13 +91,16 @@ def test_every_overlap_setting_trains_as_the_plain_optimizer(backend):
         {
             "overlap_grad_reduce": overlap_grads,
             "overlap_param_gather": overlap_parameters,
+            "overlap_param_gather_with_optimizer_step": in_parts,
             "disable_bucketing": is_whole,
             "bucket_size": 100,
-            "dtype": torch.bfloat16 if (overlap_grads + overlap_parameters + is_whole + seed) % 2 else torch.float64,
+            "dtype": torch.bfloat16
+            if (overlap_grads + overlap_parameters + in_parts + is_whole + seed) % 2
+            else torch.float64,
         }
-        for overlap_grads, overlap_parameters, is_whole in itertools.product((False, True), repeat=3)
+        for overlap_grads, overlap_parameters, in_parts, is_whole in itertools.product((False, True), repeat=4)
     ]
-    run_ranks(_trains_alike, 2, backend, timeout=240, seeds=[seed], cases=cases)
+    run_ranks(_trains_alike, 2, backend, timeout=300, seeds=[seed], cases=cases)
 
 
 def _instances(rank: int, world_size: int, seeds: list[int]) -> None:
@@ -254,6 +261,8 @@ def _refusals(rank: int, world_size: int) -> None:
     with pytest.raises(TypeError, match=r"optimizer is a list: expected a torch\.optim\.Optimizer"):
         DistributedOptimizer([], model)
     optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), model)
+    with pytest.raises(NotImplementedError, match=r"add_param_group\(\): expected all param groups in the optimizer"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
     for use in (optimizer.step, optimizer.grad_norm, lambda: optimizer.clip_grad_norm_(1.0)):
         with pytest.raises(RuntimeError, match="gradients were not reduced"):
             use()

@@ -13,6 +13,7 @@ import torch
 from farandole import megatron, pipelining
 from farandole.bench import _megatron_core
 from megatron_api import megatron_support as support
+from support.megatrons import check_version, environment_of, every_megatron
 from support.processes import await_all, run_ranks
 
 
@@ -120,8 +121,10 @@ def _is_exchange(timer: str) -> bool:
     return timer.endswith(("-recv", "-send"))
 
 
-def _compare(rank: int, world_size: int, cases: int, seed: int, virtuals: list[int | None]) -> None:
+def _compare(rank: int, world_size: int, version: str, cases: int, seed: int, virtuals: list[int | None]) -> None:
     rng = random.Random(seed)
+    _megatron_core.import_schedules()
+    check_version(version)
     for done in range(cases):
         virtual = rng.choice(virtuals)
         options = _options(rng, world_size, virtual)
@@ -137,18 +140,19 @@ def _compare(rank: int, world_size: int, cases: int, seed: int, virtuals: list[i
 
 
 @pytest.mark.sample(3)
+@every_megatron
 @pytest.mark.parametrize("backend", ["gloo", "farandole"])
 @pytest.mark.parametrize(("size", "virtuals"), [(1, [None]), (2, [None, 2, 3]), (4, [None, 2])])
-def test_results_gradients_and_order_are_megatrons(backend, size, virtuals):
+def test_results_gradients_and_order_are_megatrons(version, backend, size, virtuals):
     seed = random.SystemRandom().randrange(2**31)
     print(f"seed {seed}")
-    run_ranks(_compare, size, backend, timeout=120, cases=30, seed=seed, virtuals=virtuals)
+    env = environment_of(version)
+    run_ranks(_compare, size, backend, timeout=120, env=env, version=version, cases=30, seed=seed, virtuals=virtuals)
 
 
-def test_the_interleaved_order_is_that_of_megatrons_tables():
+def _orders(rank: int, world_size: int, version: str, seed: int) -> None:
     schedules = _megatron_core.import_schedules()
-    seed = random.SystemRandom().randrange(2**31)
-    print(f"seed {seed}")
+    check_version(version)
     rng = random.Random(seed)
     for _ in range(300):
         size, chunks = rng.choice([2, 3, 4, 8]), rng.randint(2, 4)
@@ -169,6 +173,13 @@ def test_the_interleaved_order_is_that_of_megatrons_tables():
                 expected += [forwards[warmup + k], backwards[k]]
             expected += backwards[rest:total]
             assert plan.actions[rank] == expected, (size, chunks, group, count, rank)
+
+
+@every_megatron
+def test_the_interleaved_order_is_that_of_megatrons_tables(version):
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"seed {seed}")
+    run_ranks(_orders, 1, None, env=environment_of(version), version=version, seed=seed)
 
 
 def test_steady_1f1b_sends_and_receives_at_once_as_megatron_does():

@@ -118,6 +118,7 @@ def _compare(rank: int, world_size: int, cases: int, seed: int) -> None:
             models,
             model_parallel_group=parallel_state.get_model_parallel_group(),
             tensor_parallel_group=parallel_state.get_tensor_model_parallel_group(),
+            overlap_param_gather_with_optimizer_step=sharded and aligns,
         )
         grads = [parameter.grad for parameter in {p for chunk in expected for p in chunk.parameters()}]
         norm = torch.nn.utils.get_total_norm(grads)
@@ -137,6 +138,12 @@ def _compare(rank: int, world_size: int, cases: int, seed: int) -> None:
                 for mine, other in zip(model.module.parameters(), expected[stage].parameters()):
                     assert torch.allclose(mine.main_grad, other.grad, rtol=1e-6, atol=1e-9), (context, stage)
             assert optimizer.grad_norm().item() == pytest.approx(norm.item(), rel=1e-6), context
+        optimizer.step()
+        for stage, model in zip(stages, models):
+            if sharded:
+                model.start_param_sync(force_sync=True)
+            for mine, other in zip(model.module.parameters(), expected[stage].parameters()):
+                assert torch.allclose(mine, other - 1e-3 * other.grad, rtol=1e-6, atol=1e-9), (context, stage)
         parallel_state.destroy_model_parallel()
     await_all(rank, world_size)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -14,14 +16,26 @@ from farandole.megatron import parallel_state
 from megatron_api import megatron_support as support
 from support.processes import run_ranks
 
+_REFUSALS = (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError, ZeroDivisionError)
+
 
 def _refused(rank: int, world_size: int, case: str) -> str:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=world_size)
     step = megatron.forward_backward_pipelining_without_interleaving
     model: Any = support.chunk_of(rank, world_size)
     changed: dict[str, Any] = {}
+    left_out: set[str] = set()
+    if case == "starts no timer":
+        plain = SimpleNamespace(start=lambda barrier=False: None, stop=lambda: None)
+        model.config.timers = lambda name, log_level=None: SimpleNamespace() if rank == 1 else plain
     if rank == 1:
-        if case == "config":
+        if case == "unknown":
+            changed["sequence_length"] = 4
+        elif case == "missing":
+            left_out = {"micro_batch_size"}
+        elif case == "timers":
+            model.config.timers = "timers"
+        elif case == "config":
             model.config.overlap_moe_expert_parallel_comm = True
         elif case == "hidden_size":
             model.config.hidden_size = None
@@ -37,8 +51,9 @@ def _refused(rank: int, world_size: int, case: str) -> str:
             changed["num_microbatches"] = 0
         elif case == "no_sync":
             model.config.no_sync_func = lambda: 1 // 0
-    with pytest.raises((RuntimeError, ValueError, TypeError, NotImplementedError, ZeroDivisionError)) as raised:
-        step(**(support.arguments(model, 4) | changed))
+    given = support.arguments(model, 4) | changed
+    with pytest.raises(_REFUSALS) as raised:
+        step(**{name: value for name, value in given.items() if name not in left_out})
     model = support.chunk_of(rank, world_size)
     step(**support.arguments(model, 4))
     parallel_state.destroy_model_parallel()
@@ -59,6 +74,18 @@ def _refused(rank: int, world_size: int, case: str) -> str:
         ("no set_input_tensor", "RuntimeError: model is a Linear without set_input_tensor, expected one here"),
         ("count", "ValueError: num_microbatches is 0, expected an int of at least 1"),
         ("no_sync", "ZeroDivisionError"),
+        (
+            "unknown",
+            "TypeError: forward_backward_pipelining_without_interleaving() got an unexpected keyword argument "
+            "'sequence_length'",
+        ),
+        (
+            "missing",
+            "TypeError: forward_backward_pipelining_without_interleaving() missing 1 required keyword-only argument: "
+            "'micro_batch_size'",
+        ),
+        ("timers", "TypeError: config.timers is a str, expected a callable"),
+        ("starts no timer", "AttributeError: 'types.SimpleNamespace' object has no attribute 'start'"),
     ],
 )
 def test_arguments_that_do_not_fit_are_told_on_every_rank_and_the_next_step_runs(case, expected):
@@ -66,6 +93,46 @@ def test_arguments_that_do_not_fit_are_told_on_every_rank_and_the_next_step_runs
     assert second.startswith(expected), second
     assert first.startswith("RuntimeError: the step cannot run: rank 1: ")
     assert expected.removeprefix("RuntimeError: ") in first
+
+
+def _refused_by_the_older_function(rank: int, world_size: int, case: str) -> str:
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=world_size)
+    is_wrong = rank == 1
+    step = megatron.LegacyForwardBackward(
+        get_num_microbatches=lambda: 1 // 0 if is_wrong and case == "count" else 4,  # type: ignore[arg-type]
+        seq_length=support.SEQUENCE,
+        micro_batch_size=support.BATCH,
+        hidden_size=support.HIDDEN,
+        params_dtype=torch.double,
+    )
+    model = support.chunk_of(rank, world_size)
+    del model.config
+    forward_step = partial(support.forward_step, "mean", [])
+
+    def call(**kwargs: Any) -> Any:
+        optimizer = object() if is_wrong and case == "optimizer" and not kwargs.get("forward_only") else None
+        return step(forward_step, support.batches(1, 4), model, optimizer, None, **kwargs)
+
+    with pytest.raises(_REFUSALS) as raised:
+        call(**{"collect": True} if is_wrong and case == "unknown" else {})
+    is_wrong = False
+    call()
+    parallel_state.destroy_model_parallel()
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("count", "ZeroDivisionError: "),
+        ("optimizer", "AttributeError: 'object' object has no attribute 'scale_loss'"),
+        ("unknown", "TypeError: LegacyForwardBackward() got an unexpected keyword argument 'collect'"),
+    ],
+)
+def test_what_the_older_function_refuses_is_told_on_every_rank(case: str, expected: str) -> None:
+    first, second = run_ranks(_refused_by_the_older_function, 2, "farandole", case=case)
+    assert second.startswith(expected), second
+    assert first.startswith("RuntimeError: the step cannot run: rank 1: ") and expected in first, first
 
 
 def _refused_with_barriers(rank: int, world_size: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -252,3 +252,31 @@ class RandomModel(nn.Module):
 
     def _given(self, form: int, of: tuple[int, ...]) -> tuple[int, ...]:
         return of[:1] if form in (0, 5, 6) else of
+
+
+class Net(nn.Module):
+    """Has some of everything; its forward is given."""
+
+    def __init__(self, forward: Callable[[Any, Batch], Any]) -> None:
+        super().__init__()
+        self.a = Sharded()
+        self.b = Sharded()
+        self.count = Counter()
+        self.scale = nn.Linear(4, 4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.dense = Untraceable()
+        self.norm = nn.BatchNorm1d(4)
+        self.drop = nn.Dropout(0.5)
+        self.relu = nn.ReLU(inplace=True)
+        self.gain = nn.Parameter(torch.ones(4))
+        self.fixed = nn.Parameter(torch.full((4,), 2.0), requires_grad=False)
+        self.sharing = nn.Sequential(self.scale, self.count)
+        self.register_buffer("offset", torch.arange(4.0))
+        self._forward = forward
+
+    def forward(self, batch: Batch) -> Any:
+        return self._forward(self, batch)
+
+
+def last(*values: Any) -> Any:
+    return values[-1]

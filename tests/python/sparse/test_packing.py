@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from farandole.sparse._packing import PackedExchange, can_pack
+from farandole.sparse._exchange_group import ExchangeGroup
+from farandole.sparse._packing import PackedExchange, SingleExchanges, can_pack
 from support.processes import run_ranks
 
 TYPES = [torch.int64, torch.int32, torch.float32, torch.float64, torch.int8, torch.bool, torch.bfloat16]
@@ -22,7 +23,8 @@ def compare(rank: int, world_size: int, seed: int) -> None:
         sent = [of_type[rank] for of_type in counts]
         received = [[row[rank] for row in of_type] for of_type in counts]
         tensors = [torch.randint(0, 2, (sum(n),)).to(dtype) for n, dtype in zip(sent, types, strict=True)]
-        exchange = PackedExchange(dist.group.WORLD, tensors, sent, received)
+        kind = pick.choice([PackedExchange, SingleExchanges])
+        exchange = kind(ExchangeGroup(dist.group.WORLD, torch.device("cpu")), tensors, sent, received)
         for tensor, out, into, got in zip(tensors, sent, received, exchange.wait(), strict=True):
             expected = tensor.new_empty(sum(into))
             dist.all_to_all_single(expected, tensor, into, out)

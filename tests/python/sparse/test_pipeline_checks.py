@@ -19,6 +19,7 @@ from support.recommenders import (
     ShardedTables,
     assert_same,
     drain,
+    made,
     make_batches,
     plain_loop,
     wrapped,
@@ -51,11 +52,6 @@ class Remapped(Recommender):
         elif batch.offsets is not None:
             ids = ids * 2
         return self.score(torch.cat([self.tables[0](ids), batch.dense], 1), batch.labels)
-
-
-def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    model = wrapped(Remapped(1))
-    return model, torch.optim.SGD([part for part in model.parameters() if part.requires_grad], lr=0.5)
 
 
 def batches_with(offsets: Any, number: int, seed: int = 3) -> list[Shifted]:
@@ -91,7 +87,7 @@ def remove_table(inner: Remapped) -> None:
 
 
 def change(rank: int, world_size: int, what: Callable[[Any], None], match: str) -> None:
-    model, optimizer = made()
+    model, optimizer = made(Remapped(1))
     pipeline = TrainPipelineSparseDist(model, optimizer, CPU, strict=True)
     iterator = iter(batches_with(torch.ones(2), 6))
     for _ in range(3):
@@ -119,9 +115,9 @@ def test_a_model_that_changes_is_an_error(what, match):
 
 def vary(rank: int, world_size: int) -> None:
     """fx has taken parts for tensors; from the first batch on which is none its values are compared."""
-    model, optimizer = made()
+    model, optimizer = made(Remapped(1))
     pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
-    plain, plain_optimizer = made()
+    plain, plain_optimizer = made(Remapped(1))
     tensors, none, lists = batches_with(torch.ones(2), 4), batches_with(None, 1, 4), batches_with([torch.ones(2)], 1, 5)
     iterator = iter([*tensors, *none, *tensors, *lists, *tensors])
     seen: list[Any] = []
@@ -184,8 +180,8 @@ class Truncated(Recommender):
 
 
 def change_shapes(rank: int, world_size: int) -> None:
-    model = wrapped(Truncated(1))
-    pipeline = TrainPipelineSparseDist(model, torch.optim.SGD(model.parameters(), lr=0.5), CPU)
+    model, optimizer = made(Truncated(1))
+    pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
     iterator = iter(make_batches(3, 9, sizes=(4, 5)))
     for _ in range(3):
         pipeline.progress(iterator)
@@ -200,8 +196,8 @@ def test_other_shapes_are_found_at_once():
 
 def swap_dense(rank: int, world_size: int) -> None:
     """Dense parts may come and go."""
-    model, optimizer = made()
-    plain, plain_optimizer = made()
+    model, optimizer = made(Remapped(1))
+    plain, plain_optimizer = made(Remapped(1))
     pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
     batches = batches_with(torch.ones(2), 6)
     iterator = iter(batches)

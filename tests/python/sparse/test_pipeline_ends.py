@@ -12,14 +12,9 @@ from torch.utils.data import DataLoader
 
 from farandole.sparse import TrainPipelineBase, TrainPipelineSparseDist
 from support.processes import run_ranks
-from support.recommenders import Mean, Recommender, assert_same, drain, make_batches, plain_loop, wrapped
+from support.recommenders import Mean, assert_same, drain, made, make_batches, plain_loop
 
 CPU = torch.device("cpu")
-
-
-def made(seed: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    model = wrapped(Recommender(seed))
-    return model, torch.optim.SGD(model.parameters(), lr=0.5)
 
 
 def end_together(rank: int, world_size: int, seed: int, threads: bool | None) -> None:

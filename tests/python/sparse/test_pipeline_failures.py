@@ -23,9 +23,9 @@ from support.recommenders import (
     assert_same,
     drain,
     drain_with_errors,
+    made,
     make_batches,
     plain_loop,
-    wrapped,
 )
 
 CPU = torch.device("cpu")
@@ -34,11 +34,6 @@ CPU = torch.device("cpu")
 class CannotMove(Batch):
     def to(self, device: torch.device, non_blocking: bool = False) -> CannotMove:
         raise Trouble("cannot copy")
-
-
-def made(seed: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    model = wrapped(Recommender(seed))
-    return model, torch.optim.SGD(model.parameters(), lr=0.5)
 
 
 def fail_on_one(rank: int, world_size: int, where: str, threads: bool | None) -> None:
@@ -106,7 +101,7 @@ def interrupt(rank: int, world_size: int, threads: bool) -> None:
         del expected[1], seen[1]
         del seen[2]
     else:
-        assert "rank 1: interrupted by KeyboardInterrupt" in str(seen.pop(3))
+        assert "rank 1, load of batch 3: interrupted by KeyboardInterrupt" in str(seen.pop(3))
     assert all(map(torch.equal, seen, expected))
 
 

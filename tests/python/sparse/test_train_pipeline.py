@@ -17,18 +17,17 @@ from support.recommenders import (
     ShardedTables,
     assert_same,
     drain,
+    made,
     make_batches,
     plain_loop,
-    wrapped,
 )
 
 THREADS = {"inline": False, "threads": True, "as measured": None}
 CPU = torch.device("cpu")
 
 
-def made(seed: int, **options: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    model = wrapped(Recommender(seed, **options))
-    return model, torch.optim.Adam(model.parameters(), lr=0.05)
+def with_adam(seed: int, **options: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    return made(Recommender(seed, **options), torch.optim.Adam, 0.05)
 
 
 def train_randomly(rank: int, world_size: int, seed: int, cases: int, threads: bool | None) -> None:
@@ -37,7 +36,7 @@ def train_randomly(rank: int, world_size: int, seed: int, cases: int, threads: b
         number, grad_accum, tables = pick.randint(0, 9), pick.choice([None, 1, 2, 3, 4]), pick.randint(1, 3)
         case = pick.randint(0, 1 << 30)
         print(f"seed {seed}: {number} batches, grad_accum {grad_accum}, {tables} tables, case {case}")
-        (model, optimizer), (plain, plain_optimizer) = made(case, tables=tables), made(case, tables=tables)
+        (model, optimizer), (plain, plain_optimizer) = with_adam(case, tables=tables), with_adam(case, tables=tables)
         pipeline = TrainPipelineSparseDist(
             model, optimizer, CPU, grad_accum=grad_accum, load_on_thread=threads, dist_on_thread=threads, strict=True
         )
@@ -68,7 +67,7 @@ def test_trains_as_the_plain_loop_over_gloo():
 
 def evaluate_between(rank: int, world_size: int) -> None:
     """Batches of one pipeline stay in flight while the other one runs over the same model."""
-    (model, optimizer), (plain, plain_optimizer) = made(3, dropout=0.5), made(3, dropout=0.5)
+    (model, optimizer), (plain, plain_optimizer) = with_adam(3, dropout=0.5), with_adam(3, dropout=0.5)
     train = TrainPipelineSparseDist(model, optimizer, CPU)
     evaluation = EvalPipelineSparseDist(model, optimizer, CPU)
     batches, others = make_batches(1, 8), make_batches(2, 5)
@@ -101,7 +100,7 @@ def test_train_and_eval_pipelines_share_a_model():
 
 def stay_in_window(rank: int, world_size: int) -> None:
     """With the model in eval mode a pipeline runs forward only, and its window goes on after."""
-    (model, optimizer), (plain, plain_optimizer) = made(5), made(5)
+    (model, optimizer), (plain, plain_optimizer) = with_adam(5), with_adam(5)
     pipeline = TrainPipelineSparseDist(model, optimizer, CPU, grad_accum=2)
     batches = make_batches(1, 6)
     iterator = iter(batches)
@@ -121,7 +120,7 @@ def test_evaluates_within_a_window():
 
 
 def detach_and_attach(rank: int, world_size: int) -> None:
-    (model, optimizer), (plain, plain_optimizer) = made(7), made(7)
+    (model, optimizer), (plain, plain_optimizer) = with_adam(7), with_adam(7)
     pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
     batches = make_batches(1, 6)
     iterator = iter(batches)
@@ -139,9 +138,9 @@ def detach_and_attach(rank: int, world_size: int) -> None:
     # Outside of progress an attached model is what it was, too.
     with torch.no_grad():
         assert torch.equal(model(batches[0])[1], plain(batches[0])[1])
-    other, other_optimizer = made(8)
+    other, other_optimizer = with_adam(8)
     pipeline.attach(other, other_optimizer)
-    plain, plain_optimizer = made(8)
+    plain, plain_optimizer = with_adam(8)
     outputs = drain(pipeline, iter(batches))
     assert all(map(torch.equal, outputs, plain_loop(plain, plain_optimizer, batches)))
 
@@ -152,8 +151,8 @@ def test_detaches_and_attaches():
 
 def attach_another(rank: int, world_size: int) -> None:
     """Batches in flight go through the model that computes them."""
-    (model, optimizer), (plain, plain_optimizer) = made(7), made(7)
-    (other, other_optimizer), (plain_other, plain_other_optimizer) = made(8, tables=2), made(8, tables=2)
+    (model, optimizer), (plain, plain_optimizer) = with_adam(7), with_adam(7)
+    (other, other_optimizer), (plain_other, plain_other_optimizer) = with_adam(8, tables=2), with_adam(8, tables=2)
     pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
     batches = make_batches(1, 6)
     iterator = iter(batches)
@@ -177,13 +176,13 @@ class DMPCollection(torch.nn.Linear):
 
 def attach_wrong_ones(rank: int, world_size: int) -> None:
     """What attach() refuses leaves the pipeline as it was."""
-    (model, optimizer), (plain, plain_optimizer) = made(7), made(7)
+    (model, optimizer), (plain, plain_optimizer) = with_adam(7), with_adam(7)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     pipeline = TrainPipelineSparseDist(model, optimizer, CPU, grad_scaler=scaler)
     batches = make_batches(1, 6)
     iterator = iter(batches)
     outputs = [pipeline.progress(iterator)]
-    other, other_optimizer = made(8)
+    other, other_optimizer = with_adam(8)
     with pytest.raises(ValueError, match=r"optimizer \(Adam\) has no parameter of this DistributedDataParallel"):
         pipeline.attach(other)
     other.fused_optimizer = types.SimpleNamespace(params={"table": None})
@@ -200,7 +199,7 @@ def attach_wrong_ones(rank: int, world_size: int) -> None:
         pipeline.attach(linear, torch.optim.SGD(linear.parameters(), lr=0.1))
     outputs += drain(pipeline, iterator)
     assert all(map(torch.equal, outputs, plain_loop(plain, plain_optimizer, batches)))
-    EvalPipelineSparseDist(model, optimizer, CPU).attach(made(8)[0])
+    EvalPipelineSparseDist(model, optimizer, CPU).attach(with_adam(8)[0])
 
 
 def test_attach_refuses_what_a_pipeline_is_not_made_of():
@@ -208,7 +207,7 @@ def test_attach_refuses_what_a_pipeline_is_not_made_of():
 
 
 def attach_within_a_window(rank: int, world_size: int) -> None:
-    (model, optimizer), (other, other_optimizer), (plain, plain_optimizer) = made(7), made(8), made(8)
+    (model, optimizer), (other, other_optimizer), (plain, plain_optimizer) = with_adam(7), with_adam(8), with_adam(8)
     pipeline = TrainPipelineSparseDist(model, optimizer, CPU, grad_accum=2)
     before = [part.clone() for part in model.parameters()]
     batches = make_batches(1, 7)
@@ -228,7 +227,7 @@ def test_another_model_begins_a_window():
 
 def train_base(rank: int, world_size: int, seed: int) -> None:
     for threads in THREADS.values():
-        (model, optimizer), (plain, plain_optimizer) = made(seed), made(seed)
+        (model, optimizer), (plain, plain_optimizer) = with_adam(seed), with_adam(seed)
         pipeline = TrainPipelineBase(model, optimizer, "cpu", grad_accum=3, load_on_thread=threads)
         batches = make_batches(seed, 7)
         outputs = drain(pipeline, iter(batches))

@@ -53,6 +53,8 @@ class ShardedTables(nn.Module):
         self.table = nn.Parameter(torch.randn(ROWS, WIDTH, generator=generator))
         self.input_group = dist.new_group()
         self.before_dist: Callable[[], None] = lambda: None
+        self.before_data: Callable[[], None] = lambda: None
+        self.before_arrival: Callable[[], None] = lambda: None
 
     def create_context(self) -> dict[str, Any]:
         return {}
@@ -67,6 +69,7 @@ class ShardedTables(nn.Module):
 
         def exchange() -> Request:
             work.wait()
+            self.before_data()
             context["local"], context["from"] = ids.shape[1], sizes.tolist()
             received = torch.empty(int(sizes.sum()), dtype=torch.int64, device=ids.device)
             splits = context["from"], [ids.shape[1]] * world
@@ -74,6 +77,7 @@ class ShardedTables(nn.Module):
 
             def arrive() -> torch.Tensor:
                 sent.wait()
+                self.before_arrival()
                 return received
 
             return Request(arrive)
@@ -139,6 +143,14 @@ def wrapped(model: nn.Module) -> nn.Module:
     tables = [name for name, _ in model.named_parameters() if name.startswith("tables")]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, tables)
     return DistributedDataParallel(model)
+
+
+def made(
+    model: nn.Module | int = 0, kind: Callable[..., torch.optim.Optimizer] = torch.optim.SGD, lr: float = 0.5
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model, or the Recommender of this seed, with its dense part in torch's DDP; and its optimizer."""
+    model = wrapped(Recommender(model) if isinstance(model, int) else model)
+    return model, kind([part for part in model.parameters() if part.requires_grad], lr=lr)
 
 
 def plain_loop(

@@ -1,0 +1,100 @@
+"""How long messages between stages take: measured between the ranks, with messages of the stages' sizes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from farandole.pipelining._schedule import PipelineSchedule
+from farandole.pipelining._transfers import Transfers
+
+_EXCHANGES = 7  # of each size, of which the median counts; one more comes before them
+_TAG = 2**20
+
+Job = tuple[int, int, tuple[int, ...]]  # two ranks of the group, bytes of each tensor
+
+
+def measure_transfers(schedule: PipelineSchedule) -> Transfers:
+    """How long the messages of the schedule's last step take while nothing else is done. All ranks of the pipeline's
+    group call it.
+
+    Messages of the sizes that the step has sent over each edge of the graph of stages go to and fro between the ranks at
+    its two ends; a half of the median time of several counts. Where both ends are on one rank, the one after it takes
+    part, for another plan may part them. One size after another is measured, 8 exchanges of each between each two ranks.
+
+        costs = profile_costs(gather_timeline(schedule), transfers=measure_transfers(schedule))
+        made = auto_plan(num_stages, n_microbatches, costs)
+
+    Raises:
+        RuntimeError: a rank has not run a step yet; on all ranks.
+        NotImplementedError: the stages are on a GPU.
+    """
+    stage, run = schedule._stages[0], schedule._last_run
+    if stage.device.type != "cpu":
+        raise NotImplementedError(f"measure_transfers() of stages on {stage.device}, expected on the CPU")
+    group, size = stage.group, stage.group_size
+    everyone: list[Any] = [None] * size
+    dist.all_gather_object(everyone, None if run is None else run.executor.edge_sizes(), group=group)
+    idle = [rank for rank, sizes in enumerate(everyone) if sizes is None]
+    if idle:
+        raise RuntimeError(f"measure_transfers() on ranks {idle} before their first step, expected it after one")
+    if size == 1:
+        return Transfers()
+    owners = schedule.plan(forward_only=run is schedule._runs.get(False)).rank_of_stage
+    edges = sorted(tuple(edge) for sizes in everyone for edge in sizes)
+    mine: dict[Job, float] = {}
+    for job in sorted({job for edge in edges for job in _jobs(edge, owners, size)}):
+        dist.barrier(group=group)  # one at a time
+        if group.rank() in job[:2]:
+            seconds = _exchange(job, group)
+            if group.rank() == job[0]:
+                mine[job] = seconds
+    dist.all_gather_object(everyone, mine, group=group)
+    seconds_of: dict[Job, float] = {job: seconds for measured in everyone for job, seconds in measured.items()}
+    by_edge = {}
+    for edge in edges:
+        there, back = (seconds_of.get(job, 0.0) for job in _jobs(edge, owners, size))
+        by_edge[edge[0], edge[1]] = there, back
+    every = [seconds for both in by_edge.values() for seconds in both]
+    return Transfers(by_edge, statistics.median(every) if every else 0.0)
+
+
+def _jobs(edge: Any, owners: list[int], size: int) -> Iterator[Job]:
+    """What is measured for the messages with an output and those with its gradient."""
+    begin, end, activation, gradient = edge
+    there, back = owners[begin], owners[end]
+    if there == back:
+        back = (there + 1) % size
+    for sizes in (activation, gradient):
+        yield min(there, back), max(there, back), tuple(sizes)
+
+
+def _exchange(job: Job, group: dist.ProcessGroup) -> float:
+    """Seconds that messages of these sizes take in one direction."""
+    first, second, sizes = job
+    if not sizes:
+        return 0.0
+    begins = group.rank() == first
+    peer = dist.get_global_rank(group, second if begins else first)
+    sent, received = ([torch.zeros(size, dtype=torch.uint8) for size in sizes] for _ in range(2))
+    times = []
+    for _ in range(1 + _EXCHANGES):
+        began = time.perf_counter()
+        works = [dist.irecv(tensor, peer, group, _TAG + i) for i, tensor in enumerate(received)]
+        if not begins:
+            _wait(works)
+            works = []
+        works += [dist.isend(tensor, peer, group, _TAG + i) for i, tensor in enumerate(sent)]
+        _wait(works)
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:]) / 2
+
+
+def _wait(works: list[Any]) -> None:
+    for work in works:
+        work.wait()

@@ -1,0 +1,80 @@
+"""The ranks that exchange inputs, and how one of them gives that up without leaving the others to wait for it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+
+from farandole import _C
+
+
+@dataclass(frozen=True)
+class GivenUp:
+    """What a rank tells the others that it leaves in the middle of an exchange."""
+
+    rank: int  # global
+    what: str  # stage, batch and error
+    is_lost: bool  # the group itself is gone (a rank died, a timeout): no other one of these ranks is any better
+
+
+class FailedOnOthers(RuntimeError):
+    """Raised on the ranks that hear of it, for the batch that it is about."""
+
+
+class ExchangeGroup:
+    """Starts exchanges and waits for them. A wait ends when another rank gives the group up: farandole ends it at once,
+    gloo's are looked after five times a second.
+
+    Args:
+        group: None is this rank alone.
+        device: where tensors for the group have to be.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self.group = group
+        self.device = device
+        self.size = 1 if group is None else group.size()
+        self.rank = 0 if group is None else group.rank()
+        self.has_failed = False  # an exchange itself, here
+
+    def all_to_all(
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_splits: Sequence[int] | None = None,
+        sent_splits: Sequence[int] | None = None,
+    ) -> dist.Work:
+        with self._noting():
+            return dist.all_to_all_single(received, sent, received_splits, sent_splits, self.group, async_op=True)
+
+    def wait(self, work: dist.Work) -> None:
+        assert self.group is not None
+        with self._noting():
+            _C.await_work(self.group, self.device, work)
+
+    @contextlib.contextmanager
+    def _noting(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.has_failed = True
+            raise
+
+    def given_up(self) -> GivenUp | None:
+        text = "" if self.group is None else _C.abandonment_of(self.group)
+        return GivenUp(**json.loads(text)) if text else None
+
+    def give_up(self, error: BaseException, where: str) -> GivenUp:
+        """For an error in the middle of an exchange: tells the others, or says which of them was the first to fail."""
+        known = self.given_up()
+        if known is not None:
+            return known
+        mine = GivenUp(dist.get_rank(), f"{where}: {type(error).__name__}: {error}", self.has_failed)
+        if self.group is not None:
+            _C.abandon_group(self.group, json.dumps(asdict(mine)))
+        return mine

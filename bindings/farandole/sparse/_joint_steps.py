@@ -1,0 +1,183 @@
+"""Steps that all ranks take together, and after which each knows whether another one has failed."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from farandole import _C
+from farandole._C import Presence
+from farandole.sparse._exchange import SKIPPED, SplitsExchange
+from farandole.sparse._exchange_group import ExchangeGroup, FailedOnOthers
+from farandole.sparse._groups import forget_group_of_its_own, group_of_its_own
+
+# So long others may take to start what this rank could not, before it is supposed that they wait for it inside.
+_PATIENCE = 1.0
+
+
+class JointSteps:
+    """
+    Args:
+        group: all ranks that train together. None is this rank alone.
+        device: where tensors for the group have to be.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self._parent = group
+        self._device = device
+        self._lost = ""  # why no further step can be taken
+        self._make()
+
+    def _make(self) -> None:
+        self.group = ExchangeGroup(group_of_its_own(self._parent, self._device), self._device)
+        self.exchange = SplitsExchange(self.group)
+
+    @property
+    def rank(self) -> int:
+        """Of all ranks."""
+        return 0 if self._parent is None else dist.get_rank()
+
+    def renew(self) -> bool:
+        """Whether another group has taken the place of one that was given up."""
+        if self._lost or group_of_its_own(self._parent, self._device) is self.group.group:
+            return False
+        columns = self.exchange.columns
+        self._make()
+        self.exchange.expect(columns)
+        return True
+
+    @property
+    def is_lost(self) -> bool:
+        return bool(self._lost)
+
+    def refuse_lost(self) -> None:
+        """
+        Raises:
+            RuntimeError: no further step can be taken.
+        """
+        if self._lost:
+            raise RuntimeError(
+                f"the pipeline cannot be used again: {self._lost}. Expected a new one, over groups that were made anew "
+                "and a model sharded over them"
+            )
+
+    @contextlib.contextmanager
+    def told(self, stage: str, number: int) -> Iterator[None]:
+        """Inside, others may come to wait for this rank: an error of it is theirs, for the batch of this number."""
+        try:
+            yield
+        except FailedOnOthers:
+            raise
+        except BaseException as error:
+            if self._device.type != "cpu" or self.group.size == 1:
+                raise
+            first = self.group.give_up(error, f"{stage} of batch {number}")
+            forget_group_of_its_own(self._parent)
+            if first.is_lost:
+                self._lost = f"rank {first.rank} has failed in {first.what}"
+            if first.rank == self.rank:
+                raise
+            raise FailedOnOthers(f"{SKIPPED.format(number)}\nrank {first.rank}, {first.what}") from error
+
+    def step(self, stage: str, number: int, call: Callable[[], None]) -> None:
+        """A call that waits for no rank that has failed in it: the other ranks end theirs.
+
+        Raises:
+            FailedOnOthers: the calls of other ranks have.
+        """
+        with self.told(stage, number):
+            error = _error_of(call)
+            if error is not None and self.group.has_failed:
+                raise error
+            said = self.exchange.agree(*_presence(stage, number, error))
+        if error is not None:
+            raise error
+        if said.failed:
+            raise said.error(number)
+
+    def step_of_modules(
+        self, stage: str, number: int, modules: dict[str, nn.Module], call: Callable[[str], None]
+    ) -> None:
+        """Calls of modules, by name, that exchange over groups of their own. Those of a module that has failed on some
+        ranks only are out of step, and given up; this rank's fail then as well.
+
+        Raises:
+            FailedOnOthers: the calls of other ranks have.
+        """
+        failed, error, woken = 0, None, ""
+        for place, name in enumerate(modules, 1):
+            error = _error_of(lambda name=name: call(name))  # type: ignore[misc]
+            if error is not None:
+                failed, stage = place, f"{stage} of {name}"
+                break
+        with self.told(stage, number):
+            presence, reason = _presence(stage, number, error)
+            if error is not None:
+                module = list(modules.values())[failed - 1]
+                woken = _abandonment_of_groups_of(module)
+            if woken:  # its failure is that of another rank, which says so
+                failed, reason = -failed, ""
+            self.exchange.post_agreement(presence, reason, failed)
+            if error is not None:
+                self._wake(module, f"rank {self.rank}, {reason}")
+            said = self.exchange.wait()
+        if not said.failed:
+            return
+        places = {row[0] for row in said.rows}
+        if len(places) > 1:
+            reasons = "\n".join(f"rank {rank}, {reason}" for rank, reason in said.failed.items() if reason)
+            self._lost = f"a sharded module is out of step, since it has failed on some ranks only ({reasons})"
+            for place in places - {0}:
+                _give_up_groups_of(list(modules.values())[abs(place) - 1], self._lost)
+        if woken:
+            raise FailedOnOthers(f"{SKIPPED.format(number)}\n{woken}") from error
+        if error is not None:
+            raise error
+        raise said.error(number)
+
+    # Others who wait inside of what this rank has left get no further without it.
+    def _wake(self, module: nn.Module, why: str) -> None:
+        until = time.monotonic() + _PATIENCE
+        while not self.exchange.has_come():
+            if time.monotonic() > until:
+                _give_up_groups_of(module, why, [dist.group.WORLD])
+                return
+            time.sleep(0.005)
+
+
+def _error_of(call: Callable[[], None]) -> BaseException | None:
+    try:
+        call()
+    except BaseException as error:
+        return error
+    return None
+
+
+def _presence(stage: str, number: int, error: BaseException | None) -> tuple[Presence, str]:
+    if error is None:
+        return Presence.BATCH, ""
+    return Presence.FAILED, f"{stage} of batch {number}: {type(error).__name__}: {error}"
+
+
+def _give_up_groups_of(module: nn.Module, why: str, default: Sequence[Any] = ()) -> None:
+    for group in _groups_of(module) or default:
+        _C.abandon_group(group, why)
+
+
+def _abandonment_of_groups_of(module: nn.Module) -> str:
+    return next(filter(None, map(_C.abandonment_of, _groups_of(module))), "")
+
+
+def _groups_of(module: nn.Module) -> list[Any]:
+    """Those that it has among its attributes."""
+    found: dict[int, dist.ProcessGroup] = {}
+    for child in module.modules():
+        values: list[Any] = [*vars(child).values(), getattr(vars(child).get("_env"), "process_group", None)]
+        found.update((id(value), value) for value in values if isinstance(value, dist.ProcessGroup))
+    return list(found.values())
