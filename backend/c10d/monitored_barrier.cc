@@ -63,8 +63,8 @@ std::string ProcessGroupFarandole::reportToRankZero(WorkOptions options) {
       program.send(0, nullptr, 0);
       program.recv(0, answer.data, answer.bytes);
     })->wait();
-  } catch (const std::exception& error) {
-    return communicator_->nameOf(0) + " gave no verdict in monitoredBarrier: " + error.what();
+  } catch (const c10::Error& error) {
+    return communicator_->nameOf(0) + " gave no verdict in monitoredBarrier: " + error.what_without_backtrace();
   }
   const auto missing = verdict.item<std::int32_t>();
   return missing == kAllCame
@@ -82,9 +82,10 @@ std::string ProcessGroupFarandole::awaitAll(const WorkOptions& options, bool wai
   for (int rank = 1; rank < size_ && (waitAllRanks || missing.empty()); ++rank) {
     try {
       arrivals[rank - 1]->wait();
-    } catch (const std::exception& error) {
-      if (getError() != ::c10d::ErrorType::SUCCESS) return error.what();  // a death, or an abort: no rank is late
-      if (missing.empty()) cause = error.what();
+    } catch (const c10::Error& error) {
+      if (getError() != ::c10d::ErrorType::SUCCESS)
+        return error.what_without_backtrace();  // a death, or an abort: no rank is late
+      if (missing.empty()) cause = error.what_without_backtrace();
       missing.push_back(rank);
     }
   }
@@ -100,8 +101,8 @@ std::string ProcessGroupFarandole::awaitAll(const WorkOptions& options, bool wai
   for (int rank = 1; rank < size_; ++rank) {
     try {
       answers[rank - 1]->wait();
-    } catch (const std::exception& error) {
-      return failureText(communicator_->nameOf(rank), options.timeout) + ": " + error.what();
+    } catch (const c10::Error& error) {
+      return failureText(communicator_->nameOf(rank), options.timeout) + ": " + error.what_without_backtrace();
     }
   }
   return "";

@@ -177,7 +177,8 @@ void MeetingPlace::post(const std::string& board, const Blob& blob) { store_.set
 Result<MeetingPlace::Blob> MeetingPlace::read(const std::string& board, int rank) {
   const std::string key = keyOf(board, rank);
   for (std::chrono::milliseconds pause{1}; !store_.check({key}); pause = std::min(2 * pause, kLongestPause)) {
-    FARANDOLE_RETURN_IF_ERROR(check());
+    FARANDOLE_RETURN_IF_ERROR(givenUp());
+    if (const Status status = health(); !status) return giveUp(status);
     if (std::chrono::steady_clock::now() >= deadline_) {
       return giveUp(Status::timeout(nameOf(rank) + " of " + std::to_string(size_) + " did not join the group within " +
                                     std::to_string(timeout_.count()) + " ms"));
@@ -187,13 +188,10 @@ Result<MeetingPlace::Blob> MeetingPlace::read(const std::string& board, int rank
   return store_.get(key);
 }
 
-Status MeetingPlace::check() {
-  if (store_.check({kGivenUp})) {
-    const Blob why = store_.get(kGivenUp);
-    return Status::aborted({why.begin(), why.end()});
-  }
-  const Status status = health();
-  return status ? status : giveUp(status);
+Status MeetingPlace::givenUp() {
+  if (!store_.check({kGivenUp})) return Status::ok();
+  const Blob why = store_.get(kGivenUp);
+  return Status::aborted({why.begin(), why.end()});
 }
 
 Status MeetingPlace::giveUp(const Status& why) {
@@ -253,7 +251,8 @@ Result<Meeting> MeetingPlace::meetMembers(std::uint32_t group, const CommonSetti
     watch(other, entry->member);
     met.members.push_back(std::move(entry->member));
   }
-  FARANDOLE_RETURN_IF_ERROR(check());
+  // All have come, and some may have gone on and left.
+  FARANDOLE_RETURN_IF_ERROR(givenUp());
 
   // All ranks see in the same way whether any two of them are on different hosts.
   const auto isElsewhere = [&](const Member& member) {

@@ -55,10 +55,10 @@ class MeetingPlace {
   std::string keyOf(const std::string& board, int rank) const;
   void post(const std::string& board, const Blob& blob);
   Result<Blob> read(const std::string& board, int rank);
-  // Ok, or why the group will not be: the others may know more. They are told what this rank knows.
-  Status check();
+  // Ok, or why another rank has given the group up: it may know more. And tells the others so.
+  Status givenUp();
   Status giveUp(const Status& why);
-  // Ok, or who will not come, or not stay, as far as this process knows.
+  // While somebody is waited for: ok, or who will not come, or not stay, as far as this process knows.
   Status health();
   void watch(int rank, const collective::Member& member);
 
