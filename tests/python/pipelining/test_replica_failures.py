@@ -156,7 +156,8 @@ def test_replicas_wrapped_by_torch_raise_at_once_over_farandole(failing: int) ->
         if rank // STAGES == failing // STAGES:
             assert "it broke in backward" in error, (rank, error)
         else:  # the backend knows the rank that gave up, by its number in the group, and not why
-            assert f"rank {failing // STAGES} (host " in error, (rank, error)
+            number = "" if failing == failing // STAGES else f"global rank {failing}, "
+            assert f"rank {failing // STAGES} ({number}host " in error, (rank, error)
             assert "aborted the group" in error, (rank, error)
         assert seconds < AT_ONCE, (rank, seconds)
 
