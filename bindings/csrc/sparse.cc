@@ -94,10 +94,11 @@ void bindSparse(py::module_& module) {
 
   py::class_<sparse::BatchPipeline, std::shared_ptr<sparse::BatchPipeline>>(module, "BatchPipeline")
       .def(py::init(&makePipeline), py::arg("stages"), py::kw_only(), py::arg("execute_all_batches") = true,
-           py::arg("has_dist") = true, py::arg("completes_ahead") = true, py::arg("load_on_thread") = py::none(),
+           py::arg("has_dist") = true, py::arg("completes_ahead") = false, py::arg("load_on_thread") = py::none(),
            py::arg("dist_on_thread") = py::none())
       .def("begin", &sparse::BatchPipeline::begin, py::arg("is_new_source"), ReleaseGil())
       .def("beside", &sparse::BatchPipeline::beside, py::arg("may_dist_beside"), ReleaseGil())
+      .def("waited", &sparse::BatchPipeline::waited, py::arg("seconds"))
       .def("middle", &sparse::BatchPipeline::middle, ReleaseGil())
       .def("end", &sparse::BatchPipeline::end, ReleaseGil())
       .def("clear", &sparse::BatchPipeline::clear, ReleaseGil())

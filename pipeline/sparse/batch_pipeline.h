@@ -19,7 +19,8 @@ struct BatchPipelineOptions {
   bool executeAllBatches = true;
   // Whether batches have an input_dist at all; without it two are in flight, the one that computes and the next one.
   bool hasDist = true;
-  // Whether the data of an input_dist is waited for before its batch's forward begins, or by what that calls.
+  // Whether the data of an input_dist is waited for before its batch's forward begins, or, where no thread has waited
+  // for it, by what that calls.
   bool completesAhead = true;
   ThreadUse loadThread = ThreadUse::kAsMeasured;
   ThreadUse distThread = ThreadUse::kAsMeasured;
@@ -55,6 +56,8 @@ class BatchPipeline {
   void clear();
 
   std::size_t inFlight() const { return slots_.size(); }
+  // So long did a forward wait for data that no thread had waited for before.
+  void waited(double seconds) { times_.distBlocked += seconds; }
   const ThreadChoice& threads() const { return threads_; }
 
  private:

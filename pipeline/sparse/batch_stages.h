@@ -25,7 +25,7 @@ class BatchStages {
   virtual Loaded load(BatchNo batch) = 0;
 
   // input_dist: starts the exchange of splits; waits for it and starts that of the data; waits for the data. A rank
-  // without the batch takes part in the first. The two that wait throw where another rank has failed: on all or none.
+  // without the batch takes part in the first. finishDist throws where another rank has failed; so may completeDist.
   virtual void startDist(BatchNo batch, Presence presence) = 0;
   virtual Exchanged finishDist(BatchNo batch) = 0;
   virtual void completeDist(BatchNo batch) = 0;

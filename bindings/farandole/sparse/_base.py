@@ -101,14 +101,14 @@ class TrainPipelineBase:
         self._model_fwd = custom_model_fwd
         self._group = process_group
         self._streams = Streams(self._device)
-        self._stages = Stages(self._device, self._streams, process_group)
+        self._stages = Stages(self._device, self._streams, process_group, self._completes_ahead())
         self._execute_all_batches = execute_all_batches
         self._has_ended = False
         self._engine = BatchPipeline(
             self._stages,
             execute_all_batches=execute_all_batches,
             has_dist=self._has_dist,
-            completes_ahead=self._device.type == "cpu",
+            completes_ahead=self._completes_ahead(),
             load_on_thread=load_on_thread,
             dist_on_thread=self._dist_on_thread(),
         )
@@ -183,6 +183,9 @@ class TrainPipelineBase:
         self._engine.clear()
         self._drop_window()
         self._stages.take_from(iter(()))
+
+    def _completes_ahead(self) -> bool:
+        return False
 
     def _dist_on_thread(self) -> bool | None:
         return False

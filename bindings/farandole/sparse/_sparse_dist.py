@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,9 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         process_group: all ranks that train together; by default all.
         dist_on_thread: whether input_dist runs on a thread of its own; None decides by measured times for torchrec's
             modules, and is False for others, whose collectives may be those of the forward. CPU only.
+        agree_on_inputs: the ranks say whether the data of a batch has come to each of them, before any computes it: a
+            failure there skips the batch on all ranks, which else wait in its forward or backward for the one that has
+            failed. Costs a meeting in each step. CPU only: else a ValueError.
         apply_jit, context_type, pipeline_postproc, dmp_collection_sync_interval_batches, enqueue_batch_after_forward,
             enable_inplace_copy_batch: torchrec's, where they ask for what is done anyway; else a ValueError.
 
@@ -59,6 +63,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         strict: bool = False,
         tracing: str | None = None,
         dist_on_thread: bool | None = None,
+        agree_on_inputs: bool = False,
         **options: Unpack[Options],
     ) -> None:
         refuse_torchrecs(
@@ -70,7 +75,10 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         )
         if tracing not in (None, "fx", "hooks"):
             raise ValueError(f'tracing={tracing!r}: expected "fx", "hooks" or None')
+        if agree_on_inputs and torch.device(device).type != "cpu":
+            raise ValueError(f"agree_on_inputs=True with device {device}: expected False, or a pipeline on CPU")
         self._asked_dist_on_thread = dist_on_thread
+        self._agrees_on_inputs = agree_on_inputs
         super().__init__(
             model,
             optimizer,
@@ -134,6 +142,9 @@ class TrainPipelineSparseDist(TrainPipelineBase):
                 "model is a DMPCollection: its tables have to be synchronized, which no pipeline here does"
             )
 
+    def _completes_ahead(self) -> bool:
+        return self._agrees_on_inputs
+
     def _dist_on_thread(self) -> bool | None:
         return self._asked_dist_on_thread if self._device.type == "cpu" else False
 
@@ -168,7 +179,9 @@ class TrainPipelineSparseDist(TrainPipelineBase):
     def _complete(self, flying: Any, name: str) -> tuple[Any, Any]:
         """What came ahead for a module: its context and its data."""
         if name in flying.requests:
+            start, computed = time.perf_counter(), time.thread_time()
             self._stages.complete_one(flying, name)
+            self._engine.waited(time.perf_counter() - start - (time.thread_time() - computed))
         context, data = flying.contexts.pop(name), flying.data.pop(name)
         self._streams.hand_over(self._streams.dist, context, data)
         return context, data

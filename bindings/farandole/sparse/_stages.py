@@ -21,10 +21,13 @@ from farandole.sparse._streams import Streams
 class Stages:
     """What BatchPipeline calls, from the thread of ``progress`` or from its own."""
 
-    def __init__(self, device: torch.device, streams: Streams, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, device: torch.device, streams: Streams, group: dist.ProcessGroup | None, agrees_on_inputs: bool
+    ) -> None:
         self._device = device
         self._streams = streams
         self._group = group
+        self._agrees_on_inputs = agrees_on_inputs
         self._source: Iterator[Any] = iter(())
         self._yielded = 0
         self.input_dist: InputDist | None = None
@@ -93,7 +96,10 @@ class Stages:
 
     def complete_dist(self, number: int) -> None:
         assert self.input_dist is not None
-        self.input_dist.complete(self.flying[number], self._complete)
+        if self._agrees_on_inputs:
+            self.input_dist.complete(self.flying[number], self._complete)
+        else:
+            self._complete(self.flying[number])
 
     def _complete(self, flying: InFlight) -> None:
         for name in list(flying.requests):

@@ -53,7 +53,9 @@ def fail_on_one(rank: int, world_size: int, seed: int, stage: str, threads: bool
     culprit, number = pick.randrange(world_size), pick.randrange(6)
     print(f"seed {seed}: {stage} of batch {number} fails on rank {culprit}, threads {threads}")
     (model, optimizer), (plain, plain_optimizer) = made(seed), made(seed)
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, load_on_thread=threads, dist_on_thread=threads)
+    pipeline = TrainPipelineSparseDist(
+        model, optimizer, CPU, load_on_thread=threads, dist_on_thread=threads, agree_on_inputs=True
+    )
     batches = make_batches(seed, 6)
     fails = {number} if rank == culprit and stage == "load" else set()
     if rank == culprit and stage != "load":
@@ -104,7 +106,9 @@ def wait_inside(rank: int, world_size: int, seed: int, threads: bool) -> None:
     print(f"seed {seed}: batch {number} fails on rank {culprit}, threads {threads}")
     model, optimizer = made(seed)
     model.module.tables[0].__class__ = Waiting
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, load_on_thread=threads, dist_on_thread=threads)
+    pipeline = TrainPipelineSparseDist(
+        model, optimizer, CPU, load_on_thread=threads, dist_on_thread=threads, agree_on_inputs=True
+    )
     if rank == culprit:
         model.module.tables[0].before_dist = failing({number}, "inside")
     batches = iter(make_batches(seed, 6))
@@ -137,3 +141,9 @@ def test_the_others_hear_at_once_which_rank_failed_and_where(stage, threads, bac
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     run_ranks(fail_on_one, 3, backend, seed=seed, stage=stage, threads=threads)
+
+
+def test_agreement_on_inputs_is_for_pipelines_on_cpu():
+    model = torch.nn.Linear(1, 1)
+    with pytest.raises(ValueError, match="agree_on_inputs=True with device cuda: expected False"):
+        TrainPipelineSparseDist(model, torch.optim.SGD(model.parameters()), "cuda", agree_on_inputs=True)

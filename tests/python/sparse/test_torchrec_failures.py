@@ -80,7 +80,7 @@ def fail_in_exchange(rank: int, world_size: int, seed: int, stage: str, threads:
     (model, optimizer), (plain, plain_optimizer) = models.made(kind), models.made(kind)
     plain.load_state_dict(model.state_dict())
     pipeline = TrainPipelineSparseDist(
-        model, optimizer, models.CPU, load_on_thread=threads, dist_on_thread=threads, strict=True
+        model, optimizer, models.CPU, load_on_thread=threads, dist_on_thread=threads, agree_on_inputs=True, strict=True
     )
     batches, again = (models.make_batches(kind, seed, 6, is_even=True) for _ in range(2))
     fault = Fault(stage, model.module.second) if rank == culprit else None
@@ -128,7 +128,9 @@ def die(rank: int, world_size: int, seed: int, threads: bool) -> str:
     victim, number = pick.randrange(world_size), pick.choice([1, 2, 3])
     print(f"seed {seed}: rank {victim} dies in batch {number}, threads {threads}, {kind}")
     model, optimizer = models.made(kind)
-    pipeline = TrainPipelineSparseDist(model, optimizer, models.CPU, load_on_thread=threads, dist_on_thread=threads)
+    pipeline = TrainPipelineSparseDist(
+        model, optimizer, models.CPU, load_on_thread=threads, dist_on_thread=threads, agree_on_inputs=True
+    )
     batches = iter(models.make_batches(kind, seed, 6, is_even=True))
     for _ in range(number):
         pipeline.progress(batches)
