@@ -72,12 +72,8 @@ def measure(settings: Settings, pair: RankPair) -> Report:
     report.targets.append(Target("host cost per parameter", measured, _HOOK_LIMIT, at_most=True, unit="s"))
     for grads, (in_fp32, formula) in _MEMORY.items():
         held = max(pair.call(bytes_per_element, grads_in_fp32=in_fp32))
-        part = held / formula
-        report.series.append(
-            Series("memory", grads, quantity="bytes / formula", unit="ratio", rounds=[[Sample(part, part)]])
-        )
         report.notes.append(f"memory, {grads}: {held:.3g} bytes for each element, by the formula {formula:.3g}")
-        report.targets.append(Target(f"memory, {grads}: bytes / formula", part, _MEMORY_LIMIT, at_most=True))
+        report.targets.append(Target(f"memory, {grads}: bytes / formula", held / formula, _MEMORY_LIMIT, at_most=True))
     return report
 
 
