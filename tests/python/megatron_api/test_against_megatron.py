@@ -93,6 +93,11 @@ def _run(theirs: bool, rank: int, options: dict[str, Any], virtual: int | None, 
     else:
         P2PCommunicator = megatron.P2PCommunicator  # noqa: N806
     module = schedules if theirs else megatron
+    groups = support.collection_of(options["tp"], options["cp"])
+    if theirs:  # 0.19 takes no stand-in
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        groups = ProcessGroupCollection(**vars(groups))
     if size == 1:
         name = "forward_backward_no_pipelining"
     else:
@@ -108,7 +113,7 @@ def _run(theirs: bool, rank: int, options: dict[str, Any], virtual: int | None, 
         collect_non_loss_data=options["collect"],
         first_val_step=options["first_val_step"],
         p2p_communicator=P2PCommunicator(support.world(), config) if size > 1 else None,
-        pg_collection=support.collection_of(options["tp"], options["cp"]),
+        pg_collection=groups,
         force_all_reduce=options["force"],
     )
     order = [entry for entry in recorder.log if not (entry[0] in ("start", "stop") and _is_exchange(entry[1]))]
