@@ -227,22 +227,22 @@ def _take_batches_apart(rng: random.Random, draft: Draft) -> None:
     row[i : i + 1] = parts
 
 
-def _make_batches(rng: random.Random, draft: Draft) -> None:
+def _join(rng: random.Random, draft: Draft, pattern: str, kind: str) -> None:
+    """Two neighbours that are such actions become one of this kind."""
     row = _any_row(rng, draft)
-    alone = [bool(re.fullmatch(r"\d+(SEND|RECV)_[FB]\d+([<>]\d+)?", action)) for action in row]
-    places = [i for i in range(len(row) - 1) if alone[i] and alone[i + 1]]
+    fits = [bool(re.fullmatch(pattern, action)) for action in row]
+    places = [i for i in range(len(row) - 1) if fits[i] and fits[i + 1]]
     if places:
         i = rng.choice(places)
-        row[i : i + 2] = [f"({row[i]};{row[i + 1]})BATCH_P2P"]
+        row[i : i + 2] = [f"({row[i]};{row[i + 1]}){kind}"]
+
+
+def _make_batches(rng: random.Random, draft: Draft) -> None:
+    _join(rng, draft, r"\d+(SEND|RECV)_[FB]\d+([<>]\d+)?", "BATCH_P2P")
 
 
 def _overlap(rng: random.Random, draft: Draft) -> None:
-    row = _any_row(rng, draft)
-    is_compute = [bool(re.fullmatch(r"\d+[FBIW]\d+", action)) for action in row]
-    places = [i for i in range(len(row) - 1) if is_compute[i] and is_compute[i + 1]]
-    if places:
-        i = rng.choice(places)
-        row[i : i + 2] = [f"({row[i]};{row[i + 1]})OVERLAP_F_B"]
+    _join(rng, draft, r"\d+[FBIW]\d+", "OVERLAP_F_B")
 
 
 def _block_on_sends(rng: random.Random, draft: Draft) -> None:
