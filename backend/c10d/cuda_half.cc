@@ -79,8 +79,8 @@ void ProcessGroupFarandole::meetForCudaMessages(MeetingPlace& place, const std::
                                                 std::shared_ptr<void> keepAlive) {
   // As for tensors on the CPU: what a control plane was needed for spans hosts, unless UCX was chosen for all.
   const bool spansHosts = watch_ != nullptr && !context_->hostIdentity().empty();
-  const auto reach = spansHosts ? transport::UcxReach::kOtherHosts : transport::UcxReach::kEverybody;
-  auto met = CudaMessages::meet(place, {communicator_, members, watch_, std::move(keepAlive), rank_}, reach);
+  const auto lanes = spansHosts ? transport::UcxLanes::kNetworks : transport::UcxLanes::kAll;
+  auto met = CudaMessages::meet(place, {communicator_, members, watch_, std::move(keepAlive), rank_}, lanes);
   throwIfError(met.status());
   cudaMessages_ = std::move(met).value();
 }

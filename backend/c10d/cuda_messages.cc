@@ -36,10 +36,10 @@ struct Kept {
 
 }  // namespace
 
-Result<std::shared_ptr<CudaMessages>> CudaMessages::meet(MeetingPlace& place, Setup setup, transport::UcxReach reach) {
+Result<std::shared_ptr<CudaMessages>> CudaMessages::meet(MeetingPlace& place, Setup setup, transport::UcxLanes lanes) {
   std::shared_ptr<CudaMessages> made(new CudaMessages);
   made->rank_ = setup.rank;
-  auto transport = CudaTransport::acquire(reach);
+  auto transport = CudaTransport::acquire(lanes);
   std::string mine;
   if (transport) {
     made->transport_ = std::move(transport).value();

@@ -22,8 +22,8 @@ class CudaMessages {
     std::shared_ptr<void> keepAlive;             // held as long as anything is in flight
     int rank;
   };
-  // Meets the other ranks, of which all must call it. `reach`: whom UCX is to reach.
-  static Result<std::shared_ptr<CudaMessages>> meet(MeetingPlace& place, Setup setup, transport::UcxReach reach);
+  // Meets the other ranks, of which all must call it. `lanes`: what UCX may use.
+  static Result<std::shared_ptr<CudaMessages>> meet(MeetingPlace& place, Setup setup, transport::UcxLanes lanes);
 
   // Ok, or why no message can go to this rank, or come from it; any rank: from somewhere.
   Status canReach(int peer) const;

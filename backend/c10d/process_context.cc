@@ -44,9 +44,7 @@ Result<std::unique_ptr<transport::RoutingTransport>> openTransports() {
           "FARANDOLE_TRANSPORT is 'shm'; expected 'auto' or 'ucx', some ranks are on other hosts");
     });
   }
-  const auto reach = local != nullptr ? transport::UcxReach::kOtherHosts : transport::UcxReach::kEverybody;
-  return transport::RoutingTransport::create(std::move(local),
-                                             [reach] { return transport::UcxTransport::create(reach); });
+  return transport::RoutingTransport::create(std::move(local), [] { return transport::UcxTransport::create(); });
 }
 
 // The last group may be let go of by an operation that completes on the loop,

@@ -93,7 +93,7 @@ class Transport {
   // Makes eventFd() readable. Any thread.
   virtual void signal() = 0;
 
-  // What carries messages to this peer, for people: "ucx: posix, cma".
+  // What carries messages to this peer, for people: "ucx: tcp/eth0".
   virtual std::string describe(PeerId peer) const = 0;
 };
 

@@ -26,7 +26,7 @@ constexpr std::array kDefaults = {
     // to be connected before it died: the control plane knows the dead, and has them dropped.
     Default{"KEEPALIVE_INTERVAL", "inf"},
 };
-constexpr Default kNoSharedMemory{"TLS", "^shm"};
+constexpr Default kNetworksOnly{"TLS", "^shm"};
 // Its cache of what memory is on a device takes all for the host's that was allocated before UCX was loaded, as by
 // torch, and hooks the driver's functions for the rest. Without it UCX asks the driver, for each message.
 constexpr Default kNoMemoryTypeCache{"MEMTYPE_CACHE", "n"};
@@ -75,13 +75,13 @@ Status checkCudaMemory(ucp_context_h context) {
                              "; expected cuda_copy and cuda_ipc in it, and shm or tcp, or that it is not set)");
 }
 
-Result<ucp_config_t*> readUcxConfig(UcxReach reach, UcxMemory memory) {
+Result<ucp_config_t*> readUcxConfig(UcxMemory memory, UcxLanes lanes) {
   ucp_config_t* config = nullptr;
   if (const ucs_status_t status = ucp_config_read(nullptr, nullptr, &config); status != UCS_OK) {
     return ucxError("reading the UCX_* environment", status);
   }
   for (const Default& setting : kDefaults) setDefault(config, setting);
-  if (reach == UcxReach::kOtherHosts) setDefault(config, kNoSharedMemory);
+  if (lanes == UcxLanes::kNetworks) setDefault(config, kNetworksOnly);
   if (memory != UcxMemory::kHost) setDefault(config, kNoMemoryTypeCache);
   return config;
 }

@@ -16,14 +16,15 @@
 
 namespace farandole::transport {
 
-// Shared memory, CMA and networks through one UCX worker. Endpoints detect the
-// death of their peer (error mode PEER) and keep shared memory all the same.
+// Networks, and what else UCX may use, through one UCX worker. Endpoints detect the death of their peer (error mode
+// PEER).
 // What ranks say to each other point to point and collectives have endpoints of
 // their own, so that a small message does not queue behind megabytes.
 class UcxTransport final : public Transport {
  public:
   // Fails with kUnavailable where UCX cannot start; the message says why.
-  static Result<std::unique_ptr<Transport>> create(UcxReach reach, UcxMemory memory = UcxMemory::kHost);
+  static Result<std::unique_ptr<Transport>> create(UcxMemory memory = UcxMemory::kHost,
+                                                   UcxLanes lanes = UcxLanes::kNetworks);
   ~UcxTransport() override;
 
   std::string_view name() const override { return "ucx"; }
@@ -68,7 +69,7 @@ class UcxTransport final : public Transport {
 
   explicit UcxTransport(UcxMemory memory)
       : memoryType_(memory == UcxMemory::kHost ? UCS_MEMORY_TYPE_HOST : UCS_MEMORY_TYPE_UNKNOWN) {}
-  Status open(UcxReach reach, UcxMemory memory);
+  Status open(UcxMemory memory, UcxLanes lanes);
 
   Status open(Endpoint& endpoint);
   // Of the endpoint that carries such messages, with its handle.

@@ -16,9 +16,9 @@ std::function<std::unique_ptr<Transport>()> loopbackFactory(std::size_t eagerByt
   return [fabric] { return fabric->makeTransport(); };
 }
 
-std::function<std::unique_ptr<Transport>()> ucxFactory(UcxReach reach) {
-  return [reach] {
-    auto transport = UcxTransport::create(reach);
+std::function<std::unique_ptr<Transport>()> ucxFactory(UcxMemory memory, UcxLanes lanes) {
+  return [memory, lanes] {
+    auto transport = UcxTransport::create(memory, lanes);
     if (!transport) throw std::runtime_error(transport.status().toString());
     return std::move(transport).value();
   };
@@ -34,7 +34,7 @@ std::function<std::unique_ptr<Transport>()> shmFactory(const ShmOptions& options
 
 // With both transports open.
 std::unique_ptr<Transport> makeRouted() {
-  auto routing = RoutingTransport::create(shmFactory({})(), [] { return UcxTransport::create(UcxReach::kOtherHosts); });
+  auto routing = RoutingTransport::create(shmFactory({})(), [] { return UcxTransport::create(); });
   if (!routing) throw std::runtime_error(routing.status().toString());
   if (auto network = (*routing)->networkAddress(); !network) throw std::runtime_error(network.status().toString());
   return std::move(routing).value();
@@ -50,8 +50,8 @@ const std::vector<Kind>& kinds() {
       {"ShmSmallRing", [] { return shmFactory({.ringBytes = 64 << 10}); }, 8193},
       {"ShmNoSingleCopy", [] { return shmFactory({.singleCopy = false}); }, 8193},
       {"Routed", []() -> std::function<std::unique_ptr<Transport>()> { return makeRouted; }, 8193},
-      {"Ucx", [] { return ucxFactory(UcxReach::kEverybody); }, SIZE_MAX},
-      {"UcxNetwork", [] { return ucxFactory(UcxReach::kOtherHosts); }, SIZE_MAX}};
+      {"Ucx", [] { return ucxFactory(UcxMemory::kHost, UcxLanes::kNetworks); }, SIZE_MAX},
+      {"UcxAllLanes", [] { return ucxFactory(UcxMemory::kDetected, UcxLanes::kAll); }, SIZE_MAX}};
   return kinds;
 }
 

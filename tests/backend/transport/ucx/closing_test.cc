@@ -63,7 +63,7 @@ struct Counted : Request {
 
 void takePart(int rank, const std::vector<Message>& messages, unsigned seed, Meeting& meeting) {
   std::mt19937 random(seed);
-  auto transport = std::move(UcxTransport::create(UcxReach::kOtherHosts)).value();
+  auto transport = std::move(UcxTransport::create()).value();
   meeting.addresses[rank] = transport->address();
   meeting.all.arrive_and_wait();
   std::vector<PeerId> peers(kRanks);
