@@ -10,6 +10,7 @@
 #include "ddp/bucket_tuning.h"
 #include "ddp/grad_reducer.h"
 #include "ddp/param_gather.h"
+#include "ddp/row_exchange.h"
 #include "ddp/timeline.h"
 
 namespace farandole::python {
@@ -241,6 +242,21 @@ void bindReducer(py::module_& module) {
       .def("bucket_group_of", &ddp::ParamGather::bucketGroupOf);
 }
 
+void bindRows(py::module_& module) {
+  py::class_<ddp::RowExchange>(module, "RowExchange")
+      .def(py::init<ddp::Group, c10::Device>(), py::arg("group"), py::arg("device"))
+      .def("start", &ddp::RowExchange::start, py::arg("rows"), ReleaseGil())
+      .def("finish", &ddp::RowExchange::finish, ReleaseGil())
+      .def(
+          "exchange",
+          [](ddp::RowExchange& exchange, const std::vector<int64_t>& rows) {
+            exchange.start(rows);
+            return exchange.finish();
+          },
+          py::arg("rows"), ReleaseGil())
+      .def_property_readonly("has_come", &ddp::RowExchange::hasCome);
+}
+
 }  // namespace
 
 void bindDdp(py::module_& module) {
@@ -269,6 +285,7 @@ void bindDdp(py::module_& module) {
       [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, c10::Device device,
          const c10::intrusive_ptr<c10d::Work>& work) { ddp::await(*group, device.type(), *work); },
       py::arg("group"), py::arg("device"), py::arg("work"), ReleaseGil());
+  bindRows(module);
   bindOptions(module);
   bindTimeline(module);
   bindTuning(module);

@@ -1,4 +1,7 @@
+#include <ATen/record_function.h>
+
 #include <optional>
+#include <string>
 
 #include "bindings/csrc/layers.h"
 #include "pipeline/sparse/accumulation_window.h"
@@ -12,6 +15,22 @@ namespace {
 
 namespace sparse = pipeline::sparse;
 using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+
+// What torch.profiler.record_function does, which takes 7 to 9 us also where nobody records.
+class ProfilerRange {
+ public:
+  explicit ProfilerRange(std::string name) : name_(std::move(name)) {}
+
+  void enter() {
+    recorded_.emplace(at::RecordScope::USER_SCOPE);
+    recorded_->before(name_);
+  }
+  void exit(const py::args&) { recorded_.reset(); }
+
+ private:
+  std::string name_;
+  std::optional<at::RecordFunction> recorded_;
+};
 
 // The stages as a Python object has them; called without the GIL, by any thread.
 class PythonStages : public sparse::BatchStages {
@@ -82,6 +101,11 @@ void bindSparse(py::module_& module) {
       .value("BATCH", sparse::Presence::kBatch)
       .value("END_OF_DATA", sparse::Presence::kEndOfData)
       .value("FAILED", sparse::Presence::kFailed);
+
+  py::class_<ProfilerRange>(module, "ProfilerRange")
+      .def(py::init<std::string>(), py::arg("name"))
+      .def("__enter__", &ProfilerRange::enter)
+      .def("__exit__", &ProfilerRange::exit);
 
   py::class_<sparse::AccumulationWindow>(module, "AccumulationWindow")
       .def(py::init<std::int64_t>(), py::arg("size"))

@@ -10,9 +10,8 @@ from typing import Any, TypedDict
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.profiler import record_function
 
-from farandole._C import AccumulationWindow, BatchPipeline
+from farandole._C import AccumulationWindow, BatchPipeline, ProfilerRange
 from farandole.sparse._caller import Caller
 from farandole.sparse._dense_grads import DenseGrads
 from farandole.sparse._precision import Precision
@@ -205,10 +204,10 @@ class TrainPipelineBase:
     def _compute(self, number: int) -> Any:
         flying = self._stages.take(number)
         is_training = self._model.training
-        if is_training and self._window.is_first:
-            with record_function("## zero_grad ##"):
-                self._optimizer.zero_grad()
         self._begin_forward(flying)
+        if is_training and self._window.is_first:
+            with ProfilerRange("## zero_grad ##"):
+                self._optimizer.zero_grad()
         with self._syncing() if is_training else contextlib.nullcontext():
             losses, output = self._forward(flying)
             self._middle()
@@ -226,11 +225,11 @@ class TrainPipelineBase:
     def _train(self, losses: torch.Tensor, number: int) -> None:
         """Where it fails the window is over: the next batch begins another one, with zeroed gradients."""
         try:
-            with record_function(f"## backward {number} ##"):
+            with ProfilerRange(f"## backward {number} ##"):
                 self._backward(losses)
             self._dense_grads.has_run()
             if self._window.is_last:
-                with record_function(f"## optimizer {number} ##"):
+                with ProfilerRange(f"## optimizer {number} ##"):
                     self._precision.step(self._optimizer)
         except BaseException:
             self._drop_window()
@@ -238,14 +237,14 @@ class TrainPipelineBase:
         self._window.add()
 
     def _begin_forward(self, flying: Any) -> None:
-        with record_function(f"## wait_for_batch {flying.number} ##"):
+        with ProfilerRange(f"## wait_for_batch {flying.number} ##"):
             self._streams.hand_over(self._streams.copy, flying.batch)
         self._adopt(flying)
         self._engine.beside(may_dist_beside=self._may_dist_beside())
 
     def _forward(self, flying: Any) -> tuple[torch.Tensor, Any]:
         forward = self._model_fwd or self._model
-        with record_function(f"## forward {flying.number} ##"), self._running(flying), self._precision.autocast():
+        with ProfilerRange(f"## forward {flying.number} ##"), self._running(flying), self._precision.autocast():
             result = forward(flying.batch)
         if not isinstance(result, (tuple, list)) or len(result) != 2 or not isinstance(result[0], torch.Tensor):
             raise TypeError(f"the model returned {_described(result)}: expected (losses, output), losses a tensor")

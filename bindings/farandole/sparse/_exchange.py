@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
 import torch.distributed as dist
 
 from farandole._C import Presence
@@ -41,7 +40,6 @@ class SplitsExchange:
         self._columns = 0
         self._number = 0
         self._name = "" if group.group is None else f"farandole/sparse/{group.group.group_name}/{_count(group.group)}"
-        self._pending: tuple[torch.Tensor, dist.Work | None] | None = None
         self._told: list[str] = []  # keys of reasons, the last one first
 
     @property
@@ -58,46 +56,42 @@ class SplitsExchange:
 
     def agree(self, presence: Presence, reason: str = "", place: int = 0) -> Said:
         """Waits for all ranks, apart from any splits. Each has a row of one integer, ``place``."""
-        self.post_agreement(presence, reason, place)
-        return self.wait()
+        return self._said(self._group.exchange_rows(self._agreement(presence, reason, place)))
 
     def post_agreement(self, presence: Presence, reason: str = "", place: int = 0) -> None:
-        columns = self._columns
-        self.post(presence, [[place]] * self.size, reason)
-        self._columns = columns
+        self._group.start_rows(self._agreement(presence, reason, place))
 
     def post(self, presence: Presence, rows: Sequence[Sequence[int]] | None, reason: str = "") -> None:
         """Starts it with a row of integers for each rank, equally many in all of them; None for a rank without the
         batch."""
         if rows is None:
-            rows = [[0] * self._columns for _ in range(self.size)]
+            rows = [[0] * self._columns] * self.size
         self._columns = len(rows[0])
-        self._number += 1
-        sent = torch.tensor([[presence.value, *row] for row in rows], dtype=torch.int64)
-        if self._group.group is None:
-            self._pending = sent, None
-            return
-        if presence == Presence.FAILED:
-            self._told.insert(0, self._key(self._group.rank))
-            _store().set(self._told[0], reason)
-        sent = sent.to(self._group.device)
-        received = torch.empty_like(sent)
-        self._pending = received, self._group.all_to_all(received, sent)
+        self._tell(presence, reason)
+        self._group.start_rows([column for row in rows for column in (presence.value, *row)])
 
     def has_come(self) -> bool:
-        assert self._pending is not None
-        return self._pending[1] is None or self._pending[1].is_completed()
+        return self._group.rows_have_come()
 
     def wait(self) -> Said:
-        assert self._pending is not None
-        received, work = self._pending
-        self._pending = None
-        if work is not None:
-            self._group.wait(work)
+        return self._said(self._group.finish_rows())
+
+    def _agreement(self, presence: Presence, reason: str, place: int) -> list[int]:
+        self._tell(presence, reason)
+        return [presence.value, place] * self.size
+
+    def _tell(self, presence: Presence, reason: str) -> None:
+        self._number += 1
+        if presence == Presence.FAILED and self._group.group is not None:
+            self._told.insert(0, self._key(self._group.rank))
+            _store().set(self._told[0], reason)
+
+    def _said(self, received: list[int]) -> Said:
+        if self._told:
             self._forget()
-        rows = received.tolist()
-        said = [row[0] for row in rows]
-        rest = [row[1:] for row in rows]
+        width = len(received) // self.size
+        said = received[::width]
+        rest = [received[begin + 1 : begin + width] for begin in range(0, len(received), width)]
         if Presence.END_OF_DATA.value in said:
             return Said(Presence.END_OF_DATA)
         failed = [rank for rank, what in enumerate(said) if what == Presence.FAILED.value]

@@ -41,6 +41,8 @@ class ExchangeGroup:
         self.size = 1 if group is None else group.size()
         self.rank = 0 if group is None else group.rank()
         self.has_failed = False  # an exchange itself, here
+        self._rows = None if group is None else _C.RowExchange(group, device)
+        self._alone: list[int] = []
 
     def all_to_all(
         self,
@@ -56,6 +58,27 @@ class ExchangeGroup:
         assert self.group is not None
         with self._noting():
             _C.await_work(self.group, self.device, work)
+
+    def start_rows(self, rows: Sequence[int]) -> None:
+        """A row of integers for each rank, one after the other and of the same length; one exchange at a time."""
+        with self._noting():
+            if self._rows is None:
+                self._alone = list(rows)
+            else:
+                self._rows.start(rows)
+
+    def rows_have_come(self) -> bool:
+        return self._rows is None or self._rows.has_come
+
+    def finish_rows(self) -> list[int]:
+        """The row of each rank for this one."""
+        with self._noting():
+            return self._alone if self._rows is None else self._rows.finish()
+
+    def exchange_rows(self, rows: Sequence[int]) -> list[int]:
+        """Both at once."""
+        with self._noting():
+            return list(rows) if self._rows is None else self._rows.exchange(rows)
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[None]:

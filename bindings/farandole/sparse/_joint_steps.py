@@ -123,10 +123,12 @@ class JointSteps:
                 woken = _abandonment_of_groups_of(module)
             if woken:  # its failure is that of another rank, which says so
                 failed, reason = -failed, ""
-            self.exchange.post_agreement(presence, reason, failed)
-            if error is not None:
+            if error is None:
+                said = self.exchange.agree(presence, reason, failed)
+            else:
+                self.exchange.post_agreement(presence, reason, failed)
                 self._wake(module, f"rank {self.rank}, {reason}")
-            said = self.exchange.wait()
+                said = self.exchange.wait()
         if not said.failed:
             return
         places = {row[0] for row in said.rows}

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.profiler import record_function
 
+from farandole._C import ProfilerRange
 from farandole.sparse._caches import has_cache, refuse_unlocked
 from farandole.sparse._in_flight import InFlight
 from farandole.sparse._sparse_dist import TrainPipelineSparseDist
@@ -114,7 +114,7 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
             return
         flying.is_prefetched = True
         with (
-            record_function(f"## sharded_module_prefetch {flying.number} ##"),
+            ProfilerRange(f"## sharded_module_prefetch {flying.number} ##"),
             self._streams.on(self._streams.prefetch),
             torch.no_grad(),
         ):

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import record_function
 
-from farandole._C import Presence
+from farandole._C import Presence, ProfilerRange
 from farandole.sparse._batches import to_device
 from farandole.sparse._caller import Caller
 from farandole.sparse._in_flight import InFlight
@@ -50,11 +49,11 @@ class Stages:
     def load(self, number: int) -> bool:
         try:
             with (
-                record_function(f"## copy_batch_to_gpu {number} ##"),
+                ProfilerRange(f"## copy_batch_to_gpu {number} ##"),
                 self.caller.entered(),
                 self._streams.on(self._streams.copy),
             ):
-                with record_function("## next_batch ##"):
+                with ProfilerRange("## next_batch ##"):
                     batch = next(self._source, None)
                 self._yielded = _yielded_by(self._source)
                 if batch is None:
@@ -81,7 +80,7 @@ class Stages:
 
     def start_dist(self, number: int, presence: Presence) -> None:
         assert self.input_dist is not None
-        with record_function(f"## start_sparse_data_dist {number} ##"), self._streams.on(self._streams.dist):
+        with ProfilerRange(f"## start_sparse_data_dist {number} ##"), self._streams.on(self._streams.dist):
             flying = self.flying.get(number)
             if flying is not None:
                 self._streams.hand_over(self._streams.copy, flying.batch)
@@ -91,7 +90,7 @@ class Stages:
 
     def finish_dist(self, number: int) -> bool:
         assert self.input_dist is not None
-        with record_function(f"## wait_sparse_data_dist {number} ##"), self._streams.on(self._streams.dist):
+        with ProfilerRange(f"## wait_sparse_data_dist {number} ##"), self._streams.on(self._streams.dist):
             return self.input_dist.finish(number, self.flying.get(number))
 
     def complete_dist(self, number: int) -> None:
@@ -109,7 +108,7 @@ class Stages:
 
     def complete_one(self, flying: InFlight, name: str) -> None:
         """Waits for the data of a module."""
-        with record_function("## wait_sparse_data_dist ##"), self._streams.on(self._streams.dist), torch.no_grad():
+        with ProfilerRange("## wait_sparse_data_dist ##"), self._streams.on(self._streams.dist), torch.no_grad():
             flying.data[name] = flying.requests.pop(name).wait()
 
     def next_sent(self) -> InFlight | None:
