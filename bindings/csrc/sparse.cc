@@ -121,7 +121,8 @@ void bindSparse(py::module_& module) {
            py::arg("has_dist") = true, py::arg("completes_ahead") = false, py::arg("load_on_thread") = py::none(),
            py::arg("dist_on_thread") = py::none())
       .def("begin", &sparse::BatchPipeline::begin, py::arg("is_new_source"), ReleaseGil())
-      .def("beside", &sparse::BatchPipeline::beside, py::arg("may_dist_beside"), ReleaseGil())
+      // Not without the GIL: a thread that it starts would take it, and keep the forward waiting that is to follow.
+      .def("beside", &sparse::BatchPipeline::beside, py::arg("may_dist_beside"))
       .def("waited", &sparse::BatchPipeline::waited, py::arg("seconds"))
       .def("middle", &sparse::BatchPipeline::middle, ReleaseGil())
       .def("end", &sparse::BatchPipeline::end, ReleaseGil())

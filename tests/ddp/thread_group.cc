@@ -157,6 +157,20 @@ c10::intrusive_ptr<c10d::Work> ThreadBackend::_allgather_base(at::Tensor& output
   });
 }
 
+c10::intrusive_ptr<c10d::Work> ThreadBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                                            std::vector<int64_t>& outputSplits,
+                                                            std::vector<int64_t>& inputSplits,
+                                                            const c10d::AllToAllOptions&) {
+  TORCH_CHECK(outputSplits.empty() && inputSplits.empty(), "splits are not supported");
+  return start({output, input}, [](auto& byRank) {
+    const auto size = static_cast<int64_t>(byRank.size());
+    for (int64_t rank = 0; rank < size; ++rank) {
+      const std::vector<at::Tensor> parts = byRank[rank][1].chunk(size);
+      for (int64_t to = 0; to < size; ++to) byRank[to][0].chunk(size)[rank].copy_(parts[to]);
+    }
+  });
+}
+
 c10::intrusive_ptr<c10d::Work> ThreadBackend::broadcast(std::vector<at::Tensor>& tensors,
                                                         const c10d::BroadcastOptions& options) {
   return start(tensors, [root = options.rootRank](auto& byRank) {

@@ -71,6 +71,11 @@ class ThreadBackend : public c10d::Backend, public GatheredReductions {
   c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& output, at::Tensor& input,
                                                  const c10d::AllgatherOptions& options) override;
 
+  // Equal parts alone.
+  c10::intrusive_ptr<c10d::Work> alltoall_base(at::Tensor& output, at::Tensor& input,
+                                               std::vector<int64_t>& outputSplits, std::vector<int64_t>& inputSplits,
+                                               const c10d::AllToAllOptions& options) override;
+
   bool gathers(c10::DeviceType) const override { return gathersTensors; }
   bool roundsOnce() const override { return true; }
   c10::intrusive_ptr<c10d::Work> allReduceFrom(const std::vector<at::Tensor>& inputs, at::Tensor& output,

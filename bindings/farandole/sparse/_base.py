@@ -204,10 +204,10 @@ class TrainPipelineBase:
     def _compute(self, number: int) -> Any:
         flying = self._stages.take(number)
         is_training = self._model.training
-        self._begin_forward(flying)
         if is_training and self._window.is_first:
             with ProfilerRange("## zero_grad ##"):
                 self._optimizer.zero_grad()
+        self._begin_forward(flying)
         with self._syncing() if is_training else contextlib.nullcontext():
             losses, output = self._forward(flying)
             self._middle()

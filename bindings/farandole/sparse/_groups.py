@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 _twins: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 _given_up: list[dist.ProcessGroup] = []
+_times_given_up = 0
 
 
 def group_of_its_own(group: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup | None:
@@ -31,10 +32,17 @@ def group_of_its_own(group: dist.ProcessGroup | None, device: torch.device) -> d
     return _twins[group]
 
 
+def times_given_up() -> int:
+    """As long as this is the same, so are the groups."""
+    return _times_given_up
+
+
 def forget_group_of_its_own(group: dist.ProcessGroup | None) -> None:
     """Its ranks have given it up, and all know: the next one is made anew."""
+    global _times_given_up
     if group in _twins:
         _given_up.append(_twins.pop(group))
+        _times_given_up += 1
 
 
 def _timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:

@@ -15,7 +15,7 @@ from farandole import _C
 from farandole._C import Presence
 from farandole.sparse._exchange import SKIPPED, SplitsExchange
 from farandole.sparse._exchange_group import ExchangeGroup, FailedOnOthers
-from farandole.sparse._groups import forget_group_of_its_own, group_of_its_own
+from farandole.sparse._groups import forget_group_of_its_own, group_of_its_own, times_given_up
 
 # So long others may take to start what this rank could not, before it is supposed that they wait for it inside.
 _PATIENCE = 1.0
@@ -37,6 +37,7 @@ class JointSteps:
     def _make(self) -> None:
         self.group = ExchangeGroup(group_of_its_own(self._parent, self._device), self._device)
         self.exchange = SplitsExchange(self.group)
+        self._times_given_up = times_given_up()
 
     @property
     def rank(self) -> int:
@@ -45,7 +46,10 @@ class JointSteps:
 
     def renew(self) -> bool:
         """Whether another group has taken the place of one that was given up."""
-        if self._lost or group_of_its_own(self._parent, self._device) is self.group.group:
+        if self._lost or self._times_given_up == times_given_up():
+            return False
+        if group_of_its_own(self._parent, self._device) is self.group.group:
+            self._times_given_up = times_given_up()
             return False
         columns = self.exchange.columns
         self._make()
