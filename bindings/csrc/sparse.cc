@@ -55,6 +55,11 @@ class PythonStages : public sparse::BatchStages {
   void completeDist(sparse::BatchNo batch) override { call<void>("complete_dist", batch); }
   bool agreeOnMore(bool hasMore) override { return call<bool>("agree_on_more", hasMore); }
   void discard(sparse::BatchNo batch, bool hasFailed) override { call<void>("discard", batch, hasFailed); }
+  // One state of the interpreter for all calls of the task, and the GIL from one to the next.
+  void onThread(const std::function<void()>& task) override {
+    const py::gil_scoped_acquire gil;
+    task();
+  }
   void checkInterrupts() override {
     const py::gil_scoped_acquire gil;
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
@@ -121,10 +126,10 @@ void bindSparse(py::module_& module) {
            py::arg("has_dist") = true, py::arg("completes_ahead") = false, py::arg("load_on_thread") = py::none(),
            py::arg("dist_on_thread") = py::none())
       .def("begin", &sparse::BatchPipeline::begin, py::arg("is_new_source"), ReleaseGil())
-      // Not without the GIL: a thread that it starts would take it, and keep the forward waiting that is to follow.
+      // With the GIL: threads would take it, and keep the forward or backward waiting that is to follow.
       .def("beside", &sparse::BatchPipeline::beside, py::arg("may_dist_beside"))
       .def("waited", &sparse::BatchPipeline::waited, py::arg("seconds"))
-      .def("middle", &sparse::BatchPipeline::middle, ReleaseGil())
+      .def("middle", &sparse::BatchPipeline::middle)
       .def("end", &sparse::BatchPipeline::end, ReleaseGil())
       .def("clear", &sparse::BatchPipeline::clear, ReleaseGil())
       .def_property_readonly("in_flight", &sparse::BatchPipeline::inFlight)

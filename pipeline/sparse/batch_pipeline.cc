@@ -136,11 +136,11 @@ void BatchPipeline::beside(bool mayDistBeside) {
   Slot* loaded = wantsMore(mostComputing_) ? &newSlot() : nullptr;
   if (exchanged != nullptr && mayDistBeside && threads_.distOnThread()) {
     distIsBeside_ = true;
-    distThread_.start([this, exchanged] { distBeside(*exchanged); });
+    distThread_.start([this, exchanged] { stages_->onThread([&] { distBeside(*exchanged); }); });
   }
   if (loaded != nullptr && threads_.loadOnThread()) {
     loadIsBeside_ = true;
-    loadThread_.start([this, loaded] { load(*loaded); });
+    loadThread_.start([this, loaded] { stages_->onThread([&] { load(*loaded); }); });
   }
   if (exchanged != nullptr && !distIsBeside_) timed(times_.distBlocked, [&] { startDist(*exchanged); });
   if (loaded != nullptr && !loadIsBeside_) {

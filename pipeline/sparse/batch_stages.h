@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 
 namespace farandole::pipeline::sparse {
 
@@ -36,6 +37,9 @@ class BatchStages {
   // The batch will have no forward, since it has failed, here or on another rank; or since the data ended on another
   // rank, or the pipeline is cleared.
   virtual void discard(BatchNo batch, bool hasFailed) = 0;
+
+  // Runs a task of a thread of the pipeline's own, which calls these.
+  virtual void onThread(const std::function<void()>& task) { task(); }
 
   // Called now and then by a thread that waits; may throw, which ends the wait.
   virtual void checkInterrupts() = 0;

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <random>
@@ -352,20 +353,35 @@ class Together : public BatchStages {
   }
 
   Loaded load(BatchNo batch) override {
+    expectInTask();
     if (batch >= loadsAhead_) meet(batch - loadsAhead_);
     return Loaded::kBatch;
   }
-  void startDist(BatchNo /*batch*/, Presence /*presence*/) override {}
+  void startDist(BatchNo /*batch*/, Presence /*presence*/) override { expectInTask(); }
   Exchanged finishDist(BatchNo batch) override {
+    expectInTask();
     if (batch >= 1) meet(batch - 1);
     return Exchanged::kBatch;
   }
-  void completeDist(BatchNo /*batch*/) override {}
+  void completeDist(BatchNo /*batch*/) override { expectInTask(); }
   bool agreeOnMore(bool /*hasMore*/) override { return true; }
   void discard(BatchNo /*batch*/, bool /*hasFailed*/) override {}
   void checkInterrupts() override {}
+  void onThread(const std::function<void()>& task) override {
+    EXPECT_NE(std::this_thread::get_id(), caller_);
+    isInTask = true;
+    task();
+    isInTask = false;
+    ++tasks;
+  }
+
+  std::atomic<int> tasks = 0;
 
  private:
+  void expectInTask() const { EXPECT_EQ(isInTask, std::this_thread::get_id() != caller_); }
+
+  static inline thread_local bool isInTask = false;
+  const std::thread::id caller_ = std::this_thread::get_id();
   BatchNo loadsAhead_;
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -384,6 +400,7 @@ void runTogether(bool executeAllBatches) {
     stages->meet(*batch);
     pipeline.end();
   }
+  EXPECT_EQ(stages->tasks, 20);  // a load and an input_dist in each step
 }
 
 TEST(BatchPipeline, RunsLoadAndInputDistBesideTheForwardOnThreads) { runTogether(true); }
