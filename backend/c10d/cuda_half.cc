@@ -77,10 +77,7 @@ void ProcessGroupFarandole::connectEdges(at::Device device, const std::vector<in
 
 void ProcessGroupFarandole::meetForCudaMessages(MeetingPlace& place, const std::vector<collective::Member>& members,
                                                 std::shared_ptr<void> keepAlive) {
-  // As for tensors on the CPU: what a control plane was needed for spans hosts, unless UCX was chosen for all.
-  const bool spansHosts = watch_ != nullptr && !context_->hostIdentity().empty();
-  const auto lanes = spansHosts ? transport::UcxLanes::kNetworks : transport::UcxLanes::kAll;
-  auto met = CudaMessages::meet(place, {communicator_, members, watch_, std::move(keepAlive), rank_}, lanes);
+  auto met = CudaMessages::meet(place, {communicator_, members, watch_, std::move(keepAlive), rank_});
   throwIfError(met.status());
   cudaMessages_ = std::move(met).value();
 }

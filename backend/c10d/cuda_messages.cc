@@ -36,10 +36,10 @@ struct Kept {
 
 }  // namespace
 
-Result<std::shared_ptr<CudaMessages>> CudaMessages::meet(MeetingPlace& place, Setup setup, transport::UcxLanes lanes) {
+Result<std::shared_ptr<CudaMessages>> CudaMessages::meet(MeetingPlace& place, Setup setup) {
   std::shared_ptr<CudaMessages> made(new CudaMessages);
   made->rank_ = setup.rank;
-  auto transport = CudaTransport::acquire(lanes);
+  auto transport = CudaTransport::acquire();
   std::string mine;
   if (transport) {
     made->transport_ = std::move(transport).value();

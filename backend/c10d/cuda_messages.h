@@ -22,8 +22,8 @@ class CudaMessages {
     std::shared_ptr<void> keepAlive;             // held as long as anything is in flight
     int rank;
   };
-  // Meets the other ranks, of which all must call it. `lanes`: what UCX may use.
-  static Result<std::shared_ptr<CudaMessages>> meet(MeetingPlace& place, Setup setup, transport::UcxLanes lanes);
+  // Meets the other ranks, of which all must call it.
+  static Result<std::shared_ptr<CudaMessages>> meet(MeetingPlace& place, Setup setup);
 
   // Ok, or why no message can go to this rank, or come from it; any rank: from somewhere.
   Status canReach(int peer) const;

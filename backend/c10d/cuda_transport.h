@@ -18,9 +18,8 @@ struct StreamMark;
 // thread, with nothing held.
 class CudaTransport {
  public:
-  // kUnavailable where this build, this machine or its UCX lacks CUDA; the message says what is missing. `lanes` counts
-  // where it is made.
-  static Result<std::shared_ptr<CudaTransport>> acquire(transport::UcxLanes lanes);
+  // kUnavailable where this build, this machine or its UCX lacks CUDA; the message says what is missing.
+  static Result<std::shared_ptr<CudaTransport>> acquire();
   // For the end of the process: nothing of CUDA is called any more that nobody asks for.
   static void leaveAtExit();
 

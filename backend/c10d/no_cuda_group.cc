@@ -19,7 +19,7 @@ std::map<int, std::vector<CudaSegment>> CudaGroup::segmentsOf(CudaPoolId) { retu
 
 void CudaGroup::leaveAtExit() {}
 
-Result<std::shared_ptr<CudaTransport>> CudaTransport::acquire(transport::UcxLanes) { return noCuda(); }
+Result<std::shared_ptr<CudaTransport>> CudaTransport::acquire() { return noCuda(); }
 
 void CudaTransport::leaveAtExit() {}
 

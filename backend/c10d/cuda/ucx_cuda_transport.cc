@@ -105,14 +105,14 @@ void destroy(UcxCudaTransport* gone) {
 
 }  // namespace
 
-Result<std::shared_ptr<CudaTransport>> CudaTransport::acquire(transport::UcxLanes lanes) {
+Result<std::shared_ptr<CudaTransport>> CudaTransport::acquire() {
   Shared& shared = Shared::get();
   std::lock_guard lock(shared.mutex);
   auto current = shared.current.lock();
   if (current == nullptr || !current->isOurs()) {
     const auto environment = CudaEnvironment::current();
     if (!environment) return environment.status();
-    auto ucx = transport::UcxTransport::create(environment->messageMemory, lanes);
+    auto ucx = transport::UcxTransport::create(environment->messageMemory);
     if (!ucx) return ucx.status();
     current = {new UcxCudaTransport(*environment, std::move(ucx).value()), &destroy};
     shared.current = current;

@@ -15,7 +15,13 @@ struct Default {
 };
 
 constexpr std::array kDefaults = {
-    // Error mode PEER drops shared memory unless these declare that they support it.
+    // Networks reach the ranks of a host, too. UCX's shared memory
+    // - has a queue in each process that all others write into, in two steps: a place is taken, then filled. Who is
+    //   killed in between has stopped that queue for everybody;
+    // - hangs between processes of a host that share no network namespace (two containers), since its wake-ups do not
+    //   pass from one to the other.
+    Default{"TLS", "^shm"},
+    // For who sets UCX_TLS: error mode PEER drops shared memory unless these declare that they support it.
     Default{"POSIX_ERROR_HANDLING", "y"},
     Default{"SYSV_ERROR_HANDLING", "y"},
     Default{"CMA_MEMORY_INVALIDATE", "y"},
@@ -26,7 +32,6 @@ constexpr std::array kDefaults = {
     // to be connected before it died: the control plane knows the dead, and has them dropped.
     Default{"KEEPALIVE_INTERVAL", "inf"},
 };
-constexpr Default kNetworksOnly{"TLS", "^shm"};
 // Its cache of what memory is on a device takes all for the host's that was allocated before UCX was loaded, as by
 // torch, and hooks the driver's functions for the rest. Without it UCX asks the driver, for each message.
 constexpr Default kNoMemoryTypeCache{"MEMTYPE_CACHE", "n"};
@@ -75,13 +80,12 @@ Status checkCudaMemory(ucp_context_h context) {
                              "; expected cuda_copy and cuda_ipc in it, and shm or tcp, or that it is not set)");
 }
 
-Result<ucp_config_t*> readUcxConfig(UcxMemory memory, UcxLanes lanes) {
+Result<ucp_config_t*> readUcxConfig(UcxMemory memory) {
   ucp_config_t* config = nullptr;
   if (const ucs_status_t status = ucp_config_read(nullptr, nullptr, &config); status != UCS_OK) {
     return ucxError("reading the UCX_* environment", status);
   }
   for (const Default& setting : kDefaults) setDefault(config, setting);
-  if (lanes == UcxLanes::kNetworks) setDefault(config, kNetworksOnly);
   if (memory != UcxMemory::kHost) setDefault(config, kNoMemoryTypeCache);
   return config;
 }

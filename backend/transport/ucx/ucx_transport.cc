@@ -26,17 +26,17 @@ ucp_request_param_t UcxTransport::requestParam(Request& request) const {
   return param;
 }
 
-Result<std::unique_ptr<Transport>> UcxTransport::create(UcxMemory memory, UcxLanes lanes) {
+Result<std::unique_ptr<Transport>> UcxTransport::create(UcxMemory memory) {
   std::unique_ptr<UcxTransport> transport(new UcxTransport(memory));
-  if (Status status = transport->open(memory, lanes); !status) {
+  if (Status status = transport->open(memory); !status) {
     return Status::unavailable("UCX cannot be used here (" + status.toString() + ")");
   }
   return std::unique_ptr<Transport>(std::move(transport));
 }
 
-Status UcxTransport::open(UcxMemory memory, UcxLanes lanes) {
+Status UcxTransport::open(UcxMemory memory) {
   FARANDOLE_RETURN_IF_ERROR(checkUcxVersion());
-  Result<ucp_config_t*> config = readUcxConfig(memory, lanes);
+  Result<ucp_config_t*> config = readUcxConfig(memory);
   if (!config) return config.status();
 
   ucp_params_t params = {};

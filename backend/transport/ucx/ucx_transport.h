@@ -23,8 +23,7 @@ namespace farandole::transport {
 class UcxTransport final : public Transport {
  public:
   // Fails with kUnavailable where UCX cannot start; the message says why.
-  static Result<std::unique_ptr<Transport>> create(UcxMemory memory = UcxMemory::kHost,
-                                                   UcxLanes lanes = UcxLanes::kNetworks);
+  static Result<std::unique_ptr<Transport>> create(UcxMemory memory = UcxMemory::kHost);
   ~UcxTransport() override;
 
   std::string_view name() const override { return "ucx"; }
@@ -69,7 +68,7 @@ class UcxTransport final : public Transport {
 
   explicit UcxTransport(UcxMemory memory)
       : memoryType_(memory == UcxMemory::kHost ? UCS_MEMORY_TYPE_HOST : UCS_MEMORY_TYPE_UNKNOWN) {}
-  Status open(UcxMemory memory, UcxLanes lanes);
+  Status open(UcxMemory memory);
 
   Status open(Endpoint& endpoint);
   // Of the endpoint that carries such messages, with its handle.

@@ -16,9 +16,9 @@ std::function<std::unique_ptr<Transport>()> loopbackFactory(std::size_t eagerByt
   return [fabric] { return fabric->makeTransport(); };
 }
 
-std::function<std::unique_ptr<Transport>()> ucxFactory(UcxMemory memory, UcxLanes lanes) {
-  return [memory, lanes] {
-    auto transport = UcxTransport::create(memory, lanes);
+std::function<std::unique_ptr<Transport>()> ucxFactory(UcxMemory memory) {
+  return [memory] {
+    auto transport = UcxTransport::create(memory);
     if (!transport) throw std::runtime_error(transport.status().toString());
     return std::move(transport).value();
   };
@@ -50,8 +50,8 @@ const std::vector<Kind>& kinds() {
       {"ShmSmallRing", [] { return shmFactory({.ringBytes = 64 << 10}); }, 8193},
       {"ShmNoSingleCopy", [] { return shmFactory({.singleCopy = false}); }, 8193},
       {"Routed", []() -> std::function<std::unique_ptr<Transport>()> { return makeRouted; }, 8193},
-      {"Ucx", [] { return ucxFactory(UcxMemory::kHost, UcxLanes::kNetworks); }, SIZE_MAX},
-      {"UcxAllLanes", [] { return ucxFactory(UcxMemory::kDetected, UcxLanes::kAll); }, SIZE_MAX}};
+      {"Ucx", [] { return ucxFactory(UcxMemory::kHost); }, SIZE_MAX},
+      {"UcxDetectsMemory", [] { return ucxFactory(UcxMemory::kDetected); }, SIZE_MAX}};
   return kinds;
 }
 
