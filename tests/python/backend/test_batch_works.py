@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from support.processes import await_all, run_ranks
+from support.torch_features import HAS_GET_ERROR
 
 
 def _receive_from_all(rank, world_size, into):
@@ -77,7 +78,7 @@ def _kinds_of_ends(rank, world_size, end):
     return backend.get_error().name
 
 
-@pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="torch 2.11 has no get_error")
+@pytest.mark.skipif(not HAS_GET_ERROR, reason=f"torch {torch.__version__} has no get_error")
 @pytest.mark.parametrize(("end", "name"), [("timeout", "TIMEOUT"), ("death", "REMOTE_ERROR")])
 def test_a_group_tells_why_it_is_over(end, name):
     outcomes = run_ranks(_kinds_of_ends, 2, "farandole", may_die={1} if end == "death" else (), end=end)

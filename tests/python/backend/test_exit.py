@@ -7,6 +7,8 @@ import textwrap
 import pytest
 import torch
 
+from support.torch_features import HAS_ABORT_HOOKS
+
 SCRIPT = """
     import sys, torch, torch.distributed as dist
     rank = int(sys.argv[1])
@@ -66,7 +68,7 @@ dist.barrier()  # not before both were told: who leaves ends what waits for him
 """
 
 
-@pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="torch 2.11 has no such hooks")
+@pytest.mark.skipif(not HAS_ABORT_HOOKS, reason=f"torch {torch.__version__} has no such hooks")
 def test_a_failure_does_not_wait_for_abort_hooks_but_the_end_of_the_process_does(tmp_path):
     for output, errors, code in _run_both(tmp_path, SLOW_HOOK):
         assert (output, code) == ("done 2.0\ndumped\n", 0), errors

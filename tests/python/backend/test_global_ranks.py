@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from support.hosts import PretendHost
 from support.processes import await_all, run_ranks
+from support.torch_features import SPLITS_GROUPS, prepare_to_split
 
 MEMBERS = [1, 3]
 FIRST, SECOND = "rank 0 (global rank 1", "rank 1 (global rank 3"
@@ -118,8 +119,7 @@ def test_a_number_that_is_the_same_is_told_once():
 
 
 def _err_in_made_groups(rank, world_size):
-    if torch.__version__.startswith("2.11."):
-        dist.group.WORLD.bound_device_id = torch.device("cpu", 0)  # as split_group demands
+    prepare_to_split()
     part = dist.split_group(split_ranks=[MEMBERS, [0, 2]])
     smaller = None if rank == 0 else _backend(dist.group.WORLD).shrink([0])  # without its first rank
     errors = []
@@ -132,6 +132,7 @@ def _err_in_made_groups(rank, world_size):
     return errors
 
 
+@pytest.mark.skipif(not SPLITS_GROUPS, reason=f"torch {torch.__version__} splits no group without a GPU")
 def test_groups_that_are_split_off_or_shrunk_know_the_global_ranks():
     split, shrunk = run_ranks(_err_in_made_groups, 4, "farandole")[1]
     assert f"recv from {SECOND}, host " in split, split

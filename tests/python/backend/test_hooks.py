@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 
 from support.processes import await_all, run_ranks
-
-OLD_TORCH = torch.__version__.startswith("2.11.")
+from support.torch_features import HAS_ABORT_HOOKS
 
 
 def _backend():
@@ -68,7 +67,7 @@ def _newer_hooks(rank, world_size):
     return True
 
 
-@pytest.mark.skipif(OLD_TORCH, reason="torch 2.11 has neither these hooks nor extensions")
+@pytest.mark.skipif(not HAS_ABORT_HOOKS, reason=f"torch {torch.__version__} has neither these hooks nor extensions")
 def test_abort_hooks_and_timeout_extensions():
     assert all(run_ranks(_newer_hooks, 2, "farandole"))
 
