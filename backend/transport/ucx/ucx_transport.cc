@@ -129,11 +129,11 @@ Result<ucp_ep_h> UcxTransport::endpointFor(Peer& peer, std::uint64_t tag) {
 void UcxTransport::drop(PeerId id, const Status& why) {
   Peer& peer = peers_[static_cast<std::uint32_t>(id)];
   if (std::ranges::none_of(peer.endpoints, [](const Endpoint& one) { return one.handle != nullptr; })) return;
+  const bool isNews = peer.failure.isOk();
+  peer.failure = why;  // first: what is told below may want to send, and UCX aborts where it connects back to the dead
   // What it had sent and is here already would find no endpoint later: UCX would make one, to a process that is gone.
   for (const auto end = Clock::now() + kMostForLastWords; progress() && Clock::now() < end;) {
   }
-  const bool isNews = peer.failure.isOk();
-  peer.failure = why;
   isProgressing_ = true;
   for (Endpoint& endpoint : peer.endpoints) {
     endpoint.failure = why;
@@ -282,6 +282,7 @@ void UcxTransport::endpointFailed(void* arg, ucp_ep_h handle, ucs_status_t statu
   endpoint.failure =
       Status(StatusCode::kPeerLeft, std::string("the connection broke (") + ucs_status_string(status) + ")");
   Peer& peer = *endpoint.peer;
+  if (!peer.failure) return;  // it is being dropped, and told by that
   for (const Endpoint& one : peer.endpoints) {
     if (one.handle != nullptr && one.failure) return;
   }
