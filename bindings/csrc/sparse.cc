@@ -32,7 +32,7 @@ class ProfilerRange {
   std::optional<at::RecordFunction> recorded_;
 };
 
-// The stages as a Python object has them; called without the GIL, by any thread.
+// The stages as a Python object has them; called with the GIL or without it, by any thread.
 class PythonStages : public sparse::BatchStages {
  public:
   explicit PythonStages(py::object stages) : stages_(std::move(stages)) {}

@@ -130,7 +130,7 @@ void UcxTransport::drop(PeerId id, const Status& why) {
   Peer& peer = peers_[static_cast<std::uint32_t>(id)];
   if (std::ranges::none_of(peer.endpoints, [](const Endpoint& one) { return one.handle != nullptr; })) return;
   const bool isNews = peer.failure.isOk();
-  peer.failure = why;  // first: what is told below may want to send, and UCX aborts where it connects back to the dead
+  peer.failure = why;  // first: what is told below may want to send to the dead
   // What it had sent and is here already would find no endpoint later: UCX would make one, to a process that is gone.
   for (const auto end = Clock::now() + kMostForLastWords; progress() && Clock::now() < end;) {
   }
