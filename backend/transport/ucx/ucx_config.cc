@@ -28,6 +28,9 @@ constexpr std::array kDefaults = {
     // Segments of 8K/64K hold TCP on loopback to 1.8 GB/s, these give 5.
     Default{"TCP_TX_SEG_SIZE", "64K"},
     Default{"TCP_RX_SEG_SIZE", "256K"},
+    // To connect without waiting, and learn of a failure from progress. One that fails at once ends this process (an
+    // assertion in 1.22) where it takes the place of a connection that the peer had made and died with.
+    Default{"TCP_CONN_NB", "y"},
     // Its looks for dead peers, every 20 s, are too late to be of use, and a crash (1.22) where one of them has asked
     // to be connected before it died: the control plane knows the dead, and has them dropped.
     Default{"KEEPALIVE_INTERVAL", "inf"},
