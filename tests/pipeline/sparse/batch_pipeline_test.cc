@@ -6,7 +6,6 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
-#include <functional>
 #include <map>
 #include <mutex>
 #include <random>
@@ -337,75 +336,6 @@ TEST_P(WithThreads, IsEmptyAfterItWasCleared) {
   EXPECT_EQ(rank.discarded, (std::vector<int>{1, 2}));
   EXPECT_EQ(rank.indexOf(*pipeline.begin(false)), 3);
 }
-
-// Stages that end only when all three of a step are under way.
-class Together : public BatchStages {
- public:
-  explicit Together(BatchNo loadsAhead = 2) : loadsAhead_(loadsAhead) {}
-
-  void meet(BatchNo step) {
-    std::unique_lock lock(mutex_);
-    ++arrived_[step];
-    changed_.notify_all();
-    if (!changed_.wait_for(lock, std::chrono::seconds(20), [&] { return arrived_[step] == 3; })) {
-      throw std::runtime_error("alone");
-    }
-  }
-
-  Loaded load(BatchNo batch) override {
-    expectInTask();
-    if (batch >= loadsAhead_) meet(batch - loadsAhead_);
-    return Loaded::kBatch;
-  }
-  void startDist(BatchNo /*batch*/, Presence /*presence*/) override { expectInTask(); }
-  Exchanged finishDist(BatchNo batch) override {
-    expectInTask();
-    if (batch >= 1) meet(batch - 1);
-    return Exchanged::kBatch;
-  }
-  void completeDist(BatchNo /*batch*/) override { expectInTask(); }
-  bool agreeOnMore(bool /*hasMore*/) override { return true; }
-  void discard(BatchNo /*batch*/, bool /*hasFailed*/) override {}
-  void checkInterrupts() override {}
-  void onThread(const std::function<void()>& task) override {
-    EXPECT_NE(std::this_thread::get_id(), caller_);
-    isInTask = true;
-    task();
-    isInTask = false;
-    ++tasks;
-  }
-
-  std::atomic<int> tasks = 0;
-
- private:
-  void expectInTask() const { EXPECT_EQ(isInTask, std::this_thread::get_id() != caller_); }
-
-  static inline thread_local bool isInTask = false;
-  const std::thread::id caller_ = std::this_thread::get_id();
-  BatchNo loadsAhead_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::map<BatchNo, int> arrived_;
-};
-
-void runTogether(bool executeAllBatches) {
-  const auto stages = std::make_shared<Together>(executeAllBatches ? 2 : 3);
-  auto options = withThreads(ThreadUse::kAlways, ThreadUse::kAlways);
-  options.executeAllBatches = executeAllBatches;
-  BatchPipeline pipeline(stages, options);
-  for (BatchNo step = 0; step < 10; ++step) {
-    const auto batch = pipeline.begin(step == 0);
-    ASSERT_EQ(batch, step);
-    pipeline.beside();
-    stages->meet(*batch);
-    pipeline.end();
-  }
-  EXPECT_EQ(stages->tasks, 20);  // a load and an input_dist in each step
-}
-
-TEST(BatchPipeline, RunsLoadAndInputDistBesideTheForwardOnThreads) { runTogether(true); }
-
-TEST(BatchPipeline, RunsThemSoWhereNotAllBatchesAreExecuted) { runTogether(false); }
 
 }  // namespace
 }  // namespace farandole::pipeline::sparse
