@@ -30,10 +30,11 @@ void checkInputs(const char* operation, const Tensors& inputs, const at::Tensor&
 
 }  // namespace
 
-// On one host, and where every rank has a host of its own and the table's own rule stands: direct.
+// In shared memory, and where every rank has a host of its own and the table's own rule stands: direct.
 bool ProcessGroupFarandole::roundsOnce() const {
   const collective::Topology& here = topology();
-  return here.layout == nullptr || (here.layout->mostRanks() == 1 && here.table->overrides().empty());
+  if (here.wholeSegment() != nullptr) return true;
+  return (here.layout == nullptr || here.layout->mostRanks() == 1) && here.table->overrides().empty();
 }
 
 WorkPtr ProcessGroupFarandole::allReduceFrom(const Tensors& inputs, at::Tensor& output,

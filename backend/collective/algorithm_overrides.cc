@@ -1,5 +1,6 @@
 // The syntax of FARANDOLE_ALGORITHMS: entries "operation[:[first]-[last]]=algorithm", with commas between them.
 #include <algorithm>
+#include <optional>
 
 #include "backend/collective/algorithm_table.h"
 #include "backend/common/settings.h"
@@ -13,17 +14,22 @@ using enum Algorithm;
 
 struct Choices {
   CollectiveKind operation;
-  std::vector<Algorithm> between;  // beside kHierarchical, which all have
+  std::vector<Algorithm> between;    // the hosts; and kHierarchical where there are any
+  std::vector<Algorithm> onHost;     // for any number of ranks
+  std::vector<Algorithm> onHostTwo;  // for two ranks only
 };
 
 const std::vector<Choices>& choices() {
   static const std::vector<Choices> all = {
-      {CollectiveKind::kAllReduce, {kFlat, kRecursiveDoubling, kRabenseifner, kDirect, kRing}},
-      {CollectiveKind::kReduce, {kFlat, kDirect}},
-      {CollectiveKind::kBroadcast, {kBinomial, kChain}},
-      {CollectiveKind::kAllGather, {kDirect, kRing}},
-      {CollectiveKind::kReduceScatter, {kDirect}},
-      {CollectiveKind::kBarrier, {kDissemination}},
+      {CollectiveKind::kAllReduce, {kFlat, kRecursiveDoubling, kRabenseifner, kDirect, kRing}, {kSlots, kWindows}, {}},
+      {CollectiveKind::kReduce, {kFlat, kDirect}, {kSlots, kWindows}, {}},
+      {CollectiveKind::kBroadcast, {kBinomial, kChain}, {kSlots, kMessages}, {}},
+      {CollectiveKind::kAllGather, {kDirect, kRing}, {kMemory, kMessages}, {kSlots, kWindows}},
+      {CollectiveKind::kReduceScatter, {kDirect}, {kWindows}, {kSlots}},
+      {CollectiveKind::kAllToAll, {}, {kMemory, kMessages}, {kSlots, kWindows}},
+      {CollectiveKind::kGather, {}, {kMemory, kMessages}, {}},
+      {CollectiveKind::kScatter, {}, {kMemory, kMessages}, {}},
+      {CollectiveKind::kBarrier, {kDissemination}, {}, {}},
   };
   return all;
 }
@@ -55,6 +61,20 @@ bool parseRange(std::string_view text, AlgorithmTable::Range& range) {
   return range.first <= range.last;
 }
 
+// What may follow '=', for people.
+std::string algorithmsOf(const Choices& choices) {
+  std::vector<Algorithm> onHost = choices.onHost;
+  onHost.insert(onHost.end(), choices.onHostTwo.begin(), choices.onHostTwo.end());
+  const auto name = [](Algorithm algorithm) { return toString(algorithm); };
+  std::string text;
+  if (!onHost.empty()) text += "one of " + listOf(onHost, name) + " (on one host)";
+  if (!choices.between.empty()) {
+    text += (text.empty() ? "one of " : ", or one of ") + listOf(choices.between, name) +
+            ", hierarchical or hierarchical/ and one of them (between hosts)";
+  }
+  return text + " for " + std::string(toString(choices.operation));
+}
+
 // Adds the rules of one entry; what was expected where it cannot be understood, else nothing.
 std::string parseEntry(std::string_view entry, std::vector<AlgorithmTable::Rule>& rules) {
   const std::size_t equals = entry.find('=');
@@ -71,22 +91,32 @@ std::string parseEntry(std::string_view entry, std::vector<AlgorithmTable::Rule>
   if (known == choices().end()) {
     return "one of " + listOf(choices(), [](const Choices& c) { return toString(c.operation); }) + " before '='";
   }
-  const auto add = [&](Algorithm chosen, AlgorithmTable::Range perHost) {
-    rules.push_back({known->operation, bytes, {}, {}, perHost, chosen});
+  using Range = AlgorithmTable::Range;
+  constexpr Range kOne{1, 1};
+  constexpr Range kSeveral{2, Range{}.last};
+  const auto find = [&](const std::vector<Algorithm>& among) -> std::optional<Algorithm> {
+    const auto found = std::ranges::find_if(among, [&](Algorithm a) { return toString(a) == algorithm; });
+    return found != among.end() ? std::optional(*found) : std::nullopt;
   };
-  AlgorithmTable::Range betweenPerHost;
-  if (algorithm == toString(kHierarchical) || algorithm.starts_with("hierarchical/")) {
-    add(kHierarchical, {2, betweenPerHost.last});
+  if (const auto chosen = find(known->onHost)) {
+    rules.push_back({known->operation, bytes, {}, kOne, kSeveral, *chosen});
+    return "";
+  }
+  if (const auto chosen = find(known->onHostTwo)) {
+    rules.push_back({known->operation, bytes, {2, 2}, kOne, kSeveral, *chosen});
+    return "";
+  }
+  Range perHost;
+  constexpr std::string_view kPrefix = "hierarchical/";
+  if (!known->between.empty() && (algorithm == toString(kHierarchical) || algorithm.starts_with(kPrefix))) {
+    rules.push_back({known->operation, bytes, {}, kSeveral, kSeveral, kHierarchical});
     if (algorithm == toString(kHierarchical)) return "";
-    algorithm.remove_prefix(std::string_view("hierarchical/").size());
-    betweenPerHost = {1, 1};
+    algorithm.remove_prefix(kPrefix.size());
+    perHost = kOne;
   }
-  const auto chosen = std::ranges::find_if(known->between, [&](Algorithm a) { return toString(a) == algorithm; });
-  if (chosen == known->between.end()) {
-    return "one of " + listOf(known->between, [](Algorithm a) { return toString(a); }) +
-           ", hierarchical or hierarchical/ and one of them for " + std::string(operation);
-  }
-  add(*chosen, betweenPerHost);
+  const auto chosen = find(known->between);
+  if (!chosen) return algorithmsOf(*known);
+  rules.push_back({known->operation, bytes, {}, kSeveral, perHost, *chosen});
   return "";
 }
 

@@ -23,25 +23,32 @@ enum class Algorithm : std::uint8_t {
   kChain,
   kDissemination,
   kHierarchical,  // in the memory of each host, and one of the others between the hosts
+  // On one host. What has no room in the slots goes through the windows, or is read where it is.
+  kSlots,
+  kWindows,
+  kMemory,    // what has no room in the slots is read where it is, or sent where that is not allowed
+  kMessages,  // what has no room in the slots is sent
 };
 
 // What a collective is to be done for.
 struct Situation {
-  std::size_t bytes;  // of the data; of all ranks' together for all_gather and reduce_scatter
+  // Of the data; of all ranks' together for all_gather and reduce_scatter; of what one rank gives another for
+  // all_to_all, gather and scatter.
+  std::size_t bytes;
   int ranks;
   int hosts;
   int mostPerHost;  // ranks on the host that has most
 };
 
-// Which algorithm groups that span hosts use; where all ranks share memory there is no
-// choice. Inside a hierarchical collective it is asked again for what goes on between the
-// hosts, as for a group with one rank on each. A list of rules, of which the first that
-// fits counts; data, and the same on all ranks.
+// Which algorithm a group uses. Inside a hierarchical collective it is asked again for what
+// goes on between the hosts, as for a group with one rank on each. A list of rules, of which
+// the first that fits counts; data, and the same on all ranks.
 //
 // The setting FARANDOLE_ALGORITHMS puts rules before the others:
 //   all_reduce=ring                       for all sizes
 //   all_reduce=hierarchical/ring          and what goes between the hosts
 //   all_reduce:64K-=ring,broadcast:-4K=binomial     from 64 KiB on; up to 4 KiB
+//   all_reduce:-16K=slots                 on one host, as each of kSlots and those after it
 class AlgorithmTable {
  public:
   struct Range {

@@ -41,7 +41,7 @@ Communicator::Communicator(transport::Connections& connections, std::shared_ptr<
       peers_(members_.size()),
       topology_{rank, size()} {
   topology_.layout = layout_.numHosts() > 1 ? &layout_ : nullptr;
-  topology_.table = layout_.numHosts() > 1 ? &table_ : nullptr;
+  topology_.table = &table_;
   engine().addListener(*this);
   // By the host's name, whether they can share its memory or not: they share its cores.
   engine().noteRanksOnHost(static_cast<int>(std::count_if(

@@ -4,15 +4,10 @@
 #include <numeric>
 
 #include "backend/collective/host_pipeline.h"
+#include "backend/collective/selection.h"
 
 namespace farandole::collective {
 namespace {
-
-// Up to here everybody reads all data: one meeting instead of two, `size` times the reading.
-constexpr std::size_t kFlatBytes = 32 << 10;
-// Of two ranks, who otherwise reduce each its half where the other one has put it (from Python 8 KiB 6.9 us either way,
-// 16 KiB 9.2 flat against 7.6, 32 KiB 10.9 against 9.3).
-constexpr std::size_t kFlatBytesOfTwo = 8 << 10;
 
 // From here on results go past the caches where the input lies elsewhere: nobody has looked at that memory for long
 // (measured with gradients in buckets of 4 and 8 MB; where it begins to pay is not known better).
@@ -81,18 +76,6 @@ void reduceScatterFlat(Program& program, HostSegment& host, const Reduction& red
 
 }  // namespace
 
-std::vector<std::string> describeReductionsOnHost() {
-  const std::string slots = std::to_string(kFlatBytes);
-  const std::string slotsOfTwo = std::to_string(kFlatBytesOfTwo);
-  const std::string two = std::to_string(HostSegment::kSlotBytes);
-  return {"all_reduce, reduce: 1 host, up to " + slots + " bytes (2 ranks: " + slotsOfTwo +
-              "): slots, everybody reduces everything",
-          "all_reduce, reduce: 1 host, more: windows, each rank reduces its part; from " +
-              std::to_string(kStreamedResultBytes) + " bytes on results go past the caches",
-          "reduce_scatter: 1 host, 2 ranks, parts up to " + two + " bytes: slots",
-          "reduce_scatter: 1 host, else: windows"};
-}
-
 std::size_t totalBytes(std::span<const Slice> slices) {
   std::size_t bytes = 0;
   for (const Slice& slice : slices) bytes += slice.bytes;
@@ -129,11 +112,13 @@ void broadcastOnHost(Program& program, HostSegment& host, const Contract& contra
   }
 }
 
-void reduceOnHost(Program& program, HostSegment& host, const Reduction& reduction, int root, const Gathered& input,
-                  Slice output) {
+void reduceOnHost(Program& program, const Topology& topology, const Reduction& reduction, int root,
+                  const Gathered& input, Slice output) {
+  HostSegment& host = *topology.wholeSegment();
   const int rank = host.index();
   const int size = host.size();
-  if (output.bytes <= (size == 2 ? kFlatBytesOfTwo : kFlatBytes)) {
+  const CollectiveKind kind = root < 0 ? CollectiveKind::kAllReduce : CollectiveKind::kReduce;
+  if (output.bytes <= HostSegment::kSlotBytes && choose(topology, kind, output.bytes) == Algorithm::kSlots) {
     return reduceFlat(program, host, reduction, root, input, output);
   }
   const std::size_t pieceBytes = host.windowBytes() / reduction.elementSize * reduction.elementSize;
@@ -189,18 +174,20 @@ void reduceOnHost(Program& program, HostSegment& host, const Reduction& reductio
       }
     });
   };
-  const std::size_t pieces = (output.bytes + pieceBytes - 1) / pieceBytes;
-  pipeline(program, host, contractOf(reduction, root, output), pieces, takeOut, putIn, reduce);
+  pipeline(program, host, contractOf(reduction, root, output), numPieces(output.bytes, pieceBytes), takeOut, putIn,
+           reduce);
 }
 
-void reduceScatterOnHost(Program& program, HostSegment& host, const Reduction& reduction, Slice output,
+void reduceScatterOnHost(Program& program, const Topology& topology, const Reduction& reduction, Slice output,
                          const Gathered& input, std::span<const std::size_t> bytes) {
+  HostSegment& host = *topology.wholeSegment();
   const int rank = host.index();
   const int size = host.size();
   const std::size_t longest = std::ranges::max(bytes);
   const std::size_t total = std::reduce(bytes.begin(), bytes.end());
   const Contract contract{CollectiveKind::kReduceScatter, reduction.code, 0, total, longest};
-  if (size == 2 && longest <= HostSegment::kSlotBytes) {
+  if (longest <= HostSegment::kSlotBytes &&
+      choose(topology, CollectiveKind::kReduceScatter, total) == Algorithm::kSlots) {
     return reduceScatterFlat(program, host, reduction, contract, output, input, bytes);
   }
   std::vector<std::size_t> begins(size, 0);
@@ -230,9 +217,8 @@ void reduceScatterOnHost(Program& program, HostSegment& host, const Reduction& r
       if (from != rank) program.claim(host.window(from, i) + rank * pieceBytes, lengthOf(rank, i));
     }
   };
-  const std::size_t pieces = std::max<std::size_t>(1, (longest + pieceBytes - 1) / pieceBytes);
   passWindows(
-      program, host, contract, pieces, putIn, [](std::size_t) {}, reduce);
+      program, host, contract, numPieces(longest, pieceBytes), putIn, [](std::size_t) {}, reduce);
 }
 
 }  // namespace farandole::collective

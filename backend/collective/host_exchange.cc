@@ -6,27 +6,25 @@
 
 #include "backend/collective/host_algorithms.h"
 #include "backend/collective/host_pipeline.h"
+#include "backend/collective/selection.h"
 
 namespace farandole::collective {
 namespace {
 
-// Where one rank is idle while the other one reads, a message from here on is copied by both.
-constexpr std::size_t kSharedBytes = 512 << 10;
-constexpr std::size_t kAnySize = ~std::size_t{0};
 // Pieces in a slot begin with a cache line.
 constexpr std::size_t kLine = 64;
 
 // What this rank hands out in a turn.
 class Offers {
  public:
-  // What has `sentFrom` bytes or more is sent as a message, as is everything that the others cannot read.
-  Offers(Program& program, HostSegment& host, HostTurn turn, std::size_t sentFrom)
-      : program_(program), turn_(turn), canBeRead_(host.everybodyReads()), sentFrom_(sentFrom) {}
+  Offers(Program& program, HostSegment& host, HostTurn turn)
+      : program_(program), turn_(turn), canBeRead_(host.everybodyReads()) {}
 
-  // Before the first signal.
-  void add(int entry, Slice data) {
+  // Before the first signal. What the others cannot read is sent.
+  void add(int entry, Slice data, Algorithm algorithm) {
     const std::size_t room = HostSegment::kSlotBytes - used_;
-    Offer::Way way = canBeRead_ && data.bytes < sentFrom_ ? Offer::Way::kMemory : Offer::Way::kMessage;
+    const bool isRead = algorithm == Algorithm::kMemory && canBeRead_;
+    Offer::Way way = isRead ? Offer::Way::kMemory : Offer::Way::kMessage;
     // Faster than reading it where it is (two ranks, 32 KiB for each: 6.8 us against 10.0; four on two cores, 16 KiB
     // from each to all: 70 to 100 us against 124 to 146).
     if (data.bytes <= room) way = Offer::Way::kSlot;
@@ -58,7 +56,6 @@ class Offers {
   Program& program_;
   const HostTurn turn_;
   const bool canBeRead_;
-  const std::size_t sentFrom_;
   bool stays_ = false;
   std::size_t used_ = 0;  // of the slot
   std::vector<Given> given_;
@@ -123,17 +120,22 @@ void swapThroughWindows(Program& program, HostSegment& host, const Contract& con
     program.stream(piece.data, window, piece.bytes);
     program.claim(window, piece.bytes);
   };
-  const std::size_t pieces = (longest + pieceBytes - 1) / pieceBytes;
+  const std::size_t pieces = numPieces(longest, pieceBytes);
   passWindows(program, host, contract, pieces, putIn, keepOwn, take);
   const std::size_t rest = std::min(pieces * pieceBytes, swap.kept.bytes);
   program.copy(swap.kept.data + rest, swap.keptInput.data + rest, swap.kept.bytes - rest);
 }
 
+bool isSwap(const HostSegment& host, Algorithm algorithm) {
+  return host.size() == 2 && (algorithm == Algorithm::kSlots || algorithm == Algorithm::kWindows);
+}
+
 // Both know both lengths, and compare them when they meet; so both go the same way.
-void swapOfTwo(Program& program, HostSegment& host, Contract contract, const Swap& swap) {
+void swapOfTwo(Program& program, HostSegment& host, Algorithm algorithm, Contract contract, const Swap& swap) {
   contract.given = swap.input.bytes;
   contract.wanted = swap.output.bytes;
-  if (std::max(contract.given, contract.wanted) <= HostSegment::kSlotBytes) {
+  const bool haveRoom = std::max(contract.given, contract.wanted) <= HostSegment::kSlotBytes;
+  if (algorithm == Algorithm::kSlots && haveRoom) {
     swapThroughSlots(program, host, contract, swap);
   } else {
     swapThroughWindows(program, host, contract, swap);
@@ -142,31 +144,22 @@ void swapOfTwo(Program& program, HostSegment& host, Contract contract, const Swa
 
 }  // namespace
 
-std::vector<std::string> describeMovementOnHost() {
-  const std::string slot = std::to_string(HostSegment::kSlotBytes);
-  return {"broadcast: 1 host, up to " + slot + " bytes: slots",
-          "broadcast: 1 host, more: messages, binomial",
-          "all_gather, all_to_all: 1 host, 2 ranks, parts up to " + slot + " bytes: slots",
-          "all_gather, all_to_all: 1 host, 2 ranks, more: windows; from " + std::to_string(kStreamedPartBytes) +
-              " bytes on past the caches",
-          "all_gather, all_to_all, gather, scatter: 1 host, else: slots while " + slot +
-              " bytes have room, then read from the memory of the rank that has it",
-          "gather, scatter: 1 host, parts from " + std::to_string(kSharedBytes) + " bytes on: messages"};
-}
-
 // The own part is copied while the others may not have come yet.
-void allGatherOnHost(Program& program, HostSegment& host, Slice input, std::span<const Slice> outputs) {
+void allGatherOnHost(Program& program, const Topology& topology, Slice input, std::span<const Slice> outputs) {
+  HostSegment& host = *topology.wholeSegment();
   const std::size_t longest = longestBytes(outputs);
   // Known to all: nothing is read from anybody's memory, and nobody needs to hear that it has been.
   const bool isShort = longest <= HostSegment::kSlotBytes;
-  const Contract contract{CollectiveKind::kAllGather, 0, 0, totalBytes(outputs), longest};
+  const std::size_t total = totalBytes(outputs);
+  const Contract contract{CollectiveKind::kAllGather, 0, 0, total, longest};
+  const Algorithm algorithm = choose(topology, CollectiveKind::kAllGather, total);
   const int rank = host.index();
-  if (host.size() == 2) {
-    return swapOfTwo(program, host, contract, {outputs[1 - rank], input, outputs[rank], input});
+  if (isSwap(host, algorithm)) {
+    return swapOfTwo(program, host, algorithm, contract, {outputs[1 - rank], input, outputs[rank], input});
   }
   const HostTurn turn = beginTurn(program, host, contract, isShort ? 1 : 2);
-  Offers offers(program, host, turn, kAnySize);
-  offers.add(0, input);
+  Offers offers(program, host, turn);
+  offers.add(0, input, algorithm);
   program.signal(turn.base + 1);
   program.copy(outputs[rank].data, input.data, input.bytes);
   forOthers(host, [&](int index) { offers.sendTo(index, 0); });
@@ -176,16 +169,20 @@ void allGatherOnHost(Program& program, HostSegment& host, Slice input, std::span
   offers.awaitTaken();
 }
 
-void allToAllOnHost(Program& program, HostSegment& host, std::span<const Slice> outputs,
+void allToAllOnHost(Program& program, const Topology& topology, std::span<const Slice> outputs,
                     std::span<const Slice> inputs) {
+  HostSegment& host = *topology.wholeSegment();
   const int rank = host.index();
+  const auto algorithmFor = [&](std::size_t bytes) { return choose(topology, CollectiveKind::kAllToAll, bytes); };
   const Contract contract{CollectiveKind::kAllToAll, 0, 0, 0};
   if (host.size() == 2) {
-    return swapOfTwo(program, host, contract, {outputs[1 - rank], inputs[1 - rank], outputs[rank], inputs[rank]});
+    const Swap swap{outputs[1 - rank], inputs[1 - rank], outputs[rank], inputs[rank]};
+    const Algorithm algorithm = algorithmFor(std::max(swap.output.bytes, swap.input.bytes));
+    if (isSwap(host, algorithm)) return swapOfTwo(program, host, algorithm, contract, swap);
   }
   const HostTurn turn = beginTurn(program, host, contract, 2);
-  Offers offers(program, host, turn, kAnySize);
-  forOthers(host, [&](int index) { offers.add(index, inputs[index]); });
+  Offers offers(program, host, turn);
+  forOthers(host, [&](int index) { offers.add(index, inputs[index], algorithmFor(inputs[index].bytes)); });
   program.signal(turn.base + 1);
   program.copy(outputs[rank].data, inputs[rank].data, inputs[rank].bytes);
   forOthers(host, [&](int index) { offers.sendTo(index, index); });
@@ -195,7 +192,8 @@ void allToAllOnHost(Program& program, HostSegment& host, std::span<const Slice> 
 }
 
 // Here and below, who takes nothing says at once that it has all; the root meets everybody, the others meet the root.
-void gatherOnHost(Program& program, HostSegment& host, int root, Slice input, std::span<const Slice> outputs) {
+void gatherOnHost(Program& program, const Topology& topology, int root, Slice input, std::span<const Slice> outputs) {
+  HostSegment& host = *topology.wholeSegment();
   const Contract contract{CollectiveKind::kGather, 0, static_cast<std::uint32_t>(root), 0};
   const HostTurn turn = beginTurn(program, host, contract, 2);
   if (host.index() == root) {
@@ -204,15 +202,16 @@ void gatherOnHost(Program& program, HostSegment& host, int root, Slice input, st
     forOthers(host, [&](int index) { takeFrom(program, turn, index, 0, outputs[index]); });
     return program.signal(turn.base + 2);
   }
-  Offers offers(program, host, turn, kSharedBytes);
-  offers.add(0, input);
+  Offers offers(program, host, turn);
+  offers.add(0, input, choose(topology, CollectiveKind::kGather, input.bytes));
   program.signal(turn.base + 2);
   offers.sendTo(root, 0);
   program.meet(turn, root);
   offers.awaitTaken(root);
 }
 
-void scatterOnHost(Program& program, HostSegment& host, int root, Slice output, std::span<const Slice> inputs) {
+void scatterOnHost(Program& program, const Topology& topology, int root, Slice output, std::span<const Slice> inputs) {
+  HostSegment& host = *topology.wholeSegment();
   const Contract contract{CollectiveKind::kScatter, 0, static_cast<std::uint32_t>(root), 0};
   const HostTurn turn = beginTurn(program, host, contract, 2);
   if (host.index() != root) {
@@ -220,8 +219,10 @@ void scatterOnHost(Program& program, HostSegment& host, int root, Slice output, 
     takeFrom(program, turn, root, host.index(), output);
     return program.signal(turn.base + 2);
   }
-  Offers offers(program, host, turn, kSharedBytes);
-  forOthers(host, [&](int index) { offers.add(index, inputs[index]); });
+  Offers offers(program, host, turn);
+  forOthers(host, [&](int index) {
+    offers.add(index, inputs[index], choose(topology, CollectiveKind::kScatter, inputs[index].bytes));
+  });
   program.signal(turn.base + 2);
   forOthers(host, [&](int index) { offers.sendTo(index, index); });
   program.copy(output.data, inputs[root].data, inputs[root].bytes);

@@ -6,6 +6,11 @@
 
 namespace farandole::collective {
 
+// One of nothing, too: ranks meet there.
+inline std::size_t numPieces(std::size_t bytes, std::size_t pieceBytes) {
+  return std::max<std::size_t>(1, (bytes + pieceBytes - 1) / pieceBytes);
+}
+
 // Empty beyond the end.
 inline Slice pieceOf(Slice data, std::size_t piece, std::size_t pieceBytes) {
   const std::size_t begin = std::min(piece * pieceBytes, data.bytes);

@@ -8,19 +8,20 @@ namespace farandole::collective {
 
 void broadcast(Program& program, Topology topology, int root, Slice data) {
   const Contract contract{CollectiveKind::kBroadcast, 0, static_cast<std::uint32_t>(root), data.bytes};
-  HostSegment* const host = topology.wholeSegment();
-  if (host != nullptr && data.bytes <= HostSegment::kSlotBytes) {
-    return broadcastOnHost(program, *host, contract, root, data);
+  Algorithm algorithm = choose(topology, CollectiveKind::kBroadcast, data.bytes);
+  if (HostSegment* const host = topology.wholeSegment()) {
+    if (algorithm == Algorithm::kSlots && data.bytes <= HostSegment::kSlotBytes) {
+      return broadcastOnHost(program, *host, contract, root, data);
+    }
+    algorithm = Algorithm::kBinomial;  // messages
   }
-  const Algorithm algorithm = host != nullptr ? Algorithm::kBinomial  // from process to process
-                                              : choose(topology, CollectiveKind::kBroadcast, data.bytes);
   if (algorithm == Algorithm::kHierarchical) return hierarchy::broadcast(program, topology, root, data);
   announce(program, topology, contract);
   between::broadcast(algorithm, program, Team::all(topology.rank, topology.size), root, data);
 }
 
 void allGather(Program& program, Topology topology, Slice input, std::span<const Slice> outputs) {
-  if (HostSegment* const host = topology.wholeSegment()) return allGatherOnHost(program, *host, input, outputs);
+  if (topology.wholeSegment() != nullptr) return allGatherOnHost(program, topology, input, outputs);
   const std::size_t bytes = totalBytes(outputs);
   const Algorithm algorithm = choose(topology, CollectiveKind::kAllGather, bytes);
   if (algorithm == Algorithm::kHierarchical) return hierarchy::allGather(program, topology, input, outputs);
@@ -33,7 +34,7 @@ void allGather(Program& program, Topology topology, Slice input, std::span<const
 }
 
 void gather(Program& program, Topology topology, int root, Slice input, std::span<const Slice> outputs) {
-  if (HostSegment* const host = topology.wholeSegment()) return gatherOnHost(program, *host, root, input, outputs);
+  if (topology.wholeSegment() != nullptr) return gatherOnHost(program, topology, root, input, outputs);
   announce(program, topology, {CollectiveKind::kGather, 0, static_cast<std::uint32_t>(root), 0});
   if (topology.rank != root) {
     program.send(root, input.data, input.bytes);
@@ -47,7 +48,7 @@ void gather(Program& program, Topology topology, int root, Slice input, std::spa
 }
 
 void scatter(Program& program, Topology topology, int root, Slice output, std::span<const Slice> inputs) {
-  if (HostSegment* const host = topology.wholeSegment()) return scatterOnHost(program, *host, root, output, inputs);
+  if (topology.wholeSegment() != nullptr) return scatterOnHost(program, topology, root, output, inputs);
   announce(program, topology, {CollectiveKind::kScatter, 0, static_cast<std::uint32_t>(root), 0});
   if (topology.rank != root) {
     program.recv(root, output.data, output.bytes);
@@ -61,7 +62,7 @@ void scatter(Program& program, Topology topology, int root, Slice output, std::s
 }
 
 void allToAll(Program& program, Topology topology, std::span<const Slice> outputs, std::span<const Slice> inputs) {
-  if (HostSegment* const host = topology.wholeSegment()) return allToAllOnHost(program, *host, outputs, inputs);
+  if (topology.wholeSegment() != nullptr) return allToAllOnHost(program, topology, outputs, inputs);
   announce(program, topology, {CollectiveKind::kAllToAll, 0, 0, 0});
   const int rank = topology.rank;
   const int size = topology.size;

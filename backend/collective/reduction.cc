@@ -19,16 +19,14 @@ void copyTogether(Program& program, const Gathered& input, Slice output) {
 }  // namespace
 
 void allReduce(Program& program, Topology topology, const Reduction& reduction, const Gathered& input, Slice output) {
-  if (HostSegment* const host = topology.wholeSegment()) {
-    return reduceOnHost(program, *host, reduction, -1, input, output);
-  }
+  if (topology.wholeSegment() != nullptr) return reduceOnHost(program, topology, reduction, -1, input, output);
   copyTogether(program, input, output);
   allReduce(program, topology, reduction, output);
 }
 
 void allReduce(Program& program, Topology topology, const Reduction& reduction, Slice data) {
-  if (HostSegment* const host = topology.wholeSegment()) {
-    return reduceOnHost(program, *host, reduction, -1, Gathered({&data, 1}), data);
+  if (topology.wholeSegment() != nullptr) {
+    return reduceOnHost(program, topology, reduction, -1, Gathered({&data, 1}), data);
   }
   const Algorithm algorithm = choose(topology, CollectiveKind::kAllReduce, data.bytes);
   if (algorithm == Algorithm::kHierarchical) return hierarchy::allReduce(program, topology, reduction, data);
@@ -38,8 +36,8 @@ void allReduce(Program& program, Topology topology, const Reduction& reduction, 
 }
 
 void reduce(Program& program, Topology topology, const Reduction& reduction, int root, Slice data) {
-  if (HostSegment* const host = topology.wholeSegment()) {
-    return reduceOnHost(program, *host, reduction, root, Gathered({&data, 1}), data);
+  if (topology.wholeSegment() != nullptr) {
+    return reduceOnHost(program, topology, reduction, root, Gathered({&data, 1}), data);
   }
   const Algorithm algorithm = choose(topology, CollectiveKind::kReduce, data.bytes);
   if (algorithm == Algorithm::kHierarchical) return hierarchy::reduce(program, topology, reduction, root, data);
@@ -50,9 +48,9 @@ void reduce(Program& program, Topology topology, const Reduction& reduction, int
 
 void reduceScatter(Program& program, Topology topology, const Reduction& reduction, const Gathered& input, Slice whole,
                    Slice output) {
-  if (HostSegment* const host = topology.wholeSegment()) {
+  if (topology.wholeSegment() != nullptr) {
     const std::vector<std::size_t> sizes(topology.size, output.bytes);
-    return reduceScatterOnHost(program, *host, reduction, output, input, sizes);
+    return reduceScatterOnHost(program, topology, reduction, output, input, sizes);
   }
   copyTogether(program, input, whole);
   std::vector<Slice> parts;
@@ -64,10 +62,10 @@ void reduceScatter(Program& program, Topology topology, const Reduction& reducti
 
 void reduceScatter(Program& program, Topology topology, const Reduction& reduction, Slice output,
                    std::span<const Slice> inputs) {
-  if (HostSegment* const host = topology.wholeSegment()) {
+  if (topology.wholeSegment() != nullptr) {
     std::vector<std::size_t> sizes;
     std::ranges::transform(inputs, std::back_inserter(sizes), &Slice::bytes);
-    return reduceScatterOnHost(program, *host, reduction, output, Gathered(inputs), sizes);
+    return reduceScatterOnHost(program, topology, reduction, output, Gathered(inputs), sizes);
   }
   const std::size_t bytes = totalBytes(inputs);
   if (choose(topology, CollectiveKind::kReduceScatter, bytes) == Algorithm::kHierarchical) {

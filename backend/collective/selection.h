@@ -6,10 +6,10 @@
 
 namespace farandole::collective {
 
-// What the table says for a group that does not share memory as a whole.
 inline Algorithm choose(const Topology& topology, CollectiveKind operation, std::size_t bytes) {
   static const AlgorithmTable defaults;
   const AlgorithmTable& table = topology.table != nullptr ? *topology.table : defaults;
+  if (topology.wholeSegment() != nullptr) return table.choose(operation, {bytes, topology.size, 1, topology.size});
   const HostLayout* const layout = topology.layout;
   return table.choose(operation, {bytes, topology.size, layout != nullptr ? layout->numHosts() : topology.size,
                                   layout != nullptr ? layout->mostRanks() : 1});

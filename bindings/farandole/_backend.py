@@ -116,7 +116,9 @@ def algorithms(group: dist.ProcessGroup | None = None) -> list[str]:
 
     The setting ``FARANDOLE_ALGORITHMS`` puts rules before the others, on all ranks alike. Entries are
     ``operation=algorithm`` or ``operation:bytes-bytes=algorithm`` with commas between them, e.g.
-    ``all_reduce:64K-=ring,broadcast=hierarchical/chain``: what follows ``hierarchical/`` is used between the hosts.
+    ``all_reduce:-16K=slots,all_reduce:64K-=ring,broadcast=hierarchical/chain``: ``slots``, ``windows``, ``memory`` and
+    ``messages`` are used by ranks that share memory, the others between hosts; what follows ``hierarchical/`` is used
+    between the hosts.
     """
     return _backend_of(group if group is not None else dist.group.WORLD, torch.device("cpu")).algorithms()
 

@@ -13,10 +13,6 @@ std::size_t longest(std::span<const Stream> streams) {
   return bytes;
 }
 
-std::size_t numPieces(std::size_t bytes, std::size_t pieceBytes) {
-  return std::max<std::size_t>(1, (bytes + pieceBytes - 1) / pieceBytes);
-}
-
 }  // namespace
 
 void reduceToOwners(Program& program, HostSegment& host, const Contract& contract, const Combiner& sum,

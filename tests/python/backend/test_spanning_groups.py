@@ -1,8 +1,6 @@
 """Collectives of groups whose ranks are on several hosts."""
 
-import os
 import random
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -10,7 +8,7 @@ import torch.distributed as dist
 
 import farandole
 from support.hosts import INTERFACE, Hosts, PretendHost
-from support.processes import RankFailed, await_all, run_ranks
+from support.processes import await_all, run_ranks
 from support.rounds import run_rounds
 
 SECONDS = 3.0
@@ -91,41 +89,6 @@ def test_hosts_that_give_different_sizes_get_an_error():
     for error in errors:
         assert any(size in error for size in sizes), errors
         assert "rank 0" in error or "rank 2" in error, errors
-
-
-@dataclass(frozen=True)
-class OwnTable(PretendHost):
-    def __call__(self, rank: int) -> None:
-        super().__call__(rank)
-        os.environ["FARANDOLE_ALGORITHMS"] = "all_reduce=ring" if rank == 1 else ""
-
-
-def test_ranks_with_different_settings_are_told():
-    with pytest.raises(
-        RankFailed, match=r"FARANDOLE_ALGORITHMS is '(all_reduce=ring)?' on rank [01], .*same on all ranks"
-    ):
-        run_ranks(_reductions, 2, "farandole", timeout=20, enter=OwnTable((0, 1)))
-
-
-def _tables(rank, world_size):
-    return farandole.algorithms()
-
-
-def test_the_table_can_be_read_and_overridden():
-    env = {"FARANDOLE_ALGORITHMS": "all_reduce:64K-=ring"}
-    lines = run_ranks(_tables, 2, "farandole", timeout=20, env=env)[0]
-    on_host = [line for line in lines if ": 1 host, " in line]
-    assert lines[: len(on_host)] == on_host
-    for operation in ("all_reduce", "reduce_scatter", "broadcast", "all_gather", "all_to_all", "gather", "scatter"):
-        assert any(operation in line.split(":")[0] for line in on_host), operation
-    first = lines[len(on_host)]
-    assert "65536 bytes or more" in first and first.endswith("ring (FARANDOLE_ALGORITHMS)")
-    assert any(line.startswith("barrier: ") for line in lines)
-
-
-def test_a_setting_that_cannot_be_understood_is_refused():
-    with pytest.raises(RankFailed, match="FARANDOLE_ALGORITHMS is 'all_reduce=fast'; expected one of flat"):
-        run_ranks(_tables, 1, "farandole", timeout=20, env={"FARANDOLE_ALGORITHMS": "all_reduce=fast"})
 
 
 def test_random_operations_between_network_namespaces():
