@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ddp_models import BACKENDS
 
 from farandole.ddp import DistributedDataParallel, DistributedOptimizer
+from support.hosts import PretendHost
 from support.processes import run_ranks
 
 _HALF_SPACING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # over the value, of a power of two
@@ -58,10 +59,13 @@ def _worst(model: DistributedDataParallel, wanted: list[torch.Tensor], bounds: l
     return worst
 
 
-def _sums(rank: int, world_size: int, seed: int, cases: list[dict[str, Any]]) -> list[float]:
+def _sums(
+    rank: int, world_size: int, seed: int, cases: list[dict[str, Any]], has_instances: bool = False
+) -> list[float]:
+    """``has_instances``: of two ranks each, of four."""
     found = []
     groups: dict[str, Any] = {}
-    if world_size == 4:  # instances, too
+    if has_instances:
         groups["process_group"] = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
         groups["instance_process_group"] = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
     for number, case in enumerate(cases):
@@ -73,7 +77,7 @@ def _sums(rank: int, world_size: int, seed: int, cases: list[dict[str, Any]]) ->
             _Weights(sizes, dtype),
             use_distributed_optimizer=True,
             bucket_size=rng.choice([1, 300, None]),
-            **(groups if world_size == 4 else {}),
+            **groups,
             **options,
         )
         assert DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model) is not None
@@ -89,7 +93,7 @@ def _sums(rank: int, world_size: int, seed: int, cases: list[dict[str, Any]]) ->
                 added = grads.abs().sum(0) * scale * _FLOAT * (world_size + 1)
                 half = _HALF_SPACING[dtype]
                 rounded = want.abs() * half + added * (1 + half)
-                if world_size == 4:  # within an instance it is rounded, then across
+                if has_instances:  # within one it is rounded, then across
                     parts = torch.stack([grads[:2].sum(0), grads[2:].sum(0)]) * scale
                     rounded = rounded + parts.abs().sum(0) * half * (1 + half)
                 wanted.append(want)
@@ -111,7 +115,18 @@ def test_a_sum_is_rounded_once(backend, world_size):
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed {seed}")
     cases = _cases(reduce_scatter_with_fp32_accumulation=True)
-    for found in run_ranks(_sums, world_size, backend, timeout=60, seed=seed, cases=cases):
+    options = {"seed": seed, "cases": cases, "has_instances": world_size == 4}
+    for found in run_ranks(_sums, world_size, backend, timeout=60, **options):
+        assert max(found) <= 1.0, found
+
+
+@pytest.mark.parametrize("hosts", [(0, 1), (0, 1, 1), (0, 0, 1, 1), (0, 1, 2, 0)], ids=str)
+def test_a_sum_over_several_hosts_is_rounded_once(hosts):
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"seed {seed}")
+    cases = _cases(reduce_scatter_with_fp32_accumulation=True)
+    options = {"seed": seed, "cases": cases, "enter": PretendHost(hosts)}
+    for found in run_ranks(_sums, len(hosts), "farandole", timeout=60, **options):
         assert max(found) <= 1.0, found
 
 
