@@ -60,6 +60,10 @@ void ControlWatch::peerFailed(int rank, const Status& status) {
 
 void ControlWatch::aborted(int rank, const Status& status) { peerFailed(rank, status); }
 
+void ControlWatch::processLeft(int rank, const Status& status) {
+  if (const auto communicator = communicator_.lock()) communicator->rankLeft(rank, status);
+}
+
 std::string ControlWatch::report() {
   const auto communicator = communicator_.lock();
   return "has called " + std::to_string(counts_->collectives) + " collectives and " +

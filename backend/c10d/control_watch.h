@@ -48,6 +48,7 @@ class ControlWatch final : public net::ControlListener, public collective::Group
                std::string group, std::shared_ptr<const CallCounts> counts);
   void peerFailed(int rank, const Status& status) override;
   void aborted(int rank, const Status& status) override;
+  void processLeft(int rank, const Status& status) override;
   std::string report() override;
 
   const std::shared_ptr<ProcessContext> context_;

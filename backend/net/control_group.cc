@@ -60,7 +60,7 @@ void ControlGroup::join() {
   expectChildren();
 }
 
-void ControlGroup::leave() {
+void ControlGroup::leave(const std::string& reason) {
   if (leaving_) return;
   leaving_ = true;
   query_.finishAnswered(true);
@@ -69,7 +69,7 @@ void ControlGroup::leave() {
     handed_ = true;  // nobody took it in time: all that can be done was done
     settleWhenPossible();
   });
-  learn({FactKind::kLeft, rank_, rank_, {}}, nullptr);
+  learn({FactKind::kLeft, rank_, rank_, reason}, nullptr);
 }
 
 void ControlGroup::abort(const std::string& reason) {
@@ -269,10 +269,12 @@ std::string ControlGroup::nameOf(int rank) const {
 
 void ControlGroup::tell(const Fact& fact) {
   const auto listener = listener_.lock();
-  if (listener == nullptr || fact.kind == FactKind::kLeft) return;
+  if (listener == nullptr) return;
   const Member& member = members_[static_cast<std::size_t>(fact.rank)];
   const std::string who = rankName(fact.rank, member.globalRank, member.host, member.pid);
-  if (fact.kind == FactKind::kFailed) {
+  if (fact.kind == FactKind::kLeft) {
+    if (!fact.reason.empty()) listener->processLeft(fact.rank, Status(StatusCode::kPeerLeft, fact.reason));
+  } else if (fact.kind == FactKind::kFailed) {
     const std::string message = who + " failed: " + fact.reason + "; noticed by " + nameOf(fact.seenBy);
     listener->peerFailed(fact.rank, Status(StatusCode::kPeerFailed, message));
   } else if (fact.rank != rank_) {

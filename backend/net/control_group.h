@@ -30,6 +30,8 @@ class ControlListener {
   virtual void peerFailed(int rank, const Status& status) = 0;
   // kAborted; `rank` is another one's.
   virtual void aborted(int rank, const Status& status) = 0;
+  // kPeerLeft: it has left this group in order, and all others.
+  virtual void processLeft(int /*rank*/, const Status& /*status*/) {}
   // This rank's answer to askAllRanks(): short text, at once.
   virtual std::string report() { return {}; }
 };
@@ -75,7 +77,8 @@ class ControlGroup : public std::enable_shared_from_this<ControlGroup> {
   std::vector<ControlChannel::Ptr> neighbours() const;
 
   void join();
-  void leave();
+  // `reason`: empty where only this group is left.
+  void leave(const std::string& reason);
   void abort(const std::string& reason);
   // Ends it without a word: no callback, no message, no timer any more.
   void drop();

@@ -32,7 +32,7 @@ struct AttachMessage {
 };
 
 enum class FactKind : std::uint8_t {
-  kLeft = 1,     // in order: no failure
+  kLeft = 1,     // in order: no failure; with a reason where its process has left all of them
   kFailed = 2,   // its process died or cannot be reached
   kAborted = 3,  // it ended the group
 };

@@ -17,6 +17,7 @@ namespace {
 using namespace std::chrono_literals;
 
 constexpr std::size_t kMinToken = 16;
+constexpr const char* kGone = "its process has left: it destroyed its groups, or exited";
 
 // A name may be used again after the group was left; its token is new then, and
 // keeps the two apart on the wire.
@@ -118,23 +119,29 @@ Result<std::string> ControlPlane::keyOf(const std::string& group) const {
 Status ControlPlane::leaveGroup(const std::string& group) {
   const Result<std::string> key = keyOf(group);
   if (!key) return key.status();
+  bool wasLast = false;
   {
     std::lock_guard lock(mutex_);
     joined_.erase(group);
+    wasLast = joined_.empty();
   }
-  impl_->loop().post([impl = impl_, key = *key] {
-    if (const auto found = impl->find(key)) found->leave();
-  });
+  leave(*key, wasLast);
   return Status::ok();
+}
+
+void ControlPlane::leave(const std::string& key, bool isGone) {
+  impl_->loop().post([impl = impl_, key, reason = isGone ? kGone : ""] {
+    if (const auto found = impl->find(key)) found->leave(reason);
+  });
 }
 
 void ControlPlane::leaveAllGroups() {
   std::map<std::string, std::string> groups;
   {
     std::lock_guard lock(mutex_);
-    groups = joined_;
+    groups = std::exchange(joined_, {});
   }
-  for (const auto& [group, key] : groups) (void)leaveGroup(group);  // somebody else may have left it meanwhile
+  for (const auto& [group, key] : groups) leave(key, true);
 }
 
 Status ControlPlane::abort(const std::string& group, const std::string& reason) {

@@ -40,7 +40,7 @@ class ControlPlane {
   Status joinGroup(const std::string& group, int rank, const std::vector<ControlMember>& members,
                    const std::string& token, std::weak_ptr<ControlListener> listener);
 
-  // In order: no other rank takes it for a failure. Callbacks end soon after.
+  // In order: no other rank takes it for a failure. Callbacks end soon after. With its last group a process is gone.
   Status leaveGroup(const std::string& group);
 
   // For the end of the process.
@@ -58,6 +58,7 @@ class ControlPlane {
   ControlPlane(std::shared_ptr<Impl> impl, std::string address);
   Status checkOwner() const;
   Result<std::string> keyOf(const std::string& group) const;
+  void leave(const std::string& key, bool isGone);
 
   const int pid_;
   std::shared_ptr<Impl> impl_;

@@ -26,11 +26,13 @@ class RecordingListener : public ControlListener {
  public:
   void peerFailed(int rank, const Status& status) override { record(failed_, rank, status); }
   void aborted(int rank, const Status& status) override { record(aborted_, rank, status); }
+  void processLeft(int rank, const Status& status) override { record(left_, rank, status); }
   std::string report() override { return report_; }
   void setReport(std::string text) { report_ = std::move(text); }  // before it joins
 
   std::map<int, std::vector<Status>> failed() const { return copy(failed_); }
   std::map<int, std::vector<Status>> aborted() const { return copy(aborted_); }
+  std::map<int, std::vector<Status>> left() const { return copy(left_); }
 
   bool waitFor(const std::function<bool(const RecordingListener&)>& done, std::chrono::milliseconds limit = 10s) const {
     std::unique_lock lock(mutex_);
@@ -67,6 +69,7 @@ class RecordingListener : public ControlListener {
   mutable std::condition_variable changed_;
   Told failed_;
   Told aborted_;
+  Told left_;
   std::string report_;
 };
 

@@ -169,6 +169,30 @@ TEST(ControlPlane, TakesRanksThatLeaveInAnyOrderForNoFailureAndStillCarriesNotic
   }
 }
 
+TEST(ControlPlane, TellsWhoHasLeftItsLastGroupAndNotWhoIsInAnotherOne) {
+  ControlCluster cluster(6);
+  cluster.joinAll("a");
+  cluster.joinAll("b");
+  std::this_thread::sleep_for(100ms);
+  cluster.leave(1, "b");
+  cluster.leave(2, "b");
+  cluster.leave(2, "a");
+  cluster.plane(3).leaveAllGroups();
+  for (const int rank : {0, 1, 4, 5}) {
+    const RecordingListener& listener = cluster.listener(rank);
+    ASSERT_TRUE(listener.waitFor([](const auto& l) { return l.left().count(2) + l.left().count(3) == 2; }));
+    EXPECT_EQ(listener.left().at(2).size(), 1u);
+    EXPECT_EQ(listener.left().at(2)[0].code(), StatusCode::kPeerLeft);
+    EXPECT_TRUE(listener.failed().empty());
+  }
+  std::this_thread::sleep_for(50ms);
+  for (const int rank : {0, 4, 5}) {
+    EXPECT_EQ(cluster.listener(rank).left().size(), 2u);
+    EXPECT_EQ(cluster.listener(rank).left().at(3).size(), 2u);  // in each group
+  }
+  EXPECT_TRUE(cluster.listener(2).left().empty());
+}
+
 TEST(ControlPlane, IsTornDownByAllRanksAtOnceWithoutOneReport) {
   const std::uint64_t first = seed();
   for (std::uint64_t round = 0; round < 15; ++round) {

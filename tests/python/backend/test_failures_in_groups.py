@@ -207,10 +207,38 @@ def test_a_member_that_dies_before_a_group_is_made_is_named_long_before_the_time
         _check_named(outcomes, members, name + r"host [^,]*, pid \d+\) (failed|is gone): its process ")
 
 
-def test_a_member_that_leaves_instead_of_joining_is_named_too():
+@pytest.mark.parametrize("transport", [*TRANSPORTS, "two hosts"])
+def test_a_member_that_leaves_instead_of_joining_is_named_too(transport):
     members = [1, 2, 3]
-    outcomes = run_ranks(_make_group, 4, "farandole", may_die={VICTIM}, members=members, moment="in order", limit=50)
+    outcomes = run_ranks(
+        _make_group,
+        4,
+        "farandole",
+        may_die={VICTIM},
+        members=members,
+        moment="in order",
+        limit=50,
+        **_options(transport),
+    )
     _check_named(outcomes, members, r"rank 0 \(global rank 1, host [^,]*, pid \d+\) is gone: its process has left")
+
+
+def _destroy_instead(rank, world_size):
+    dist.barrier()
+    if rank == VICTIM:
+        dist.destroy_process_group()
+        time.sleep(3)
+        return None
+    start = time.monotonic()
+    with pytest.raises(dist.DistBackendError) as error:
+        dist.new_group(list(range(world_size)), timeout=datetime.timedelta(seconds=50))
+    return time.monotonic() - start, str(error.value)
+
+
+@pytest.mark.parametrize("transport", [*TRANSPORTS, "two hosts"])
+def test_a_member_that_destroys_its_groups_instead_of_joining_is_named_too(transport):
+    outcomes = run_ranks(_destroy_instead, 4, "farandole", **_options(transport))
+    _check_named(outcomes, range(4), r"rank 1 \(host [^,]*, pid \d+\) is gone: its process has left")
 
 
 def _come_late(rank, world_size, members):
