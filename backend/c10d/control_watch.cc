@@ -60,8 +60,12 @@ void ControlWatch::peerFailed(int rank, const Status& status) {
 
 void ControlWatch::aborted(int rank, const Status& status) { peerFailed(rank, status); }
 
-void ControlWatch::processLeft(int rank, const Status& status) {
-  if (const auto communicator = communicator_.lock()) communicator->rankLeft(rank, status);
+std::vector<std::pair<int, Status>> ControlWatch::departed() {
+  std::vector<std::pair<int, Status>> departed;
+  for (const auto& [rank, reason] : departures_->all()) {
+    departed.emplace_back(rank, Status(StatusCode::kPeerLeft, reason));
+  }
+  return departed;
 }
 
 std::string ControlWatch::report() {

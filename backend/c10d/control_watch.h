@@ -34,6 +34,7 @@ class ControlWatch final : public net::ControlListener, public collective::Group
   bool hasAnswers() override;
   void awaitAnswers() override;
   std::string answers() override;
+  std::vector<std::pair<int, Status>> departed() override;
 
  private:
   // Of one question after the other; outlives the watch with an answer under way.
@@ -48,7 +49,7 @@ class ControlWatch final : public net::ControlListener, public collective::Group
                std::string group, std::shared_ptr<const CallCounts> counts);
   void peerFailed(int rank, const Status& status) override;
   void aborted(int rank, const Status& status) override;
-  void processLeft(int rank, const Status& status) override;
+  std::shared_ptr<net::Departures> departures() override { return departures_; }
   std::string report() override;
 
   const std::shared_ptr<ProcessContext> context_;
@@ -56,6 +57,7 @@ class ControlWatch final : public net::ControlListener, public collective::Group
   const std::string group_;  // its key in the control plane
   const std::shared_ptr<const CallCounts> counts_;
   const std::shared_ptr<Answers> answers_ = std::make_shared<Answers>();
+  const std::shared_ptr<net::Departures> departures_ = std::make_shared<net::Departures>();
   std::atomic<bool> joined_{false};
 };
 

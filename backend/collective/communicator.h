@@ -61,8 +61,6 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   void setWatch(std::shared_ptr<GroupWatch> watch);
   // Its word: `rank` has died, or has aborted the group, which is over with that. Any thread, nothing held.
   void rankFailed(int rank, const Status& status);
-  // Its word: `rank` has left, with all groups of its process. Whoever waits for it is told when its connection ends.
-  void rankLeft(int rank, const Status& status);
   // `other` has the same ranks over other connections, which see less: it ends with this one, and is told who is gone.
   // Nothing held.
   void setFollower(const std::shared_ptr<Communicator>& other);
@@ -169,7 +167,6 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
     bool connected = false;
     transport::PeerId id{};
     Status failure;
-    Status farewell;  // of one that has left all groups; what it has sent may still come
   };
   struct Loss {
     Operation* operation;

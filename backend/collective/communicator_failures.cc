@@ -63,11 +63,6 @@ void Communicator::abandon(const Status& status) {
   failAll(status, culpritOf(status));
 }
 
-void Communicator::rankLeft(int rank, const Status& status) {
-  ProgressEngine::Access access(engine());
-  peers_[rank].farewell = status;
-}
-
 std::vector<Communicator::Gone> Communicator::gone() {
   ProgressEngine::Access access(engine());
   std::vector<Gone> gone;
@@ -76,11 +71,10 @@ std::vector<Communicator::Gone> Communicator::gone() {
     // A connection to another host that broke may yet be made again.
     const bool isHere = !members_[rank].hostIdentity.empty() && layout_.hostOf(rank) == layout_.hostOf(rank_);
     const bool isEnd = failure.code() == StatusCode::kPeerFailed || (failure.code() == StatusCode::kPeerLeft && isHere);
-    if (isEnd) {
-      gone.push_back({members_[rank], failure});
-    } else if (!peers_[rank].farewell) {
-      gone.push_back({members_[rank], peers_[rank].farewell});
-    }
+    if (isEnd) gone.push_back({members_[rank], failure});
+  }
+  if (watch_ != nullptr) {
+    for (auto& [rank, status] : watch_->departed()) gone.push_back({members_[rank], std::move(status)});
   }
   return gone;
 }

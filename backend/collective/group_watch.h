@@ -1,6 +1,10 @@
 #pragma once
 
 #include <string>
+#include <utility>
+#include <vector>
+
+#include "backend/common/status.h"
 
 namespace farandole::collective {
 
@@ -19,6 +23,8 @@ class GroupWatch {
   virtual void awaitAnswers() = 0;
   // What they have answered so far, for an error: "rank 0: ...; rank 1: no answer"; or nothing.
   virtual std::string answers() = 0;
+  // Ranks that have left in order, with all groups of their process.
+  virtual std::vector<std::pair<int, Status>> departed() { return {}; }
 };
 
 }  // namespace farandole::collective

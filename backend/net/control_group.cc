@@ -17,6 +17,11 @@ constexpr auto kChildPatience = 500ms;    // for a child to attach itself, befor
 constexpr auto kRetryPause = 20ms;
 constexpr int kMaxRetries = 20;
 
+std::shared_ptr<Departures> departuresOf(const std::weak_ptr<ControlListener>& listener) {
+  const auto held = listener.lock();
+  return held != nullptr ? held->departures() : nullptr;
+}
+
 }  // namespace
 
 ControlGroup::ControlGroup(EventLoop& loop, Plane& plane, const ControlTimes& times, std::string key, int rank,
@@ -29,6 +34,7 @@ ControlGroup::ControlGroup(EventLoop& loop, Plane& plane, const ControlTimes& ti
       members_(std::move(members)),
       token_(std::move(token)),
       listener_(std::move(listener)),
+      departures_(departuresOf(listener_)),
       gone_(members_.size()),
       aborted_(members_.size()),
       attemptTimer_(loop.context()),
@@ -268,13 +274,15 @@ std::string ControlGroup::nameOf(int rank) const {
 }
 
 void ControlGroup::tell(const Fact& fact) {
+  if (fact.kind == FactKind::kLeft) {
+    if (departures_ != nullptr && fact.rank != rank_ && !fact.reason.empty()) departures_->add(fact.rank, fact.reason);
+    return;
+  }
   const auto listener = listener_.lock();
   if (listener == nullptr) return;
   const Member& member = members_[static_cast<std::size_t>(fact.rank)];
   const std::string who = rankName(fact.rank, member.globalRank, member.host, member.pid);
-  if (fact.kind == FactKind::kLeft) {
-    if (!fact.reason.empty()) listener->processLeft(fact.rank, Status(StatusCode::kPeerLeft, fact.reason));
-  } else if (fact.kind == FactKind::kFailed) {
+  if (fact.kind == FactKind::kFailed) {
     const std::string message = who + " failed: " + fact.reason + "; noticed by " + nameOf(fact.seenBy);
     listener->peerFailed(fact.rank, Status(StatusCode::kPeerFailed, message));
   } else if (fact.rank != rank_) {

@@ -3,8 +3,10 @@
 #include <boost/asio/steady_timer.hpp>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "backend/net/control_channel.h"
@@ -20,6 +22,24 @@ struct ControlMember {
   int globalRank = -1;  // for messages: among all ranks of the program, if that is known
 };
 
+// Ranks that have left a group in order, and with it all others of their process; and why they are gone. Apart from the
+// listener, which the loop must not hold on to when groups are destroyed, as they are just then. Any thread.
+class Departures {
+ public:
+  void add(int rank, const std::string& reason) {
+    std::lock_guard lock(mutex_);
+    reasons_.emplace_back(rank, reason);
+  }
+  std::vector<std::pair<int, std::string>> all() const {
+    std::lock_guard lock(mutex_);
+    return reasons_;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::vector<std::pair<int, std::string>> reasons_;
+};
+
 // What a group tells its process, on the loop, with nothing locked. Each rank
 // is named at most once in each.
 class ControlListener {
@@ -30,8 +50,8 @@ class ControlListener {
   virtual void peerFailed(int rank, const Status& status) = 0;
   // kAborted; `rank` is another one's.
   virtual void aborted(int rank, const Status& status) = 0;
-  // kPeerLeft: it has left this group in order, and all others.
-  virtual void processLeft(int /*rank*/, const Status& /*status*/) {}
+  // Where to note them, if anywhere; asked when the group is joined.
+  virtual std::shared_ptr<Departures> departures() { return nullptr; }
   // This rank's answer to askAllRanks(): short text, at once.
   virtual std::string report() { return {}; }
 };
@@ -124,6 +144,7 @@ class ControlGroup : public std::enable_shared_from_this<ControlGroup> {
   const std::vector<Member> members_;
   const std::string token_;
   std::weak_ptr<ControlListener> listener_;
+  const std::shared_ptr<Departures> departures_;
 
   std::map<const ControlChannel*, Peer> peers_;
   std::vector<Fact> facts_;

@@ -26,13 +26,18 @@ class RecordingListener : public ControlListener {
  public:
   void peerFailed(int rank, const Status& status) override { record(failed_, rank, status); }
   void aborted(int rank, const Status& status) override { record(aborted_, rank, status); }
-  void processLeft(int rank, const Status& status) override { record(left_, rank, status); }
+  std::shared_ptr<Departures> departures() override { return departures_; }
   std::string report() override { return report_; }
   void setReport(std::string text) { report_ = std::move(text); }  // before it joins
 
   std::map<int, std::vector<Status>> failed() const { return copy(failed_); }
   std::map<int, std::vector<Status>> aborted() const { return copy(aborted_); }
-  std::map<int, std::vector<Status>> left() const { return copy(left_); }
+  // How often each has left all its groups.
+  std::map<int, int> left() const {
+    std::map<int, int> times;
+    for (const auto& [rank, reason] : departures_->all()) ++times[rank];
+    return times;
+  }
 
   bool waitFor(const std::function<bool(const RecordingListener&)>& done, std::chrono::milliseconds limit = 10s) const {
     std::unique_lock lock(mutex_);
@@ -69,7 +74,7 @@ class RecordingListener : public ControlListener {
   mutable std::condition_variable changed_;
   Told failed_;
   Told aborted_;
-  Told left_;
+  const std::shared_ptr<Departures> departures_ = std::make_shared<Departures>();
   std::string report_;
 };
 

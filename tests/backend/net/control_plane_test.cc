@@ -181,14 +181,13 @@ TEST(ControlPlane, TellsWhoHasLeftItsLastGroupAndNotWhoIsInAnotherOne) {
   for (const int rank : {0, 1, 4, 5}) {
     const RecordingListener& listener = cluster.listener(rank);
     ASSERT_TRUE(listener.waitFor([](const auto& l) { return l.left().count(2) + l.left().count(3) == 2; }));
-    EXPECT_EQ(listener.left().at(2).size(), 1u);
-    EXPECT_EQ(listener.left().at(2)[0].code(), StatusCode::kPeerLeft);
+    EXPECT_EQ(listener.left().at(2), 1);
     EXPECT_TRUE(listener.failed().empty());
   }
   std::this_thread::sleep_for(50ms);
   for (const int rank : {0, 4, 5}) {
     EXPECT_EQ(cluster.listener(rank).left().size(), 2u);
-    EXPECT_EQ(cluster.listener(rank).left().at(3).size(), 2u);  // in each group
+    EXPECT_EQ(cluster.listener(rank).left().at(3), 2);  // in each group
   }
   EXPECT_TRUE(cluster.listener(2).left().empty());
 }
