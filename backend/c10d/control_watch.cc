@@ -60,14 +60,6 @@ void ControlWatch::peerFailed(int rank, const Status& status) {
 
 void ControlWatch::aborted(int rank, const Status& status) { peerFailed(rank, status); }
 
-std::vector<std::pair<int, Status>> ControlWatch::departed() {
-  std::vector<std::pair<int, Status>> departed;
-  for (const auto& [rank, reason] : departures_->all()) {
-    departed.emplace_back(rank, Status(StatusCode::kPeerLeft, reason));
-  }
-  return departed;
-}
-
 std::string ControlWatch::report() {
   const auto communicator = communicator_.lock();
   return "has called " + std::to_string(counts_->collectives) + " collectives and " +

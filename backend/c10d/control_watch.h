@@ -34,7 +34,7 @@ class ControlWatch final : public net::ControlListener, public collective::Group
   bool hasAnswers() override;
   void awaitAnswers() override;
   std::string answers() override;
-  std::vector<std::pair<int, Status>> departed() override;
+  std::vector<int> departed() override { return departures_->ranks(); }
 
  private:
   // Of one question after the other; outlives the watch with an answer under way.

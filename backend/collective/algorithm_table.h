@@ -23,8 +23,8 @@ enum class Algorithm : std::uint8_t {
   kChain,
   kDissemination,
   kHierarchical,  // in the memory of each host, and one of the others between the hosts
-  // On one host. What has no room in the slots goes through the windows, or is read where it is.
-  kSlots,
+  // On one host.
+  kSlots,  // what has no room there goes through the windows, of a broadcast as messages
   kWindows,
   kMemory,    // what has no room in the slots is read where it is, or sent where that is not allowed
   kMessages,  // what has no room in the slots is sent

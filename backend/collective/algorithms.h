@@ -15,9 +15,8 @@ namespace farandole::collective {
 // with the same sizes. Memory is read and written until the program has ended.
 
 // On one host the ranks first tell each other what they are about to do, and
-// stop with an error where that differs. Data that reduces, and small data, goes
-// through the memory that they share; large data is read where it is, or sent. Between
-// hosts the AlgorithmTable says how it goes.
+// stop with an error where that differs. The AlgorithmTable says how it goes, there and
+// between hosts.
 
 void broadcast(Program& program, Topology topology, int root, Slice data);
 

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "backend/collective/communicator.h"
+#include "backend/transport/departure.h"
 
 namespace farandole::collective {
 
@@ -74,7 +75,7 @@ std::vector<Communicator::Gone> Communicator::gone() {
     if (isEnd) gone.push_back({members_[rank], failure});
   }
   if (watch_ != nullptr) {
-    for (auto& [rank, status] : watch_->departed()) gone.push_back({members_[rank], std::move(status)});
+    for (const int rank : watch_->departed()) gone.push_back({members_[rank], transport::processLeft()});
   }
   return gone;
 }

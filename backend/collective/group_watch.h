@@ -1,10 +1,7 @@
 #pragma once
 
 #include <string>
-#include <utility>
 #include <vector>
-
-#include "backend/common/status.h"
 
 namespace farandole::collective {
 
@@ -24,7 +21,7 @@ class GroupWatch {
   // What they have answered so far, for an error: "rank 0: ...; rank 1: no answer"; or nothing.
   virtual std::string answers() = 0;
   // Ranks that have left in order, with all groups of their process.
-  virtual std::vector<std::pair<int, Status>> departed() { return {}; }
+  virtual std::vector<int> departed() { return {}; }
 };
 
 }  // namespace farandole::collective

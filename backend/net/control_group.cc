@@ -66,7 +66,7 @@ void ControlGroup::join() {
   expectChildren();
 }
 
-void ControlGroup::leave(const std::string& reason) {
+void ControlGroup::leave(bool isGone) {
   if (leaving_) return;
   leaving_ = true;
   query_.finishAnswered(true);
@@ -75,7 +75,7 @@ void ControlGroup::leave(const std::string& reason) {
     handed_ = true;  // nobody took it in time: all that can be done was done
     settleWhenPossible();
   });
-  learn({FactKind::kLeft, rank_, rank_, reason}, nullptr);
+  learn({FactKind::kLeft, rank_, rank_, isGone ? "gone" : ""}, nullptr);
 }
 
 void ControlGroup::abort(const std::string& reason) {
@@ -275,7 +275,7 @@ std::string ControlGroup::nameOf(int rank) const {
 
 void ControlGroup::tell(const Fact& fact) {
   if (fact.kind == FactKind::kLeft) {
-    if (departures_ != nullptr && fact.rank != rank_ && !fact.reason.empty()) departures_->add(fact.rank, fact.reason);
+    if (departures_ != nullptr && !leaving_ && !fact.reason.empty()) departures_->add(fact.rank);
     return;
   }
   const auto listener = listener_.lock();

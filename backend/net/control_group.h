@@ -6,7 +6,6 @@
 #include <mutex>
 #include <set>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "backend/net/control_channel.h"
@@ -22,22 +21,22 @@ struct ControlMember {
   int globalRank = -1;  // for messages: among all ranks of the program, if that is known
 };
 
-// Ranks that have left a group in order, and with it all others of their process; and why they are gone. Apart from the
-// listener, which the loop must not hold on to when groups are destroyed, as they are just then. Any thread.
+// Ranks that have left a group in order, and with it all others of their process. Apart from the listener, which the
+// loop must not hold on to when groups are destroyed, as they are just then. Any thread.
 class Departures {
  public:
-  void add(int rank, const std::string& reason) {
+  void add(int rank) {
     std::lock_guard lock(mutex_);
-    reasons_.emplace_back(rank, reason);
+    ranks_.push_back(rank);
   }
-  std::vector<std::pair<int, std::string>> all() const {
+  std::vector<int> ranks() const {
     std::lock_guard lock(mutex_);
-    return reasons_;
+    return ranks_;
   }
 
  private:
   mutable std::mutex mutex_;
-  std::vector<std::pair<int, std::string>> reasons_;
+  std::vector<int> ranks_;
 };
 
 // What a group tells its process, on the loop, with nothing locked. Each rank
@@ -97,8 +96,8 @@ class ControlGroup : public std::enable_shared_from_this<ControlGroup> {
   std::vector<ControlChannel::Ptr> neighbours() const;
 
   void join();
-  // `reason`: empty where only this group is left.
-  void leave(const std::string& reason);
+  // `isGone`: all others of this process are left with it.
+  void leave(bool isGone);
   void abort(const std::string& reason);
   // Ends it without a word: no callback, no message, no timer any more.
   void drop();

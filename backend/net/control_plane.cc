@@ -17,7 +17,6 @@ namespace {
 using namespace std::chrono_literals;
 
 constexpr std::size_t kMinToken = 16;
-constexpr const char* kGone = "its process has left: it destroyed its groups, or exited";
 
 // A name may be used again after the group was left; its token is new then, and
 // keeps the two apart on the wire.
@@ -130,8 +129,8 @@ Status ControlPlane::leaveGroup(const std::string& group) {
 }
 
 void ControlPlane::leave(const std::string& key, bool isGone) {
-  impl_->loop().post([impl = impl_, key, reason = isGone ? kGone : ""] {
-    if (const auto found = impl->find(key)) found->leave(reason);
+  impl_->loop().post([impl = impl_, key, isGone] {
+    if (const auto found = impl->find(key)) found->leave(isGone);
   });
 }
 

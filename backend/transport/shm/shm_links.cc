@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "backend/transport/departure.h"
 #include "backend/transport/shm/shm_transport.h"
 #include "backend/transport/shm/single_copy.h"
 
@@ -231,9 +232,7 @@ void ShmTransport::failGone() {
 }
 
 void ShmTransport::fail(Link& link) {
-  link.failure = link.saidGoodbye
-                     ? Status(StatusCode::kPeerLeft, "its process has left: it destroyed its groups, or exited")
-                     : Status(StatusCode::kPeerFailed, "its process died");
+  link.failure = link.saidGoodbye ? processLeft() : Status(StatusCode::kPeerFailed, "its process died");
   std::erase(incoming_, &link);
   link.door = nullptr;
   matcher_.dropRemote(link.id);

@@ -35,7 +35,7 @@ class RecordingListener : public ControlListener {
   // How often each has left all its groups.
   std::map<int, int> left() const {
     std::map<int, int> times;
-    for (const auto& [rank, reason] : departures_->all()) ++times[rank];
+    for (const int rank : departures_->ranks()) ++times[rank];
     return times;
   }
 

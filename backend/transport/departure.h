@@ -1,0 +1,12 @@
+#pragma once
+
+#include "backend/common/status.h"
+
+namespace farandole::transport {
+
+// Of a peer that has left in order, however that is known.
+inline Status processLeft() {
+  return {StatusCode::kPeerLeft, "its process has left: it destroyed its groups, or exited"};
+}
+
+}  // namespace farandole::transport
