@@ -176,7 +176,7 @@ class ProcessGroupFarandole final : public ::c10d::Backend, public RepeatedMessa
   // What carries messages to a rank, for people.
   std::string transportOf(int rank);
   // Which algorithms the collectives of this group use, a line for each rule, for people.
-  std::vector<std::string> algorithms() const { return communicator_->algorithms().describe(); }
+  std::vector<std::string> algorithms() const { return communicator_->describeAlgorithms(); }
 
  private:
   // In the recorder; null where nothing is recorded.

@@ -26,11 +26,15 @@ constexpr std::size_t kSlot = HostSegment::kSlotBytes;
 constexpr Rule onHost(CollectiveKind operation, Range bytes, Range ranks, Algorithm algorithm) {
   return {operation, bytes, ranks, kOne, kSeveral, algorithm};
 }
+constexpr Rule onHostThatReads(CollectiveKind operation, Range bytes, Range ranks, Algorithm algorithm) {
+  return {operation, bytes, ranks, kOne, kSeveral, algorithm, /*whereReadingIsFaster=*/true};
+}
 
 // On one host: in slots everybody reads all data, one meeting instead of two and `size` times the reading. Of two ranks
 // each otherwise reduces its half where the other one has put it (from Python 8 KiB 6.9 us either way, 16 KiB 9.2 in
 // slots against 7.6, 32 KiB 10.9 against 9.3). Of gather and scatter one rank is idle while the other one reads: a
-// large message is copied by both.
+// large message is copied by both. Two ranks that swap read where the machine does that faster; beyond 16 MiB for each
+// what passes by goes past the caches, and what is read does not.
 // Those for two hosts were measured over TCP (docs/design.md, Collectives), those for more are estimates.
 constexpr std::array kRules = {
     onHost(kAllReduce, upTo(8 << 10), kTwo, kSlots),
@@ -41,11 +45,13 @@ constexpr std::array kRules = {
     onHost(kReduce, kAny, kAny, kWindows),
     onHost(kBroadcast, upTo(kSlot), kAny, kSlots),
     onHost(kBroadcast, kAny, kAny, kMessages),
+    onHostThatReads(kAllGather, upTo(32 << 20), kTwo, kMemory),
     onHost(kAllGather, upTo(2 * kSlot), kTwo, kSlots),
     onHost(kAllGather, kAny, kTwo, kWindows),
     onHost(kAllGather, kAny, kAny, kMemory),
     onHost(kReduceScatter, upTo(2 * kSlot), kTwo, kSlots),
     onHost(kReduceScatter, kAny, kAny, kWindows),
+    onHostThatReads(kAllToAll, upTo(16 << 20), kTwo, kMemory),
     onHost(kAllToAll, upTo(kSlot), kTwo, kSlots),
     onHost(kAllToAll, kAny, kTwo, kWindows),
     onHost(kAllToAll, kAny, kAny, kMemory),
@@ -91,7 +97,8 @@ std::string describeRange(const Range& range, const char* one, const char* sever
 std::string describeRule(const Rule& rule) {
   return std::string(toString(rule.operation)) + ": " + describeRange(rule.bytes, "byte", "bytes") + ", " +
          describeRange(rule.ranks, "rank", "ranks") + ", " + describeRange(rule.hosts, "host", "hosts") + ", " +
-         describeRange(rule.mostPerHost, "rank", "ranks") + " on a host: " + std::string(toString(rule.algorithm));
+         describeRange(rule.mostPerHost, "rank", "ranks") + " on a host: " + std::string(toString(rule.algorithm)) +
+         (rule.whereReadingIsFaster ? ", where reading is faster" : "");
 }
 
 }  // namespace
@@ -116,7 +123,8 @@ Algorithm AlgorithmTable::choose(CollectiveKind operation, const Situation& situ
     return rule.operation == operation && rule.bytes.contains(situation.bytes) &&
            rule.ranks.contains(static_cast<std::size_t>(situation.ranks)) &&
            rule.hosts.contains(static_cast<std::size_t>(situation.hosts)) &&
-           rule.mostPerHost.contains(static_cast<std::size_t>(situation.mostPerHost));
+           rule.mostPerHost.contains(static_cast<std::size_t>(situation.mostPerHost)) &&
+           (situation.readingIsFaster || !rule.whereReadingIsFaster);
   };
   if (const auto rule = std::ranges::find_if(overriding_, fits); rule != overriding_.end()) return rule->algorithm;
   const auto rule = std::ranges::find_if(kRules, fits);

@@ -26,7 +26,9 @@ enum class Algorithm : std::uint8_t {
   // On one host.
   kSlots,  // what has no room there goes through the windows, of a broadcast as messages
   kWindows,
-  kMemory,    // what has no room in the slots is read where it is, or sent where that is not allowed
+  // What has no room in the slots is read where it is, or sent where that is not allowed; of two ranks all that is
+  // worth it (host_exchange.cc).
+  kMemory,
   kMessages,  // what has no room in the slots is sent
 };
 
@@ -37,7 +39,8 @@ struct Situation {
   std::size_t bytes;
   int ranks;
   int hosts;
-  int mostPerHost;  // ranks on the host that has most
+  int mostPerHost;               // ranks on the host that has most
+  bool readingIsFaster = false;  // than windows, of two ranks that share memory (reading_trial.h)
 };
 
 // Which algorithm a group uses. Inside a hierarchical collective it is asked again for what
@@ -63,6 +66,7 @@ class AlgorithmTable {
     Range hosts;
     Range mostPerHost;
     Algorithm algorithm;
+    bool whereReadingIsFaster = false;  // only there
   };
 
   AlgorithmTable() = default;

@@ -244,6 +244,16 @@ std::string Communicator::nameOf(const std::vector<int>& ranks) const {
   return (ranks.size() > 1 ? "ranks " : "rank ") + numbers;
 }
 
+std::vector<std::string> Communicator::describeAlgorithms() const {
+  std::vector<std::string> lines = table_.describe();
+  if (size() != 2 || topology_.wholeSegment() == nullptr) return lines;
+  const std::size_t from = topology_.readsFrom;
+  lines.push_back("this group: " + (from == Topology::kNeverReads ? std::string("reading is not faster")
+                                                                  : "reading is faster from " + std::to_string(from) +
+                                                                        " bytes for each rank on"));
+  return lines;
+}
+
 std::string Communicator::transportOf(int rank) {
   ProgressEngine::Access access(engine());
   const Result<transport::PeerId> peer = peerOf(rank);

@@ -72,7 +72,10 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   Status connectHost(transport::Clock::time_point deadline, std::size_t windowBytes = HostSegment::kWindowBytes);
   // What collectives are built for. Valid as long as the communicator; after connectHost().
   const Topology& topology() const { return topology_; }
-  const AlgorithmTable& algorithms() const { return table_; }
+  // The table's rules, and what of this group they depend on: a line for each, for people.
+  std::vector<std::string> describeAlgorithms() const;
+  // Before the first operation of its user; equal on all ranks.
+  void setReadsFrom(std::size_t bytes) { topology_.readsFrom = bytes; }
   // By index in the segment that the ranks of this host share, which is that among them.
   int rankOnHost(int index) const { return localRanks()[index]; }
   // A rank that will do nothing any more: its process died, or left.

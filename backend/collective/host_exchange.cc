@@ -1,7 +1,7 @@
 // Collectives that move data, on one host. In two steps: each rank tells what it has for whom, and
 // the others take it, from its slot or out of its own memory; then they say that they have it. Nobody but the
-// rank that gives needs to know beforehand how much it is. Two ranks know how much they give each other, and pass it
-// through their slots, or through their windows when there is no room.
+// rank that gives needs to know beforehand how much it is. Two ranks know how much they give each other, and may pass
+// it through their slots, or through their windows when there is no room.
 #include <algorithm>
 
 #include "backend/collective/host_algorithms.h"
@@ -14,20 +14,27 @@ namespace {
 // Pieces in a slot begin with a cache line.
 constexpr std::size_t kLine = 64;
 
+// Of two ranks what is smaller is not worth being read: a slot saves a meeting.
+constexpr std::size_t kSmallestRead = 16 << 10;
+
+// Of what everybody gives to all or to each. Of more than two ranks all that has room, which is faster than reading it
+// (four on two cores, 16 KiB from each to all: 70 to 100 us against 124 to 146).
+std::size_t mostInSlot(const HostSegment& host, Algorithm algorithm) {
+  return algorithm == Algorithm::kMemory && host.size() == 2 ? kSmallestRead - 1 : HostSegment::kSlotBytes;
+}
+
 // What this rank hands out in a turn.
 class Offers {
  public:
-  Offers(Program& program, HostSegment& host, HostTurn turn)
-      : program_(program), turn_(turn), canBeRead_(host.everybodyReads()) {}
+  Offers(Program& program, HostSegment& host, HostTurn turn, std::size_t mostInSlot = HostSegment::kSlotBytes)
+      : program_(program), host_(host), turn_(turn), mostInSlot_(mostInSlot) {}
 
   // Before the first signal. What the others cannot read is sent.
   void add(int entry, Slice data, Algorithm algorithm) {
     const std::size_t room = HostSegment::kSlotBytes - used_;
-    const bool isRead = algorithm == Algorithm::kMemory && canBeRead_;
+    const bool isRead = algorithm == Algorithm::kMemory && host_.everybodyReads();
     Offer::Way way = isRead ? Offer::Way::kMemory : Offer::Way::kMessage;
-    // Faster than reading it where it is (two ranks, 32 KiB for each: 6.8 us against 10.0; four on two cores, 16 KiB
-    // from each to all: 70 to 100 us against 124 to 146).
-    if (data.bytes <= room) way = Offer::Way::kSlot;
+    if (data.bytes <= std::min(room, isRead ? mostInSlot_ : room)) way = Offer::Way::kSlot;
     program_.offer(turn_, entry, way, data.data, data.bytes, used_);
     if (way == Offer::Way::kSlot) used_ += std::min((data.bytes + kLine - 1) / kLine * kLine, room);
     stays_ = stays_ || way != Offer::Way::kSlot;
@@ -54,8 +61,9 @@ class Offers {
   };
 
   Program& program_;
+  HostSegment& host_;
   const HostTurn turn_;
-  const bool canBeRead_;
+  const std::size_t mostInSlot_;  // of what can be read
   bool stays_ = false;
   std::size_t used_ = 0;  // of the slot
   std::vector<Given> given_;
@@ -94,8 +102,8 @@ void swapThroughSlots(Program& program, HostSegment& host, const Contract& contr
   program.copyAndClaim(swap.output.data, host.slot(1 - rank, turn), swap.output.bytes);
 }
 
-// Each one's window is for the other: faster than reading it where it is at every size (256 KiB kept and taken 18 us
-// against 28, 2 MiB 210 against 270, 32 MiB 7.3 ms against 9.3).
+// Each one's window is for the other. Faster than reading it where it is at every size on some machines (256 KiB kept
+// and taken 18 us against 28, 2 MiB 210 against 270, 32 MiB 7.3 ms against 9.3), and up to 1.6 times slower on others.
 void swapThroughWindows(Program& program, HostSegment& host, const Contract& contract, const Swap& swap) {
   const int rank = host.index();
   const std::size_t longest = std::max(swap.output.bytes, swap.input.bytes);
@@ -126,14 +134,17 @@ void swapThroughWindows(Program& program, HostSegment& host, const Contract& con
   program.copy(swap.kept.data + rest, swap.keptInput.data + rest, swap.kept.bytes - rest);
 }
 
-bool isSwap(const HostSegment& host, Algorithm algorithm) {
-  return host.size() == 2 && (algorithm == Algorithm::kSlots || algorithm == Algorithm::kWindows);
-}
-
-// Both know both lengths, and compare them when they meet; so both go the same way.
-void swapOfTwo(Program& program, HostSegment& host, Algorithm algorithm, Contract contract, const Swap& swap) {
+// Of two ranks, which compare them when they meet.
+void tellLengths(Contract& contract, const Swap& swap) {
   contract.given = swap.input.bytes;
   contract.wanted = swap.output.bytes;
+}
+
+// Whether two ranks pass it to each other by this algorithm; else each takes what the other one offers.
+bool isSwap(Algorithm algorithm) { return algorithm == Algorithm::kSlots || algorithm == Algorithm::kWindows; }
+
+// Both know both lengths, and compare them when they meet; so both go the same way.
+void swapOfTwo(Program& program, HostSegment& host, Algorithm algorithm, const Contract& contract, const Swap& swap) {
   const bool haveRoom = std::max(contract.given, contract.wanted) <= HostSegment::kSlotBytes;
   if (algorithm == Algorithm::kSlots && haveRoom) {
     swapThroughSlots(program, host, contract, swap);
@@ -148,17 +159,20 @@ void swapOfTwo(Program& program, HostSegment& host, Algorithm algorithm, Contrac
 void allGatherOnHost(Program& program, const Topology& topology, Slice input, std::span<const Slice> outputs) {
   HostSegment& host = *topology.wholeSegment();
   const std::size_t longest = longestBytes(outputs);
-  // Known to all: nothing is read from anybody's memory, and nobody needs to hear that it has been.
-  const bool isShort = longest <= HostSegment::kSlotBytes;
   const std::size_t total = totalBytes(outputs);
-  const Contract contract{CollectiveKind::kAllGather, 0, 0, total, longest};
   const Algorithm algorithm = choose(topology, CollectiveKind::kAllGather, total);
+  // Known to all: nothing is read from anybody's memory, and nobody needs to hear that it has been.
+  const std::size_t mostInSlots = mostInSlot(host, algorithm);
+  const bool isShort = longest <= mostInSlots;
   const int rank = host.index();
-  if (isSwap(host, algorithm)) {
-    return swapOfTwo(program, host, algorithm, contract, {outputs[1 - rank], input, outputs[rank], input});
+  Contract contract{CollectiveKind::kAllGather, 0, 0, total, longest};
+  if (host.size() == 2) {
+    const Swap swap{outputs[1 - rank], input, outputs[rank], input};
+    tellLengths(contract, swap);
+    if (isSwap(algorithm)) return swapOfTwo(program, host, algorithm, contract, swap);
   }
   const HostTurn turn = beginTurn(program, host, contract, isShort ? 1 : 2);
-  Offers offers(program, host, turn);
+  Offers offers(program, host, turn, mostInSlots);
   offers.add(0, input, algorithm);
   program.signal(turn.base + 1);
   program.copy(outputs[rank].data, input.data, input.bytes);
@@ -173,15 +187,20 @@ void allToAllOnHost(Program& program, const Topology& topology, std::span<const 
                     std::span<const Slice> inputs) {
   HostSegment& host = *topology.wholeSegment();
   const int rank = host.index();
-  const auto algorithmFor = [&](std::size_t bytes) { return choose(topology, CollectiveKind::kAllToAll, bytes); };
-  const Contract contract{CollectiveKind::kAllToAll, 0, 0, 0};
+  std::size_t longest = 0;  // of two ranks, which both know
+  const auto algorithmFor = [&](std::size_t bytes) {
+    return choose(topology, CollectiveKind::kAllToAll, std::max(bytes, longest));
+  };
+  Contract contract{CollectiveKind::kAllToAll, 0, 0, 0};
   if (host.size() == 2) {
     const Swap swap{outputs[1 - rank], inputs[1 - rank], outputs[rank], inputs[rank]};
-    const Algorithm algorithm = algorithmFor(std::max(swap.output.bytes, swap.input.bytes));
-    if (isSwap(host, algorithm)) return swapOfTwo(program, host, algorithm, contract, swap);
+    longest = std::max(swap.output.bytes, swap.input.bytes);
+    const Algorithm algorithm = algorithmFor(longest);
+    tellLengths(contract, swap);
+    if (isSwap(algorithm)) return swapOfTwo(program, host, algorithm, contract, swap);
   }
   const HostTurn turn = beginTurn(program, host, contract, 2);
-  Offers offers(program, host, turn);
+  Offers offers(program, host, turn, mostInSlot(host, algorithmFor(longest)));
   forOthers(host, [&](int index) { offers.add(index, inputs[index], algorithmFor(inputs[index].bytes)); });
   program.signal(turn.base + 1);
   program.copy(outputs[rank].data, inputs[rank].data, inputs[rank].bytes);

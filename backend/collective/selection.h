@@ -9,7 +9,11 @@ namespace farandole::collective {
 inline Algorithm choose(const Topology& topology, CollectiveKind operation, std::size_t bytes) {
   static const AlgorithmTable defaults;
   const AlgorithmTable& table = topology.table != nullptr ? *topology.table : defaults;
-  if (topology.wholeSegment() != nullptr) return table.choose(operation, {bytes, topology.size, 1, topology.size});
+  if (topology.wholeSegment() != nullptr) {
+    // The rules have all ranks' bytes of an all_gather.
+    const std::size_t forEach = operation == CollectiveKind::kAllGather ? bytes / topology.size : bytes;
+    return table.choose(operation, {bytes, topology.size, 1, topology.size, forEach >= topology.readsFrom});
+  }
   const HostLayout* const layout = topology.layout;
   return table.choose(operation, {bytes, topology.size, layout != nullptr ? layout->numHosts() : topology.size,
                                   layout != nullptr ? layout->mostRanks() : 1});

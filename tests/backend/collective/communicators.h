@@ -17,13 +17,14 @@ namespace farandole::collective::testing {
 class Group {
  public:
   // Over loopback, which takes messages up to `eagerBytes` at once; kSharedMemory: over shared memory;
-  // kUnreadable: the same where no rank can read another one's memory.
+  // kUnreadable: the same where no rank can read another one's memory; kReading: the same where two ranks that swap
+  // read each other's.
   Group(int size, std::size_t eagerBytes) : Group(eagerBytes) {
-    const bool isShared = eagerBytes == kSharedMemory || eagerBytes == kUnreadable;
+    const bool isShared = eagerBytes >= kReading;
     std::vector<Member> members;
     for (int rank = 0; rank < size; ++rank) {
       auto& loop = *loops_.emplace_back(std::make_unique<net::EventLoop>("rank-" + std::to_string(rank)));
-      auto transport = isShared ? makeShm(eagerBytes == kSharedMemory) : fabric_->makeTransport();
+      auto transport = isShared ? makeShm(eagerBytes != kUnreadable) : fabric_->makeTransport();
       members.push_back(
           {transport->address(), static_cast<std::uint32_t>(rank) + 1, "host", rank, isShared ? "host" : "", ""});
       connections_.push_back(std::make_unique<transport::Connections>(std::move(transport), loop));
@@ -32,7 +33,9 @@ class Group {
       communicators_.push_back(std::make_shared<Communicator>(*connections_[rank], nullptr, rank, members));
     }
     connectHosts();
-    if (eagerBytes == kSharedMemory) settle();
+    if (isShared && eagerBytes != kUnreadable) settle();
+    for (auto& communicator : communicators_)
+      communicator->setReadsFrom(eagerBytes == kReading ? 0 : Topology::kNeverReads);
   }
   // Rank r is on host hosts[r]: shared memory there, loopback between the hosts.
   Group(const std::vector<int>& hosts, std::size_t eagerBytes, const AlgorithmTable& table) : Group(eagerBytes) {
@@ -62,6 +65,7 @@ class Group {
   }
   static constexpr std::size_t kSharedMemory = ~std::size_t{0};
   static constexpr std::size_t kUnreadable = kSharedMemory - 1;
+  static constexpr std::size_t kReading = kSharedMemory - 2;
 
   ~Group() {
     for (auto& loop : loops_) loop->stop();

@@ -66,6 +66,16 @@ def test_the_table_can_be_read_and_overridden():
     assert any(line.startswith("barrier: ") for line in rest)
 
 
+def _tables_of_two_groups(rank, world_size):
+    return farandole.algorithms(), farandole.algorithms(dist.new_group(backend="farandole"))
+
+
+def test_two_ranks_agree_on_whether_they_read_and_stay_with_it():
+    tables = [table for pair in run_ranks(_tables_of_two_groups, 2, "farandole", timeout=20) for table in pair]
+    assert tables[0][-1].startswith("this group: reading is ")
+    assert all(table == tables[0] for table in tables)
+
+
 @pytest.mark.parametrize(
     ("entry", "expected"),
     [
