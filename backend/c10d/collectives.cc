@@ -159,8 +159,10 @@ WorkPtr ProcessGroupFarandole::allgather(std::vector<Tensors>& outputs, Tensors&
   const Tensors& list = checkSingleList("all_gather", "tensor_list", outputs);
   checkList("all_gather", "tensor_list", list, size_, input);
   checkFlat("all_gather", "tensor_list of this rank", list[rank_], input, 1);
+  const auto slices = slicesOf(list);
+  checkApart("all_gather", slices, {sliceOf(input)}, rank_);
   return runCollective(OpType::ALLGATHER, "farandole:all_gather", opts, list, inputs,
-                       [&](CollectiveCalls& calls) { calls.allGather(sliceOf(input), slicesOf(list), Layout::kList); });
+                       [&](CollectiveCalls& calls) { calls.allGather(sliceOf(input), slices, Layout::kList); });
 }
 
 WorkPtr ProcessGroupFarandole::_allgather_base(at::Tensor& output, at::Tensor& input,
@@ -168,9 +170,10 @@ WorkPtr ProcessGroupFarandole::_allgather_base(at::Tensor& output, at::Tensor& i
   checkTensor("all_gather_into_tensor", "input_tensor", input);
   checkTensor("all_gather_into_tensor", "output_tensor", output);
   checkFlat("all_gather_into_tensor", "output_tensor", output, input, size_);
-  return runCollective(
-      OpType::_ALLGATHER_BASE, "farandole:_all_gather_base", opts, {output}, {input},
-      [&](CollectiveCalls& calls) { calls.allGather(sliceOf(input), equalSlices(output, size_), Layout::kFlat); });
+  const auto slices = equalSlices(output, size_);
+  checkApart("all_gather_into_tensor", slices, {sliceOf(input)}, rank_);
+  return runCollective(OpType::_ALLGATHER_BASE, "farandole:_all_gather_base", opts, {output}, {input},
+                       [&](CollectiveCalls& calls) { calls.allGather(sliceOf(input), slices, Layout::kFlat); });
 }
 
 WorkPtr ProcessGroupFarandole::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
@@ -314,6 +317,7 @@ WorkPtr ProcessGroupFarandole::alltoall_base(at::Tensor& output, at::Tensor& inp
                     "; expected ", input.device(), " as input");
   const auto outputs = splitSlices("all_to_all_single", "output", output, outputSplits, size_);
   const auto inputs = splitSlices("all_to_all_single", "input", input, inputSplits, size_);
+  checkApart("all_to_all_single", outputs, inputs, rank_);
   return runCollective(OpType::ALLTOALL_BASE, "farandole:all_to_all", opts, {output}, {input},
                        [&](CollectiveCalls& calls) { calls.allToAll(outputs, inputs); });
 }
@@ -322,8 +326,11 @@ WorkPtr ProcessGroupFarandole::alltoall(Tensors& outputs, Tensors& inputs, const
   TORCH_CHECK_VALUE(!inputs.empty(), "all_to_all: input_tensor_list is empty; expected one tensor for each rank");
   checkList("all_to_all", "input_tensor_list", inputs, size_, inputs[0]);
   checkList("all_to_all", "output_tensor_list", outputs, size_, inputs[0]);
+  const auto to = slicesOf(outputs);
+  const auto from = slicesOf(inputs);
+  checkApart("all_to_all", to, from, rank_);
   return runCollective(OpType::ALLTOALL, "farandole:all_to_all", opts, outputs, inputs,
-                       [&](CollectiveCalls& calls) { calls.allToAll(slicesOf(outputs), slicesOf(inputs)); });
+                       [&](CollectiveCalls& calls) { calls.allToAll(to, from); });
 }
 
 WorkPtr ProcessGroupFarandole::barrier(const ::c10d::BarrierOptions& opts) {

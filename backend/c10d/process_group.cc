@@ -65,7 +65,7 @@ ProcessGroupFarandole::ProcessGroupFarandole(const c10::intrusive_ptr<::c10d::St
   if (size == 2 && topology().wholeSegment() != nullptr) {
     const std::size_t readsFrom =
         valueOrThrow(collective::agreeOnReading(communicator_, context_->readsFrom(), options_->timeout));
-    context_->setReadsFrom(readsFrom);
+    if (readsFrom != collective::Topology::kNeverReads) context_->setReadsFrom(readsFrom);
     communicator_->setReadsFrom(readsFrom);
   }
   if (cudaMessages == "ucx") meetForCudaMessages(place, met.members, std::move(lease));

@@ -17,7 +17,7 @@ namespace {
 using collective::Member;
 
 // Changes whenever ranks of different versions could not talk to each other.
-constexpr std::uint32_t kWireVersion = 6;
+constexpr std::uint32_t kWireVersion = 7;
 constexpr const char* kGivenUp = "farandole/given up";
 // Between two looks for a rank that is late.
 constexpr std::chrono::milliseconds kLongestPause{100};

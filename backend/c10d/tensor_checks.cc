@@ -1,6 +1,8 @@
 #include "backend/c10d/tensor_checks.h"
 
+#include <algorithm>
 #include <numeric>
+#include <string>
 
 namespace farandole::backend {
 
@@ -23,6 +25,23 @@ void checkStrided(const char* operation, const char* argument, const at::Tensor&
 void checkDevice(const char* operation, const char* argument, const at::Tensor& tensor, const at::Tensor& like) {
   TORCH_CHECK_VALUE(tensor.device() == like.device(), operation, ": ", argument, " is on device ", tensor.device(),
                     "; expected ", like.device(), " as the other argument");
+}
+
+bool overlap(const Slice& a, const Slice& b) {
+  return a.bytes > 0 && b.bytes > 0 && a.data < b.data + b.bytes && b.data < a.data + a.bytes;
+}
+
+// From the first byte of any of them to the last.
+Slice spanOf(const std::vector<Slice>& slices) {
+  Slice span{nullptr, 0};
+  for (const Slice& slice : slices) {
+    if (slice.bytes == 0) continue;
+    if (span.bytes == 0) span = slice;
+    std::byte* const end = std::max(span.data + span.bytes, slice.data + slice.bytes);
+    span.data = std::min(span.data, slice.data);
+    span.bytes = static_cast<std::size_t>(end - span.data);
+  }
+  return span;
 }
 
 at::Tensor& single(const char* operation, const char* argument, std::vector<at::Tensor>& tensors) {
@@ -91,6 +110,18 @@ void checkFlats(const char* operation, const char* argument, const std::vector<a
     checkTensor(operation, partArgument, parts[i]);
     checkTensor(operation, argument, flats[i]);
     checkFlat(operation, argument, flats[i], parts[i], size);
+  }
+}
+
+void checkApart(const char* operation, const std::vector<Slice>& outputs, const std::vector<Slice>& inputs, int rank) {
+  if (!overlap(spanOf(outputs), spanOf(inputs))) return;
+  for (std::size_t from = 0; from < outputs.size(); ++from) {
+    for (std::size_t to = 0; to < inputs.size(); ++to) {
+      const bool isKept = static_cast<int>(from) == rank && (inputs.size() == 1 || to == from);
+      TORCH_CHECK_VALUE(isKept || !overlap(outputs[from], inputs[to]), operation, ": the output from rank ", from,
+                        " shares memory with the input", inputs.size() == 1 ? "" : " for rank " + std::to_string(to),
+                        "; expected only what a rank gives itself to stay in place");
+    }
   }
 }
 

@@ -17,8 +17,8 @@ constexpr std::size_t kLine = 64;
 // Of two ranks what is smaller is not worth being read: a slot saves a meeting.
 constexpr std::size_t kSmallestRead = 16 << 10;
 
-// Of what everybody gives to all or to each. Of more than two ranks all that has room, which is faster than reading it
-// (four on two cores, 16 KiB from each to all: 70 to 100 us against 124 to 146).
+// Of what everybody gives to all or to each: two ranks that read put there what is not worth it, others all that has
+// room, which is faster than reading it (four on two cores, 16 KiB from each to all: 70 to 100 us against 124 to 146).
 std::size_t mostInSlot(const HostSegment& host, Algorithm algorithm) {
   return algorithm == Algorithm::kMemory && host.size() == 2 ? kSmallestRead - 1 : HostSegment::kSlotBytes;
 }
@@ -187,18 +187,20 @@ void allToAllOnHost(Program& program, const Topology& topology, std::span<const 
                     std::span<const Slice> inputs) {
   HostSegment& host = *topology.wholeSegment();
   const int rank = host.index();
-  std::size_t longest = 0;  // of two ranks, which both know
-  const auto algorithmFor = [&](std::size_t bytes) {
-    return choose(topology, CollectiveKind::kAllToAll, std::max(bytes, longest));
-  };
   Contract contract{CollectiveKind::kAllToAll, 0, 0, 0};
-  if (host.size() == 2) {
+  const bool isOfTwo = host.size() == 2;
+  std::size_t longest = 0;
+  if (isOfTwo) {
     const Swap swap{outputs[1 - rank], inputs[1 - rank], outputs[rank], inputs[rank]};
-    longest = std::max(swap.output.bytes, swap.input.bytes);
-    const Algorithm algorithm = algorithmFor(longest);
     tellLengths(contract, swap);
+    longest = std::max(swap.output.bytes, swap.input.bytes);
+    const Algorithm algorithm = choose(topology, CollectiveKind::kAllToAll, longest);
     if (isSwap(algorithm)) return swapOfTwo(program, host, algorithm, contract, swap);
   }
+  // Two ranks know the longer one of what they give, more only their own.
+  const auto algorithmFor = [&](std::size_t bytes) {
+    return choose(topology, CollectiveKind::kAllToAll, isOfTwo ? longest : bytes);
+  };
   const HostTurn turn = beginTurn(program, host, contract, 2);
   Offers offers(program, host, turn, mostInSlot(host, algorithmFor(longest)));
   forOthers(host, [&](int index) { offers.add(index, inputs[index], algorithmFor(inputs[index].bytes)); });

@@ -15,7 +15,7 @@ using Clock = std::chrono::steady_clock;
 
 // For each rank, the largest first: where reading that is not faster, nothing is.
 constexpr std::array<std::size_t, 4> kSizes = {256 << 10, 64 << 10, 32 << 10, 16 << 10};
-// The shortest of these counts: what else goes on only makes them longer.
+// The shortest time of these counts, on both sides of the comparison: what else goes on makes the others longer.
 constexpr int kRounds = 7;
 // Of the time through the windows, which reading must not take all of.
 constexpr double kClearlyFaster = 0.95;
@@ -43,13 +43,13 @@ class TrialOperation final : public ProgramOperation, public std::enable_shared_
 // One rank's side. Both run the same programs; the first one's times count.
 class Trial {
  public:
-  Trial(const std::shared_ptr<Communicator>& communicator, std::chrono::milliseconds timeout)
+  Trial(const std::shared_ptr<Communicator>& communicator, Clock::time_point deadline)
       : communicator_(communicator),
-        timeout_(timeout),
+        deadline_(deadline),
         passing_(AlgorithmTable::withOverrides("all_gather=slots").value()),
         reading_(AlgorithmTable::withOverrides("all_gather=memory").value()) {}
 
-  // What either of them knows already, the first one's before the other's.
+  // What either of them knows already; where both do, the first one.
   Result<std::size_t> known(std::size_t own) {
     std::memcpy(data_->given.data(), &own, sizeof own);
     FARANDOLE_RETURN_IF_ERROR(gather(passing_, sizeof own));
@@ -58,6 +58,9 @@ class Trial {
     return all[0] != kReadingUnknown ? all[0] : all[1];
   }
 
+  // Whether both may read the other's memory.
+  Result<bool> canRead() { return verdictOfFirst(communicator_->topology().segment->everybodyReads()); }
+
   Result<bool> isReadingFaster(std::size_t bytes) {
     Clock::duration passing = Clock::duration::max();
     Clock::duration reading = Clock::duration::max();
@@ -65,19 +68,13 @@ class Trial {
       FARANDOLE_RETURN_IF_ERROR(time(passing_, bytes, passing));
       FARANDOLE_RETURN_IF_ERROR(time(reading_, bytes, reading));
     }
-    const bool isAllowed = communicator_->topology().segment->everybodyReads();
-    std::byte& verdict = data_->taken[0];
-    verdict = std::byte{isAllowed && reading < kClearlyFaster * passing};
-    Program program;
-    broadcast(program, communicator_->topology(), 0, {&verdict, 1});
-    FARANDOLE_RETURN_IF_ERROR(run(std::move(program)));
-    return verdict != std::byte{0};
+    return verdictOfFirst(reading < kClearlyFaster * passing);
   }
 
  private:
   Status run(Program program) {
     auto operation = std::make_shared<TrialOperation>(communicator_, data_);
-    operation->setTimeout(timeout_);
+    operation->setTimeout(std::chrono::ceil<std::chrono::milliseconds>(deadline_ - Clock::now()));
     operation->setProgram(std::move(program), 0);
     {
       transport::ProgressEngine::Access access(communicator_->engine());
@@ -85,6 +82,15 @@ class Trial {
     }
     operation->wait(transport::kNoDeadline);
     return operation->status();
+  }
+
+  Result<bool> verdictOfFirst(bool own) {
+    std::byte& verdict = data_->taken[0];
+    verdict = std::byte{own};
+    Program program;
+    broadcast(program, communicator_->topology(), 0, {&verdict, 1});
+    FARANDOLE_RETURN_IF_ERROR(run(std::move(program)));
+    return verdict != std::byte{0};
   }
 
   Status gather(const AlgorithmTable& table, std::size_t bytes) {
@@ -98,6 +104,10 @@ class Trial {
   }
 
   Status time(const AlgorithmTable& table, std::size_t bytes, Clock::duration& shortest) {
+    // Else what the other one still has to take of the last one would count.
+    Program meeting;
+    barrier(meeting, communicator_->topology());
+    FARANDOLE_RETURN_IF_ERROR(run(std::move(meeting)));
     const auto start = Clock::now();
     FARANDOLE_RETURN_IF_ERROR(gather(table, bytes));
     shortest = std::min(shortest, Clock::now() - start);
@@ -105,7 +115,7 @@ class Trial {
   }
 
   const std::shared_ptr<Communicator> communicator_;
-  const std::chrono::milliseconds timeout_;
+  const Clock::time_point deadline_;
   const AlgorithmTable passing_;
   const AlgorithmTable reading_;
   const std::shared_ptr<Data> data_ = std::make_shared<Data>();
@@ -115,9 +125,13 @@ class Trial {
 
 Result<std::size_t> agreeOnReading(const std::shared_ptr<Communicator>& communicator, std::size_t known,
                                    std::chrono::milliseconds timeout) {
-  Trial trial(communicator, timeout);
+  Trial trial(communicator, Clock::now() + timeout);
   const Result<std::size_t> told = trial.known(known);
-  if (!told || *told != kReadingUnknown) return told;
+  if (!told) return told;
+  const Result<bool> canRead = trial.canRead();
+  if (!canRead) return canRead.status();
+  if (!*canRead) return Topology::kNeverReads;
+  if (*told != kReadingUnknown) return told;
   std::size_t from = Topology::kNeverReads;
   for (const std::size_t bytes : kSizes) {
     const Result<bool> isFaster = trial.isReadingFaster(bytes);

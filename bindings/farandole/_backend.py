@@ -114,6 +114,9 @@ def transport_report(group: dist.ProcessGroup | None = None) -> dict[int, str]:
 def algorithms(group: dist.ProcessGroup | None = None) -> list[str]:
     """Which algorithms the group's collectives on CPU use: one line for each rule, of which the first that fits counts.
 
+    Of two ranks of a host a last line says from how many bytes on they have found that they read each other's memory
+    faster than they pass data through memory that they share.
+
     The setting ``FARANDOLE_ALGORITHMS`` puts rules before the others, on all ranks alike. Entries are
     ``operation=algorithm`` or ``operation:bytes-bytes=algorithm`` with commas between them, e.g.
     ``all_reduce:-16K=slots,all_reduce:64K-=ring,broadcast=hierarchical/chain``: ``slots``, ``windows``, ``memory`` and

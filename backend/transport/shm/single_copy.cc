@@ -17,8 +17,11 @@ Status copyFromProcess(pid_t pid, std::byte* to, const std::byte* from, std::siz
       done += static_cast<std::size_t>(copied);
     } else if (copied == 0 || errno != EINTR) {
       const int error = copied == 0 ? EFAULT : errno;
-      return Status(error == ESRCH ? StatusCode::kPeerFailed : StatusCode::kInternal,
-                    "process_vm_readv: " + std::generic_category().message(error));
+      std::string text = "process_vm_readv: " + std::generic_category().message(error);
+      if (error == EFAULT) {
+        text += " (memory that other processes cannot read; FARANDOLE_SHM_SINGLE_COPY=off copies it in between)";
+      }
+      return Status(error == ESRCH ? StatusCode::kPeerFailed : StatusCode::kInternal, text);
     }
   }
   return Status::ok();

@@ -34,8 +34,9 @@ class Group {
     }
     connectHosts();
     if (isShared && eagerBytes != kUnreadable) settle();
-    for (auto& communicator : communicators_)
-      communicator->setReadsFrom(eagerBytes == kReading ? 0 : Topology::kNeverReads);
+    for (auto& communicator : communicators_) {
+      if (eagerBytes == kReading) communicator->setReadsFrom(0);
+    }
   }
   // Rank r is on host hosts[r]: shared memory there, loopback between the hosts.
   Group(const std::vector<int>& hosts, std::size_t eagerBytes, const AlgorithmTable& table) : Group(eagerBytes) {

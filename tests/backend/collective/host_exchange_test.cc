@@ -285,6 +285,25 @@ TEST_P(HostExchangeTest, NothingIsTakenFromARankThatHasGivenUp) {
   EXPECT_NE(text.find("not done after 20 ms"), std::string::npos) << text;
 }
 
+TEST_P(HostExchangeTest, AnAllGatherMayHaveItsInputWhereItsOwnPartGoes) {
+  for (const std::size_t bytes :
+       {std::size_t{1}, std::size_t{20'000}, std::size_t{64} << 10, std::size_t{500'000}, std::size_t{9'000'001}}) {
+    SCOPED_TRACE(std::to_string(bytes) + " bytes");
+    Group group(2, GetParam());
+    std::mt19937_64 random(bytes);
+    const std::vector<Data> given = {randomData(random, bytes), randomData(random, bytes)};
+    std::vector<std::vector<Data>> taken(2, {Data(bytes), Data(bytes)});
+    for (int rank = 0; rank < 2; ++rank) taken[rank][rank] = given[rank];
+    const auto errors = errorsOf(group, [&](Program& p, Topology t) {
+      allGather(p, t, sliceOf(taken[t.rank][t.rank]), slicesOf(taken[t.rank]));
+    });
+    for (int rank = 0; rank < 2; ++rank) {
+      EXPECT_EQ(errors[rank], "ok");
+      EXPECT_TRUE(taken[rank] == given);
+    }
+  }
+}
+
 TEST_P(HostExchangeTest, AReduceScatterMayPutItsResultIntoItsOwnInput) {
   for (const std::size_t bytes : {std::size_t{1}, std::size_t{8192}, std::size_t{8193}, std::size_t{64} << 10,
                                   (std::size_t{64} << 10) + 1, std::size_t{500'000}}) {

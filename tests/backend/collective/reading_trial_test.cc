@@ -47,8 +47,10 @@ TEST(ReadingTrial, WhatOneOfThemKnowsIsNotMeasuredAgain) {
 
 TEST(ReadingTrial, MemoryThatCannotBeReadIsNotFaster) {
   Group group(2, Group::kUnreadable);
-  const Agreed agreed = agree(group, {kReadingUnknown, kReadingUnknown});
-  for (const auto& one : agreed) EXPECT_EQ(one.value(), Topology::kNeverReads);
+  for (const std::size_t known : {kReadingUnknown, std::size_t{12'345}}) {
+    const Agreed agreed = agree(group, {known, kReadingUnknown});
+    for (const auto& one : agreed) EXPECT_EQ(one.value(), Topology::kNeverReads);
+  }
 }
 
 TEST(ReadingTrial, ARankThatDoesNotComeIsNamedAfterTheTimeout) {

@@ -19,7 +19,7 @@ def _still_works(rank, world_size):
 
 
 def _misuse(rank, world_size):
-    x = torch.zeros(4)
+    x, y = torch.zeros(4), torch.zeros(6)
     cases = [
         (ValueError, r"broadcast: tensors has layout Sparse; expected a dense",
          lambda: backend.broadcast([x.to_sparse()], dist.BroadcastOptions())),
@@ -50,6 +50,16 @@ def _misuse(rank, world_size):
          lambda: dist.all_to_all_single(torch.zeros(4), x, [2, 2], [1, 2])),
         (ValueError, r"has 5 rows; expected a multiple of the 2 ranks",
          lambda: dist.all_to_all_single(torch.zeros(5), torch.zeros(5))),
+        (ValueError, r"all_to_all_single: the output from rank [01] shares memory with the input for rank [01]; expected",
+         lambda: dist.all_to_all_single(x, x)),
+        (ValueError, r"all_to_all_single: the output from rank 1 shares memory with the input for rank 0; expected",
+         lambda: dist.all_to_all_single(y[:4], y[2:])),
+        (ValueError, r"all_to_all: the output from rank [01] shares memory with the input for rank [01]; expected",
+         lambda: dist.all_to_all([y[:3], y[3:]], [y[3:], y[:3]])),
+        (ValueError, rf"all_gather_into_tensor: the output from rank {1 - rank} shares memory with the input; expected",
+         lambda: dist.all_gather_into_tensor(y, y[3 - 3 * rank:][:3])),
+        (ValueError, rf"all_gather: the output from rank {1 - rank} shares memory with the input; expected",
+         lambda: dist.all_gather(list(y.chunk(2)), y.chunk(2)[1 - rank])),
     ]  # fmt: skip
     pg = dist.group.WORLD
     backend = pg._get_backend(torch.device("cpu"))
