@@ -1,6 +1,5 @@
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -9,7 +8,6 @@
 #include <vector>
 
 #include "backend/collective/communicator.h"
-#include "backend/collective/reading_trial.h"
 #include "backend/net/control_plane.h"
 #include "backend/net/event_loop.h"
 #include "backend/p2p/message_tag.h"
@@ -46,10 +44,6 @@ class ProcessContext {
   // Who of that world is gone, as far as any group of this process knows. Nothing held.
   std::vector<collective::Communicator::Gone> goneFrom(const void* world);
 
-  // What a group of this process has found out of this machine (collective/reading_trial.h).
-  std::size_t readsFrom() const { return readsFrom_; }
-  void setReadsFrom(std::size_t bytes) { readsFrom_ = bytes; }
-
   // A number for a group that no other group of this process has.
   Result<std::uint32_t> takeGroupNumber();
   void returnGroupNumber(std::uint32_t number);
@@ -78,7 +72,6 @@ class ProcessContext {
     std::weak_ptr<collective::Communicator> group;
   };
   std::vector<KnownGroup> groups_;  // guarded by mutex_
-  std::atomic<std::size_t> readsFrom_{collective::kReadingUnknown};
 };
 
 }  // namespace farandole::backend

@@ -62,12 +62,6 @@ ProcessGroupFarandole::ProcessGroupFarandole(const c10::intrusive_ptr<::c10d::St
     communicator_->setWatch(watch_);
   }
   throwIfError(communicator_->connectHost(transport::Clock::now() + options_->timeout, windowBytes));
-  if (size == 2 && topology().wholeSegment() != nullptr) {
-    const std::size_t readsFrom =
-        valueOrThrow(collective::agreeOnReading(communicator_, context_->readsFrom(), options_->timeout));
-    if (readsFrom != collective::Topology::kNeverReads) context_->setReadsFrom(readsFrom);
-    communicator_->setReadsFrom(readsFrom);
-  }
   if (cudaMessages == "ucx") meetForCudaMessages(place, met.members, std::move(lease));
   context_->addGroup(place.world(), communicator_);
 }

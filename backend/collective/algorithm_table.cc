@@ -27,13 +27,13 @@ constexpr Rule onHost(CollectiveKind operation, Range bytes, Range ranks, Algori
   return {operation, bytes, ranks, kOne, kSeveral, algorithm};
 }
 constexpr Rule onHostThatReads(CollectiveKind operation, Range bytes, Range ranks, Algorithm algorithm) {
-  return {operation, bytes, ranks, kOne, kSeveral, algorithm, /*whereReadingIsFaster=*/true};
+  return {operation, bytes, ranks, kOne, kSeveral, algorithm, /*whereReadingIsCheap=*/true};
 }
 
 // On one host: in slots everybody reads all data, one meeting instead of two and `size` times the reading. Of two ranks
 // each otherwise reduces its half where the other one has put it (from Python 8 KiB 6.9 us either way, 16 KiB 9.2 in
 // slots against 7.6, 32 KiB 10.9 against 9.3). Of gather and scatter one rank is idle while the other one reads: a
-// large message is copied by both. Two ranks that swap read where the machine does that faster; beyond 16 MiB for each
+// large message is copied by both. Two ranks that swap read where that is cheap; beyond 16 MiB for each
 // what passes by goes past the caches, and what is read does not.
 // Those for two hosts were measured over TCP (docs/design.md, Collectives), those for more are estimates.
 constexpr std::array kRules = {
@@ -45,13 +45,13 @@ constexpr std::array kRules = {
     onHost(kReduce, kAny, kAny, kWindows),
     onHost(kBroadcast, upTo(kSlot), kAny, kSlots),
     onHost(kBroadcast, kAny, kAny, kMessages),
-    onHostThatReads(kAllGather, upTo(32 << 20), kTwo, kMemory),
+    onHostThatReads(kAllGather, Range{2 * kSmallestRead, 32 << 20}, kTwo, kMemory),
     onHost(kAllGather, upTo(2 * kSlot), kTwo, kSlots),
     onHost(kAllGather, kAny, kTwo, kWindows),
     onHost(kAllGather, kAny, kAny, kMemory),
     onHost(kReduceScatter, upTo(2 * kSlot), kTwo, kSlots),
     onHost(kReduceScatter, kAny, kAny, kWindows),
-    onHostThatReads(kAllToAll, upTo(16 << 20), kTwo, kMemory),
+    onHostThatReads(kAllToAll, Range{kSmallestRead, 16 << 20}, kTwo, kMemory),
     onHost(kAllToAll, upTo(kSlot), kTwo, kSlots),
     onHost(kAllToAll, kAny, kTwo, kWindows),
     onHost(kAllToAll, kAny, kAny, kMemory),
@@ -98,7 +98,7 @@ std::string describeRule(const Rule& rule) {
   return std::string(toString(rule.operation)) + ": " + describeRange(rule.bytes, "byte", "bytes") + ", " +
          describeRange(rule.ranks, "rank", "ranks") + ", " + describeRange(rule.hosts, "host", "hosts") + ", " +
          describeRange(rule.mostPerHost, "rank", "ranks") + " on a host: " + std::string(toString(rule.algorithm)) +
-         (rule.whereReadingIsFaster ? ", where reading is faster" : "");
+         (rule.whereReadingIsCheap ? ", where reading is cheap" : "");
 }
 
 }  // namespace
@@ -124,7 +124,7 @@ Algorithm AlgorithmTable::choose(CollectiveKind operation, const Situation& situ
            rule.ranks.contains(static_cast<std::size_t>(situation.ranks)) &&
            rule.hosts.contains(static_cast<std::size_t>(situation.hosts)) &&
            rule.mostPerHost.contains(static_cast<std::size_t>(situation.mostPerHost)) &&
-           (situation.readingIsFaster || !rule.whereReadingIsFaster);
+           (situation.readsCheaply || !rule.whereReadingIsCheap);
   };
   if (const auto rule = std::ranges::find_if(overriding_, fits); rule != overriding_.end()) return rule->algorithm;
   const auto rule = std::ranges::find_if(kRules, fits);

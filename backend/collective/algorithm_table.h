@@ -32,6 +32,9 @@ enum class Algorithm : std::uint8_t {
   kMessages,  // what has no room in the slots is sent
 };
 
+// What two ranks read, for each: of 16 KiB a slot and reading cost the same.
+inline constexpr std::size_t kSmallestRead = 32 << 10;
+
 // What a collective is to be done for.
 struct Situation {
   // Of the data; of all ranks' together for all_gather and reduce_scatter; of what one rank gives another for
@@ -39,8 +42,8 @@ struct Situation {
   std::size_t bytes;
   int ranks;
   int hosts;
-  int mostPerHost;               // ranks on the host that has most
-  bool readingIsFaster = false;  // than windows, of two ranks that share memory (reading_trial.h)
+  int mostPerHost;            // ranks on the host that has most
+  bool readsCheaply = false;  // ranks that share memory: HostSegment::reading
 };
 
 // Which algorithm a group uses. Inside a hierarchical collective it is asked again for what
@@ -66,7 +69,7 @@ class AlgorithmTable {
     Range hosts;
     Range mostPerHost;
     Algorithm algorithm;
-    bool whereReadingIsFaster = false;  // only there
+    bool whereReadingIsCheap = false;  // only there
   };
 
   AlgorithmTable() = default;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cassert>
+#include <ranges>
 #include <thread>
 #include <utility>
 
@@ -114,6 +115,7 @@ Status Communicator::connectHost(transport::Clock::time_point deadline, std::siz
   memory->closeDescriptor();
   auto host =
       std::make_unique<HostSegment>(std::move(memory).value(), layout_.indexOf(rank_), static_cast<int>(here.size()));
+  FARANDOLE_RETURN_IF_ERROR(agreeOnReading(*host, deadline));
   ProgressEngine::Access access(engine());  // the loop looks at it
   if (!aborted_) return aborted_;
   host_ = std::move(host);
@@ -152,12 +154,24 @@ Result<transport::SharedMemory> Communicator::meetHost(transport::Clock::time_po
   return Status::timeout(describe(first) + " passed none in time");
 }
 
-bool Communicator::begin(ProgramOperation& operation) {
-  const auto canRead = [&](transport::PeerId peer) { return engine().transport().canReadMemory(peer); };
-  if (!readsNoted_ && std::ranges::all_of(hostNeighbours_, canRead)) {
-    readsNoted_ = true;
-    host_->noteReads();
+Status Communicator::agreeOnReading(HostSegment& host, transport::Clock::time_point deadline) {
+  const auto readingOf = [&](transport::PeerId peer) { return engine().transport().reading(peer); };
+  while (transport::Clock::now() < deadline) {
+    {
+      ProgressEngine::Access access(engine());
+      host.tellReading(std::ranges::min(hostNeighbours_ | std::views::transform(readingOf)));
+      if (host.reading() != transport::Reading::kUnknown) return Status::ok();
+      for (const int rank : localRanks()) {
+        if (rank == rank_) continue;
+        FARANDOLE_RETURN_IF_ERROR(access.transport().failure(peers_[rank].id).wrapUnlessOk(describe(rank)));
+      }
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
+  return Status::timeout("the ranks of host " + members_[rank_].host + " did not hear of each other in time");
+}
+
+bool Communicator::begin(ProgramOperation& operation) {
   if (turns_.empty()) engine().addPoller(*this);
   if (turns_.empty() || turns_.front() != &operation) turns_.push_back(&operation);
   operation.waitsForTurn_ = turns_.front() != &operation;
@@ -246,11 +260,10 @@ std::string Communicator::nameOf(const std::vector<int>& ranks) const {
 
 std::vector<std::string> Communicator::describeAlgorithms() const {
   std::vector<std::string> lines = table_.describe();
-  if (size() != 2 || topology_.wholeSegment() == nullptr) return lines;
-  const std::size_t from = topology_.readsFrom;
-  lines.push_back("this group: " + (from == Topology::kNeverReads ? std::string("reading is not faster")
-                                                                  : "reading is faster from " + std::to_string(from) +
-                                                                        " bytes for each rank on"));
+  if (size() == 2 && host_ != nullptr) {
+    const bool isCheap = host_->reading() == transport::Reading::kCheap;
+    lines.push_back(std::string("this group: reading is ") + (isCheap ? "" : "not ") + "cheap");
+  }
   return lines;
 }
 

@@ -74,8 +74,6 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   const Topology& topology() const { return topology_; }
   // The table's rules, and what of this group they depend on: a line for each, for people.
   std::vector<std::string> describeAlgorithms() const;
-  // Before the first operation of its user; equal on all ranks.
-  void setReadsFrom(std::size_t bytes) { topology_.readsFrom = bytes; }
   // By index in the segment that the ranks of this host share, which is that among them.
   int rankOnHost(int index) const { return localRanks()[index]; }
   // A rank that will do nothing any more: its process died, or left.
@@ -162,6 +160,8 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   bool poll() override;
   bool isReady() const override;
   Result<transport::SharedMemory> meetHost(transport::Clock::time_point deadline, std::size_t windowBytes);
+  // Until all ranks of the host have told each other how they read the others' memory.
+  Status agreeOnReading(HostSegment& host, transport::Clock::time_point deadline);
   const std::vector<int>& localRanks() const { return layout_.ranksOf(layout_.hostOf(rank_)); }
   void nudgeHost();
   int culpritOf(const Status& status) const;
@@ -200,7 +200,6 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   bool asked_ = false;                             // the watch, about operations whose time is over
   std::unique_ptr<HostSegment> host_;              // of the ranks of this host, when there are two or more
   std::vector<transport::PeerId> hostNeighbours_;  // the others of them
-  bool readsNoted_ = false;                        // that this rank can read their memory
   Topology topology_;
   std::deque<ProgramOperation*> turns_;  // the first one runs
   Operation* pending_ = nullptr;         // the head of the list, oldest last

@@ -14,9 +14,6 @@ namespace {
 // Pieces in a slot begin with a cache line.
 constexpr std::size_t kLine = 64;
 
-// Of two ranks what is smaller is not worth being read: a slot saves a meeting.
-constexpr std::size_t kSmallestRead = 16 << 10;
-
 // Of what everybody gives to all or to each: two ranks that read put there what is not worth it, others all that has
 // room, which is faster than reading it (four on two cores, 16 KiB from each to all: 70 to 100 us against 124 to 146).
 std::size_t mostInSlot(const HostSegment& host, Algorithm algorithm) {

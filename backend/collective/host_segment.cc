@@ -70,15 +70,11 @@ void HostSegment::abort(int rank, std::string_view reason) {
   line(0).abortedBy.compare_exchange_strong(nobody, rank + 1);
 }
 
-bool HostSegment::everybodyReads() {
-  for (int index = 0; !everybodyReads_; ++index) {
-    if (index == size_) {
-      everybodyReads_ = true;
-    } else if (!line(index).reads.load(std::memory_order_acquire)) {
-      break;
-    }
-  }
-  return everybodyReads_;
+transport::Reading HostSegment::reading() {
+  if (reading_ != transport::Reading::kUnknown) return reading_;
+  transport::Reading worst = transport::Reading::kCheap;
+  for (int index = 0; index < size_; ++index) worst = std::min(worst, line(index).reading.load());
+  return reading_ = worst;
 }
 
 Offer& HostSegment::offer(int index, HostTurn turn, int entry) const {

@@ -7,6 +7,7 @@
 #include <string_view>
 
 #include "backend/transport/shm/memory.h"
+#include "backend/transport/transport.h"
 
 namespace farandole::collective {
 
@@ -118,9 +119,11 @@ class HostSegment {
   void setContract(HostTurn turn, const Contract& contract) { line(index_).contracts[turn.parity] = contract; }
   const Contract& contract(int index, HostTurn turn) const { return line(index).contracts[turn.parity]; }
 
-  // This rank can read the memory of all the others' processes; and whether all ranks can.
-  void noteReads() { line(index_).reads.store(true); }
-  bool everybodyReads();
+  // How this rank reads the memory of the others' processes, once it has heard of all: the worst of it. And the worst
+  // that any rank has told, the same for all; unknown until all have.
+  void tellReading(transport::Reading reading) { line(index_).reading.store(reading); }
+  transport::Reading reading();
+  bool everybodyReads() { return canRead(reading()); }
 
   // What a rank has for each of the others, or in the first one what it has for all. Written and read as a slot is.
   Offer& offer(int index, HostTurn turn, int entry) const;
@@ -142,7 +145,7 @@ class HostSegment {
     std::uint64_t windowBytes;      // of the first line alone, for all
     Contract contracts[2];
     char reason[kReasonBytes];  // ends with a zero
-    std::atomic<bool> reads;    // it can read the memory of all the others
+    std::atomic<transport::Reading> reading;
   };
 
   void noteReason(std::string_view reason);
@@ -158,7 +161,7 @@ class HostSegment {
   const std::size_t windowBytes_;
   std::uint64_t nextBase_ = 0;
   std::uint64_t turns_ = 0;
-  bool everybodyReads_ = false;
+  transport::Reading reading_ = transport::Reading::kUnknown;
   bool hasReason_ = false;
 };
 

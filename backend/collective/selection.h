@@ -10,9 +10,8 @@ inline Algorithm choose(const Topology& topology, CollectiveKind operation, std:
   static const AlgorithmTable defaults;
   const AlgorithmTable& table = topology.table != nullptr ? *topology.table : defaults;
   if (topology.wholeSegment() != nullptr) {
-    // The rules have all ranks' bytes of an all_gather.
-    const std::size_t forEach = operation == CollectiveKind::kAllGather ? bytes / topology.size : bytes;
-    return table.choose(operation, {bytes, topology.size, 1, topology.size, forEach >= topology.readsFrom});
+    const bool readsCheaply = topology.segment->reading() == transport::Reading::kCheap;
+    return table.choose(operation, {bytes, topology.size, 1, topology.size, readsCheaply});
   }
   const HostLayout* const layout = topology.layout;
   return table.choose(operation, {bytes, topology.size, layout != nullptr ? layout->numHosts() : topology.size,

@@ -1,8 +1,5 @@
 #pragma once
 
-#include <cstddef>
-#include <limits>
-
 namespace farandole::collective {
 
 class AlgorithmTable;
@@ -20,10 +17,6 @@ struct Topology {
   const HostLayout* layout = nullptr;
   // Null: the default one.
   const AlgorithmTable* table = nullptr;
-  // Of two ranks that share a segment: from how many bytes for each on they swap faster by reading each other's memory
-  // (reading_trial.h).
-  static constexpr std::size_t kNeverReads = std::numeric_limits<std::size_t>::max();
-  std::size_t readsFrom = kNeverReads;
 
   // The segment of a group that is on one host.
   HostSegment* wholeSegment() const { return layout == nullptr ? segment : nullptr; }

@@ -16,6 +16,15 @@ namespace farandole::transport {
 enum class PeerId : std::uint32_t {};
 inline constexpr PeerId kAnyPeer{0xffffffff};
 
+// How this process reads a peer's memory, from the worst to the best.
+enum class Reading : std::uint8_t {
+  kUnknown,  // the peer has not been heard of
+  kNone,
+  kDear,   // the kernel's work for each page costs more than to copy it once more
+  kCheap,  // it costs less
+};
+inline bool canRead(Reading reading) { return reading >= Reading::kDear; }
+
 // Moves tagged messages between processes. Messages between two peers with tags
 // that match the same receive are received in the order in which they were sent.
 //
@@ -79,9 +88,9 @@ class Transport {
   virtual Status shareMemory(PeerId peer, std::uint64_t key, int descriptor);
   // What a peer has passed; a closed descriptor while it has not.
   virtual Descriptor takeSharedMemory(PeerId peer, std::uint64_t key);
-  // Whether readMemory() reaches this peer: not before it has been heard of.
-  virtual bool canReadMemory(PeerId) const { return false; }
-  // Copies from where the peer said that it has something. kPeerFailed when its process has ended.
+  virtual Reading reading(PeerId) const { return Reading::kNone; }
+  // Copies from where the peer said that it has something, unless there is no reading it. kPeerFailed when its process
+  // has ended.
   virtual Status readMemory(PeerId peer, void* to, const void* from, std::size_t bytes);
   // Wakes the peer up if it sleeps: shared memory was written, and a full fence passed.
   virtual void nudge(PeerId) {}

@@ -114,8 +114,7 @@ def transport_report(group: dist.ProcessGroup | None = None) -> dict[int, str]:
 def algorithms(group: dist.ProcessGroup | None = None) -> list[str]:
     """Which algorithms the group's collectives on CPU use: one line for each rule, of which the first that fits counts.
 
-    Of two ranks of a host a last line says from how many bytes on they have found that they read each other's memory
-    faster than they pass data through memory that they share.
+    Of two ranks of a host a last line says whether they have found it cheap to read each other's memory.
 
     The setting ``FARANDOLE_ALGORITHMS`` puts rules before the others, on all ranks alike. Entries are
     ``operation=algorithm`` or ``operation:bytes-bytes=algorithm`` with commas between them, e.g.

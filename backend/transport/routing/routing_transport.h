@@ -53,7 +53,7 @@ class RoutingTransport final : public Transport {
   Descriptor takeSharedMemory(PeerId peer, std::uint64_t key) override {
     return routeTo(peer).transport->takeSharedMemory(routeTo(peer).peer, key);
   }
-  bool canReadMemory(PeerId peer) const override { return routeTo(peer).transport->canReadMemory(routeTo(peer).peer); }
+  Reading reading(PeerId peer) const override { return routeTo(peer).transport->reading(routeTo(peer).peer); }
   Status readMemory(PeerId peer, void* to, const void* from, std::size_t bytes) override {
     return routeTo(peer).transport->readMemory(routeTo(peer).peer, to, from, bytes);
   }

@@ -5,6 +5,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstring>
@@ -45,7 +46,13 @@ Status ShmTransport::open() {
   if (!bell_) return systemError("eventfd");
   epoll_ = Descriptor(epoll_create1(EPOLL_CLOEXEC));
   if (!epoll_) return systemError("epoll_create1");
-  if (getrandom(&probe_, sizeof probe_, 0) != sizeof probe_) return systemError("getrandom");
+  // All of it random: what nobody has written to would be one page of zeros.
+  probe_.resize(kProbeBytes);
+  for (std::size_t done = 0; done < kProbeBytes;) {
+    const ssize_t got = getrandom(probe_.data() + done, kProbeBytes - done, 0);
+    if (got < 0 && errno != EINTR) return systemError("getrandom");
+    done += static_cast<std::size_t>(std::max<ssize_t>(got, 0));
+  }
   FARANDOLE_RETURN_IF_ERROR(watch(bell_.get(), Source::kBell, 0));
   return watch(meetingPoint_.descriptor(), Source::kMeetingPoint, 0);
 }
@@ -99,7 +106,7 @@ Status ShmTransport::callOn(Link& link) {
   FARANDOLE_RETURN_IF_ERROR(link.failure);
   Result<SharedMemory> ring = SharedMemory::create("farandole-ring", ringBytes(shape_));
   if (!ring) return ring.status();
-  const Hello hello{kShmMagic, kShmVersion, meetingPoint_.token(), shape_, probe_, &probe_};
+  const Hello hello{kShmMagic, kShmVersion, meetingPoint_.token(), shape_, wordOf(probe_.data()), probe_.data()};
   pid_t pid = 0;
   Result<Descriptor> socket =
       introduce(link.token, hello, doorMemory_.descriptor(), bell_.get(), ring->descriptor(), pid);
@@ -184,17 +191,22 @@ void ShmTransport::settle(Visitor visitor, Descriptor socket) {
   link.doorMemory.closeDescriptor();
   link.bell = std::move(visitor.parts.bell);
   link.pid = visitor.pid;
-  std::uint64_t probe = 0;
-  link.canCopy = options_.singleCopy && visitor.pid > 0 &&
-                 copyFromProcess(visitor.pid, reinterpret_cast<std::byte*>(&probe),
-                                 reinterpret_cast<const std::byte*>(visitor.hello.probeAddress), sizeof probe)
-                     .isOk() &&
-                 probe == visitor.hello.probe;
+  link.reading = tryReading(visitor);
   incoming_.push_back(&link);
   // Answers to its large messages go the other way.
   if (!callOn(link)) return noteGone(link);
   link.door = reinterpret_cast<Door*>(link.doorMemory.data());
   wake(link);
+}
+
+Reading ShmTransport::tryReading(const Visitor& visitor) const {
+  using SingleCopy = ShmOptions::SingleCopy;
+  if (options_.singleCopy == SingleCopy::kOff || visitor.pid <= 0) return Reading::kNone;
+  const ReadingTrial trial = tryToRead(visitor.pid, visitor.hello.probeAddress);
+  if (trial.firstWord != visitor.hello.probe) return Reading::kNone;
+  const bool isCheap =
+      options_.singleCopy == SingleCopy::kAuto ? trial.isCheap : options_.singleCopy == SingleCopy::kEager;
+  return isCheap ? Reading::kCheap : Reading::kDear;
 }
 
 // A knock, a goodbye, or the end of the peer.

@@ -29,9 +29,12 @@ Result<ShmOptions> ShmOptions::fromEnvironment() {
   const auto ring = byteSetting("FARANDOLE_SHM_RING_BYTES", options.ringBytes, kSmallestRing, kLargestRing);
   if (!ring) return ring.status();
   options.ringBytes = std::bit_floor(static_cast<std::uint32_t>(*ring));
-  const auto singleCopy = choiceSetting("FARANDOLE_SHM_SINGLE_COPY", "auto", {"auto", "off"});
+  const auto singleCopy = choiceSetting("FARANDOLE_SHM_SINGLE_COPY", "auto", {"auto", "eager", "lazy", "off"});
   if (!singleCopy) return singleCopy.status();
-  options.singleCopy = *singleCopy == "auto";
+  options.singleCopy = *singleCopy == "off"     ? SingleCopy::kOff
+                       : *singleCopy == "lazy"  ? SingleCopy::kLazy
+                       : *singleCopy == "eager" ? SingleCopy::kEager
+                                                : SingleCopy::kAuto;
   return options;
 }
 
@@ -304,7 +307,7 @@ std::string ShmTransport::describe(PeerId peer) const {
   const Link& link = links_[static_cast<std::uint32_t>(peer)];
   if (!link.failure) return "shm: " + link.failure.toString();
   if (link.isSelf) return "self";
-  return link.canCopy ? "shm: single copy" : "shm";
+  return canRead(link.reading) ? "shm: single copy" : "shm";
 }
 
 }  // namespace farandole::transport

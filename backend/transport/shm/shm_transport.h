@@ -20,8 +20,10 @@ namespace farandole::transport {
 struct ShmOptions {
   // Of each direction between two processes that talk, for messages that are on their way.
   std::uint32_t ringBytes = 128 << 10;
-  // Whether large messages are copied once, from process to process, where the system allows it.
-  bool singleCopy = true;
+  // Whether large messages are copied once, from process to process, where the system allows it: never, while their
+  // sender does something else, at once, or at once where that is cheap.
+  enum class SingleCopy : std::uint8_t { kOff, kLazy, kEager, kAuto };
+  SingleCopy singleCopy = SingleCopy::kAuto;
 
   // FARANDOLE_SHM_RING_BYTES, FARANDOLE_SHM_SINGLE_COPY.
   static Result<ShmOptions> fromEnvironment();
@@ -30,8 +32,8 @@ struct ShmOptions {
 // Messages between the processes of one host. Small ones go through a ring in
 // shared memory, one for each direction between two processes. Large ones stay
 // where they are until a receive wants them. Then the sender, when it is at hand,
-// puts them into the ring piece by piece; when it is not, the receiver copies
-// them out of its memory, where processes may read each other's.
+// puts them into the ring piece by piece; when it is not, or where that is cheap, the
+// receiver copies them out of its memory, where processes may read each other's.
 //
 // A peer's death is seen by its pidfd and its socket.
 class ShmTransport final : public Transport {
@@ -57,7 +59,7 @@ class ShmTransport final : public Transport {
   bool canShareMemory(PeerId) const override { return true; }
   Status shareMemory(PeerId peer, std::uint64_t key, int descriptor) override;
   Descriptor takeSharedMemory(PeerId peer, std::uint64_t key) override;
-  bool canReadMemory(PeerId peer) const override { return links_[static_cast<std::uint32_t>(peer)].canCopy; }
+  Reading reading(PeerId peer) const override { return links_[static_cast<std::uint32_t>(peer)].reading; }
   Status readMemory(PeerId peer, void* to, const void* from, std::size_t bytes) override;
   void nudge(PeerId peer) override { ring(links_[static_cast<std::uint32_t>(peer)]); }
   void leave() override;
@@ -77,7 +79,7 @@ class ShmTransport final : public Transport {
     ShmToken token{};
     bool isSelf = false;
     pid_t pid = 0;
-    bool canCopy = false;  // this process may read and write the peer's memory
+    Reading reading = Reading::kUnknown;  // of the peer's memory
     bool saidGoodbye = false;
     bool isGone = false;
     Status failure;
@@ -123,7 +125,8 @@ class ShmTransport final : public Transport {
     std::uint16_t slot = kNoSlot;
     bool isStreamed = false;  // by the sender alone
     bool isOver = false;      // the sender's process has ended: how, its link will tell, and end this with that
-    int patience = 0;         // empty calls, before this side copies itself
+    bool isEager = false;     // this side copies, too, without waiting for the sender
+    int patience = 0;         // else: empty calls, before it does
     Status failure{};         // of this side's copying
   };
 
@@ -140,6 +143,7 @@ class ShmTransport final : public Transport {
   enum class Source : std::uint8_t { kBell, kMeetingPoint, kVisitor, kOutSocket, kInSocket, kProcess };
   Link& linkTo(const ShmToken& token);
   Status callOn(Link& link);
+  Reading tryReading(const Visitor& visitor) const;
   Status watch(int descriptor, Source source, std::uint32_t index);
   bool pollDescriptors();
   void acceptVisitors();
@@ -185,7 +189,7 @@ class ShmTransport final : public Transport {
 
   const ShmOptions options_;
   const RingShape shape_;
-  std::uint64_t probe_ = 0;
+  std::vector<std::byte> probe_;  // for others to read
   MeetingPoint meetingPoint_;
   SharedMemory doorMemory_;
   Door* door_ = nullptr;
@@ -210,6 +214,7 @@ class ShmTransport final : public Transport {
   std::vector<std::uint32_t> helped_;  // outgoing that this side puts into the ring, once they are wanted
   std::deque<Pull> pulls_;
   std::vector<std::uint32_t> freePulls_;
+  int numEager_ = 0;  // of those under way
 };
 
 }  // namespace farandole::transport

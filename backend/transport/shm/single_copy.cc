@@ -2,11 +2,25 @@
 
 #include <sys/uio.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <string>
 #include <system_error>
+#include <vector>
 
 namespace farandole::transport {
+namespace {
+
+// Of these the shortest counts, which other programs do not change.
+constexpr int kTries = 5;
+constexpr std::size_t kPages = kProbeBytes / 4096;
+// What the kernel may take for a page beyond copying it. To pass one through memory that both processes share copies it
+// once more, from one core to the other: 0.2 to 0.4 us. One machine takes 0.12 to 0.19 us, beside busy programs too,
+// and exchanges of 1 to 16 MiB take a quarter less time when both read; another takes 0.8, and a third more.
+constexpr std::chrono::nanoseconds kCheapPage{350};
+
+}  // namespace
 
 Status copyFromProcess(pid_t pid, std::byte* to, const std::byte* from, std::size_t bytes) {
   for (std::size_t done = 0; done < bytes;) {
@@ -25,6 +39,24 @@ Status copyFromProcess(pid_t pid, std::byte* to, const std::byte* from, std::siz
     }
   }
   return Status::ok();
+}
+
+ReadingTrial tryToRead(pid_t pid, const std::byte* from) {
+  using Clock = std::chrono::steady_clock;
+  std::vector<std::byte> read(kProbeBytes);
+  std::vector<std::byte> copied(kProbeBytes);
+  Clock::duration reading = Clock::duration::max();
+  Clock::duration copying = Clock::duration::max();
+  for (int i = 0; i < kTries; ++i) {
+    const auto start = Clock::now();
+    if (!copyFromProcess(pid, read.data(), from, kProbeBytes)) return {};
+    const auto middle = Clock::now();
+    std::memcpy(copied.data(), read.data(), kProbeBytes);
+    asm volatile("" : : "r"(copied.data()) : "memory");  // or it would be left out
+    reading = std::min(reading, middle - start);
+    copying = std::min(copying, Clock::now() - middle);
+  }
+  return {wordOf(read.data()), (reading - copying) / kPages < kCheapPage};
 }
 
 }  // namespace farandole::transport

@@ -32,9 +32,9 @@ struct Hello {
   std::uint32_t version = 0;
   ShmToken token{};  // the sender's
   RingShape ring{};
-  // A number and where it is in the sender's memory, for the receiver to try whether it can read there.
+  // kProbeBytes of the sender's memory, for the receiver to try whether it can read there, and the first word of them.
   std::uint64_t probe = 0;
-  const std::uint64_t* probeAddress = nullptr;
+  const std::byte* probeAddress = nullptr;
 };
 
 // What comes with it.
@@ -91,6 +91,6 @@ std::string hostIdentity();
 Descriptor watchProcess(pid_t pid);
 
 inline constexpr std::uint32_t kShmMagic = 0x6661726e;
-inline constexpr std::uint32_t kShmVersion = 2;
+inline constexpr std::uint32_t kShmVersion = 3;
 
 }  // namespace farandole::transport

@@ -102,14 +102,14 @@ TEST(AlgorithmTable, AnOverrideCountsInItsRangeOnly) {
   EXPECT_EQ(table.choose(CollectiveKind::kBroadcast, {4097, 2, 2, 1}), Algorithm::kBinomial);
 }
 
-TEST(AlgorithmTable, TwoRanksThatSwapReadWhereThatIsFasterUnlessSomethingElseIsSet) {
+TEST(AlgorithmTable, TwoRanksThatSwapReadWhereThatIsCheapUnlessSomethingElseIsSet) {
   const AlgorithmTable plain;
   const AlgorithmTable overridden = AlgorithmTable::withOverrides("all_gather=windows,all_to_all=windows").value();
   for (const CollectiveKind kind : kAllKinds) {
     if (kind == CollectiveKind::kBarrier) continue;
     const bool isSwap = kind == CollectiveKind::kAllGather || kind == CollectiveKind::kAllToAll;
     const Situation passes{1 << 20, 2, 1, 2};
-    const Situation reads{1 << 20, 2, 1, 2, /*readingIsFaster=*/true};
+    const Situation reads{1 << 20, 2, 1, 2, /*readsCheaply=*/true};
     EXPECT_EQ(plain.choose(kind, reads), isSwap ? Algorithm::kMemory : plain.choose(kind, passes)) << toString(kind);
     if (!isSwap) continue;
     EXPECT_EQ(plain.choose(kind, passes), Algorithm::kWindows);
@@ -148,8 +148,8 @@ TEST(AlgorithmTable, TheDescriptionHasALineForEachRuleAndTellsOverrides) {
   const auto plain = AlgorithmTable().describe();
   EXPECT_EQ(plain.size(), rules);
   EXPECT_EQ(std::ranges::count(plain,
-                               "all_to_all: up to 16777216 bytes, 2 ranks, 1 host, 2 ranks or more on a host: memory, "
-                               "where reading is faster"),
+                               "all_to_all: 32768 to 16777216 bytes, 2 ranks, 1 host, 2 ranks or more on a host: "
+                               "memory, where reading is cheap"),
             1);
   EXPECT_EQ(plain[0], "all_reduce: up to 8192 bytes, 2 ranks, 1 host, 2 ranks or more on a host: slots");
   const auto lines = AlgorithmTable::withOverrides("all_reduce:64K-=ring,all_gather:-4K=slots").value().describe();

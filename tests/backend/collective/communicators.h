@@ -1,7 +1,9 @@
 #pragma once
 
+#include <future>
 #include <memory>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "backend/collective/algorithms.h"
@@ -17,14 +19,16 @@ namespace farandole::collective::testing {
 class Group {
  public:
   // Over loopback, which takes messages up to `eagerBytes` at once; kSharedMemory: over shared memory;
-  // kUnreadable: the same where no rank can read another one's memory; kReading: the same where two ranks that swap
-  // read each other's.
+  // kUnreadable: the same where no rank can read another one's memory; kReading: the same where that is cheap.
   Group(int size, std::size_t eagerBytes) : Group(eagerBytes) {
     const bool isShared = eagerBytes >= kReading;
     std::vector<Member> members;
     for (int rank = 0; rank < size; ++rank) {
       auto& loop = *loops_.emplace_back(std::make_unique<net::EventLoop>("rank-" + std::to_string(rank)));
-      auto transport = isShared ? makeShm(eagerBytes != kUnreadable) : fabric_->makeTransport();
+      auto transport = isShared ? makeShm(eagerBytes == kUnreadable ? SingleCopy::kOff
+                                          : eagerBytes == kReading  ? SingleCopy::kEager
+                                                                    : SingleCopy::kLazy)
+                                : fabric_->makeTransport();
       members.push_back(
           {transport->address(), static_cast<std::uint32_t>(rank) + 1, "host", rank, isShared ? "host" : "", ""});
       connections_.push_back(std::make_unique<transport::Connections>(std::move(transport), loop));
@@ -33,10 +37,6 @@ class Group {
       communicators_.push_back(std::make_shared<Communicator>(*connections_[rank], nullptr, rank, members));
     }
     connectHosts();
-    if (isShared && eagerBytes != kUnreadable) settle();
-    for (auto& communicator : communicators_) {
-      if (eagerBytes == kReading) communicator->setReadsFrom(0);
-    }
   }
   // Rank r is on host hosts[r]: shared memory there, loopback between the hosts.
   Group(const std::vector<int>& hosts, std::size_t eagerBytes, const AlgorithmTable& table) : Group(eagerBytes) {
@@ -45,7 +45,7 @@ class Group {
     for (std::size_t rank = 0; rank < hosts.size(); ++rank) {
       auto& loop = *loops_.emplace_back(std::make_unique<net::EventLoop>("rank-" + std::to_string(rank)));
       auto transport = transport::RoutingTransport::create(
-          makeShm(true),
+          makeShm(SingleCopy::kAuto),
           [this]() -> Result<std::unique_ptr<transport::Transport>> { return fabric_->makeTransport(); });
       if (!transport) throw std::runtime_error(transport.status().toString());
       const std::string host = "host-" + std::to_string(hosts[rank]);
@@ -87,15 +87,23 @@ class Group {
   // What throws after it is cleaned up after by the destructor, which stops the loops first.
   explicit Group(std::size_t eagerBytes) : fabric_(transport::LoopbackFabric::create(eagerBytes)) {}
 
+  using SingleCopy = transport::ShmOptions::SingleCopy;
+
+  // Each waits for the others of its host.
   void connectHosts() {
+    std::vector<std::future<Status>> connected;
     for (auto& communicator : communicators_) {
-      const Status status = communicator->connectHost(transport::Clock::now() + std::chrono::seconds(10));
-      if (!status) throw std::runtime_error(status.toString());
+      connected.push_back(std::async(std::launch::async, [&communicator] {
+        return communicator->connectHost(transport::Clock::now() + std::chrono::seconds(10));
+      }));
     }
+    std::string errors;
+    for (auto& one : connected) {
+      if (const Status status = one.get(); !status) errors += status.toString() + "; ";
+    }
+    if (!errors.empty()) throw std::runtime_error(errors);
   }
-  // Until all know that they can read each other's memory.
-  void settle();
-  static std::unique_ptr<transport::Transport> makeShm(bool singleCopy) {
+  static std::unique_ptr<transport::Transport> makeShm(SingleCopy singleCopy) {
     auto transport = transport::ShmTransport::create({.singleCopy = singleCopy});
     if (!transport) throw std::runtime_error(transport.status().toString());
     return std::move(transport).value();
@@ -131,23 +139,5 @@ class TestOperation final : public ProgramOperation, public std::enable_shared_f
  private:
   std::shared_ptr<TestOperation> self_;
 };
-
-inline void Group::settle() {
-  const auto deadline = transport::Clock::now() + std::chrono::seconds(10);
-  for (std::uint32_t i = 0; size() > 1 && !communicators_[0]->topology().segment->everybodyReads(); ++i) {
-    if (transport::Clock::now() > deadline) throw std::runtime_error("the ranks cannot read each other's memory");
-    std::vector<std::shared_ptr<TestOperation>> operations;
-    for (auto& communicator : communicators_) {
-      Program program;
-      barrier(program, communicator->topology());
-      operations.push_back(TestOperation::launch(communicator, std::move(program), 1'000'000 + i));
-    }
-    for (auto& operation : operations) {
-      if (!operation->wait(transport::Clock::now() + std::chrono::seconds(10)) || !operation->status()) {
-        throw std::runtime_error("the ranks do not meet: " + operation->status().toString());
-      }
-    }
-  }
-}
 
 }  // namespace farandole::collective::testing

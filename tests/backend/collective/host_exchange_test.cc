@@ -21,7 +21,7 @@ using Build = std::function<void(Program&, Topology)>;
 // Bytes around all at which data goes another way, alone and together with that for other ranks.
 std::size_t randomSize(std::mt19937_64& random) {
   constexpr std::size_t kSizes[] = {0,         0,       1,         63,      64,       65,       4000,
-                                    8191,      8192,    16'383,    16'384,  65'535,   64 << 10, 65'537,
+                                    8191,      8192,    32'767,    32'768,  65'535,   64 << 10, 65'537,
                                     256 << 10, 300'001, 512 << 10, 524'289, 1'000'000};
   return kSizes[random() % std::size(kSizes)];
 }

@@ -46,9 +46,10 @@ const std::vector<Kind>& kinds() {
   static const std::vector<Kind> kinds = {
       {"LoopbackRendezvous", [] { return loopbackFactory(0); }, 1, true},
       {"LoopbackEager", [] { return loopbackFactory(8192); }, 8193, true},
-      {"Shm", [] { return shmFactory({}); }, 8193},
+      {"Shm", [] { return shmFactory({.singleCopy = ShmOptions::SingleCopy::kLazy}); }, 8193},
       {"ShmSmallRing", [] { return shmFactory({.ringBytes = 64 << 10}); }, 8193},
-      {"ShmNoSingleCopy", [] { return shmFactory({.singleCopy = false}); }, 8193},
+      {"ShmNoSingleCopy", [] { return shmFactory({.singleCopy = ShmOptions::SingleCopy::kOff}); }, 8193},
+      {"ShmEager", [] { return shmFactory({.singleCopy = ShmOptions::SingleCopy::kEager}); }, 8193},
       {"Routed", []() -> std::function<std::unique_ptr<Transport>()> { return makeRouted; }, 8193},
       {"Ucx", [] { return ucxFactory(UcxMemory::kHost); }, SIZE_MAX},
       {"UcxDetectsMemory", [] { return ucxFactory(UcxMemory::kDetected); }, SIZE_MAX}};

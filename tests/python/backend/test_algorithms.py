@@ -66,14 +66,40 @@ def test_the_table_can_be_read_and_overridden():
     assert any(line.startswith("barrier: ") for line in rest)
 
 
-def _tables_of_two_groups(rank, world_size):
-    return farandole.algorithms(), farandole.algorithms(dist.new_group(backend="farandole"))
+@dataclass(frozen=True)
+class OwnReading:
+    ways: tuple[str, str]
+
+    def __call__(self, rank: int) -> None:
+        os.environ["FARANDOLE_SHM_SINGLE_COPY"] = self.ways[rank]
 
 
-def test_two_ranks_agree_on_whether_they_read_and_stay_with_it():
-    tables = [table for pair in run_ranks(_tables_of_two_groups, 2, "farandole", timeout=20) for table in pair]
-    assert tables[0][-1].startswith("this group: reading is ")
-    assert all(table == tables[0] for table in tables)
+@pytest.mark.parametrize(
+    "ways", [("auto", "auto"), ("eager", "eager"), ("lazy", "lazy"), ("eager", "lazy"), ("off", "eager")]
+)
+def test_two_ranks_read_where_that_is_cheap_for_both(ways):
+    """The same table on both, and the sizes around which data goes another way."""
+    first, second = run_ranks(_swap_and_tell, 2, "farandole", timeout=60, enter=OwnReading(ways))
+    assert first == second
+    if "auto" not in ways:
+        assert first == f"this group: reading is {'' if set(ways) == {'eager'} else 'not '}cheap"
+
+
+def _swap_and_tell(rank, world_size):
+    for numel in (1, 8191, 8192, 16384, 16385, 300_001, 3_000_000):
+        mine, theirs = torch.arange(numel) + rank, torch.arange(numel) + 1 - rank
+        whole = torch.zeros(2 * numel, dtype=torch.int64)
+        dist.all_gather_into_tensor(whole, mine)
+        assert torch.equal(whole[(1 - rank) * numel :][:numel], theirs)
+        dist.all_to_all_single(whole, torch.cat([mine, -mine]))
+        assert torch.equal(whole[(1 - rank) * numel :][:numel], theirs if rank == 0 else -theirs)
+        for _ in range(3):
+            whole.zero_()
+            ops = [dist.P2POp(dist.isend, mine, 1 - rank), dist.P2POp(dist.irecv, whole[:numel], 1 - rank)]
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+            assert torch.equal(whole[:numel], theirs)
+    return farandole.algorithms()[-1]
 
 
 @pytest.mark.parametrize(
