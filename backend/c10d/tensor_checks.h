@@ -30,8 +30,8 @@ void checkFlat(const char* operation, const char* argument, const at::Tensor& fl
 void checkFlats(const char* operation, const char* argument, const std::vector<at::Tensor>& flats,
                 const char* partArgument, const std::vector<at::Tensor>& parts, int size);
 
-// No output lies in memory that is given to another rank, or that of another rank: what rank `rank` gives itself may stay
-// where it is. `outputs` and `inputs`: for each rank; one input is for all.
+// No output lies in memory that is given to another rank, or that of another rank: what rank `rank` gives itself may
+// stay where it is. `outputs` and `inputs`: for each rank; one input is for all.
 void checkApart(const char* operation, const std::vector<collective::Slice>& outputs,
                 const std::vector<collective::Slice>& inputs, int rank);
 

@@ -26,8 +26,8 @@ enum class Algorithm : std::uint8_t {
   // On one host.
   kSlots,  // what has no room there goes through the windows, of a broadcast as messages
   kWindows,
-  // What has no room in the slots is read where it is, or sent where that is not allowed; what two ranks swap already
-  // from where that is worth it (host_exchange.cc).
+  // What has no room in the slots is read where it is, or sent where that is not allowed; what two ranks swap from
+  // kSmallestRead on.
   kMemory,
   kMessages,  // what has no room in the slots is sent
 };
