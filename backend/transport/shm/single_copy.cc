@@ -14,7 +14,7 @@ namespace {
 
 // Of these the shortest counts, which other programs do not change.
 constexpr int kTries = 5;
-constexpr std::size_t kPages = kProbeBytes / 4096;
+constexpr int kPages = kProbeBytes / 4096;
 // What the kernel may take for a page beyond copying it. To pass one through memory that both processes share copies it
 // once more, from one core to the other: 0.2 to 0.4 us. One machine takes 0.12 to 0.19 us, beside busy programs too,
 // and exchanges of 1 to 16 MiB take a quarter less time when both read; another takes 0.8, and a third more.
