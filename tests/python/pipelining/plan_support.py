@@ -188,7 +188,8 @@ def _move_to_another_rank(rng: random.Random, draft: Draft) -> None:
 def _change_microbatch(rng: random.Random, draft: Draft) -> None:
     row = _any_row(rng, draft)
     i = rng.randrange(len(row))
-    row[i] = re.sub(r"([A-Z])\d+", lambda found: f"{found[1]}{rng.randrange(draft.count)}", row[i], count=1)
+    count = max(1, draft.count)  # another change may have left none
+    row[i] = re.sub(r"([A-Z])\d+", lambda found: f"{found[1]}{rng.randrange(count)}", row[i], count=1)
 
 
 def _turn_message(rng: random.Random, draft: Draft) -> None:
