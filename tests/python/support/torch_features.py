@@ -19,3 +19,11 @@ def prepare_to_split() -> None:
     """Some demand a device for split_group, which their init_process_group accepts no CPU for."""
     if _DEMANDS_A_DEVICE:
         dist.group.WORLD.bound_device_id = torch.device("cpu", 0)
+
+
+def epsilon(dtype: torch.dtype) -> float:
+    """finfo's, which up to torch 2.12 has half of float8_e5m2fnuz's: what 1 and the number after it differ by."""
+    eps: float = torch.finfo(dtype).eps
+    while float(torch.tensor(1 + eps, dtype=torch.float64).to(dtype)) == 1:
+        eps *= 2
+    return eps

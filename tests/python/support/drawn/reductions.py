@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from support.drawn.memory import FP8, bytes_of
+from support.torch_features import epsilon
 
 SUM, PRODUCT, MIN, MAX = dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX
 AVG, PREMUL = dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM
@@ -134,8 +135,8 @@ def _of_floats(
     wide: Sequence[Tensor], dtype: torch.dtype, op: dist.ReduceOp.RedOpType, factors: Sequence[float], in_steps: bool
 ) -> Within:
     real = dtype.to_real()
-    u, float_u = torch.finfo(real).eps / 2, torch.finfo(torch.float32).eps / 2
-    least = torch.finfo(real).smallest_normal * torch.finfo(real).eps  # the distance of numbers close to zero
+    u, float_u = epsilon(real) / 2, torch.finfo(torch.float32).eps / 2
+    least = torch.finfo(real).smallest_normal * epsilon(real)  # the distance of numbers close to zero
     size = len(wide)
     premultiplied, divided = int(op == PREMUL), int(op == AVG)
     # A factor is rounded to the dtype, and what it gives.
