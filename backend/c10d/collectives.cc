@@ -160,9 +160,10 @@ WorkPtr ProcessGroupFarandole::allgather(std::vector<Tensors>& outputs, Tensors&
   checkList("all_gather", "tensor_list", list, size_, input);
   checkFlat("all_gather", "tensor_list of this rank", list[rank_], input, 1);
   const auto slices = slicesOf(list);
-  checkApart("all_gather", slices, {sliceOf(input)}, rank_);
+  const collective::Slice own = sliceOf(input);
+  checkApart("all_gather", slices, {&own, 1}, rank_);
   return runCollective(OpType::ALLGATHER, "farandole:all_gather", opts, list, inputs,
-                       [&](CollectiveCalls& calls) { calls.allGather(sliceOf(input), slices, Layout::kList); });
+                       [&](CollectiveCalls& calls) { calls.allGather(own, slices, Layout::kList); });
 }
 
 WorkPtr ProcessGroupFarandole::_allgather_base(at::Tensor& output, at::Tensor& input,
@@ -171,9 +172,10 @@ WorkPtr ProcessGroupFarandole::_allgather_base(at::Tensor& output, at::Tensor& i
   checkTensor("all_gather_into_tensor", "output_tensor", output);
   checkFlat("all_gather_into_tensor", "output_tensor", output, input, size_);
   const auto slices = equalSlices(output, size_);
-  checkApart("all_gather_into_tensor", slices, {sliceOf(input)}, rank_);
+  const collective::Slice own = sliceOf(input);
+  checkApart("all_gather_into_tensor", slices, {&own, 1}, rank_);
   return runCollective(OpType::_ALLGATHER_BASE, "farandole:_all_gather_base", opts, {output}, {input},
-                       [&](CollectiveCalls& calls) { calls.allGather(sliceOf(input), slices, Layout::kFlat); });
+                       [&](CollectiveCalls& calls) { calls.allGather(own, slices, Layout::kFlat); });
 }
 
 WorkPtr ProcessGroupFarandole::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,

@@ -32,7 +32,7 @@ bool overlap(const Slice& a, const Slice& b) {
 }
 
 // From the first byte of any of them to the last.
-Slice spanOf(const std::vector<Slice>& slices) {
+Slice spanOf(std::span<const Slice> slices) {
   Slice span{nullptr, 0};
   for (const Slice& slice : slices) {
     if (slice.bytes == 0) continue;
@@ -113,7 +113,7 @@ void checkFlats(const char* operation, const char* argument, const std::vector<a
   }
 }
 
-void checkApart(const char* operation, const std::vector<Slice>& outputs, const std::vector<Slice>& inputs, int rank) {
+void checkApart(const char* operation, std::span<const Slice> outputs, std::span<const Slice> inputs, int rank) {
   if (!overlap(spanOf(outputs), spanOf(inputs))) return;
   for (std::size_t from = 0; from < outputs.size(); ++from) {
     for (std::size_t to = 0; to < inputs.size(); ++to) {

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <span>
 #include <vector>
 
 #include "backend/collective/algorithms.h"
@@ -32,8 +33,8 @@ void checkFlats(const char* operation, const char* argument, const std::vector<a
 
 // No output lies in memory that is given to another rank, or that of another rank: what rank `rank` gives itself may
 // stay where it is. `outputs` and `inputs`: for each rank; one input is for all.
-void checkApart(const char* operation, const std::vector<collective::Slice>& outputs,
-                const std::vector<collective::Slice>& inputs, int rank);
+void checkApart(const char* operation, std::span<const collective::Slice> outputs,
+                std::span<const collective::Slice> inputs, int rank);
 
 collective::Slice sliceOf(const at::Tensor& tensor);
 std::vector<collective::Slice> slicesOf(const std::vector<at::Tensor>& tensors);

@@ -168,7 +168,9 @@ Status Communicator::agreeOnReading(HostSegment& host, transport::Clock::time_po
     }
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
-  return Status::timeout("the ranks of host " + members_[rank_].host + " did not hear of each other in time");
+  int silent = 0;
+  while (silent + 1 < host.size() && host.toldBy(silent) != transport::Reading::kUnknown) ++silent;
+  return Status::timeout(describe(rankOnHost(silent)) + " has not heard of all other ranks of its host in time");
 }
 
 bool Communicator::begin(ProgramOperation& operation) {

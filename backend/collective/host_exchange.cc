@@ -3,6 +3,7 @@
 // rank that gives needs to know beforehand how much it is. Two ranks know how much they give each other, and may pass
 // it through their slots, or through their windows when there is no room.
 #include <algorithm>
+#include <optional>
 
 #include "backend/collective/host_algorithms.h"
 #include "backend/collective/host_pipeline.h"
@@ -24,12 +25,12 @@ std::size_t mostInSlot(const HostSegment& host, Algorithm algorithm) {
 class Offers {
  public:
   Offers(Program& program, HostSegment& host, HostTurn turn, std::size_t mostInSlot = HostSegment::kSlotBytes)
-      : program_(program), host_(host), turn_(turn), mostInSlot_(mostInSlot) {}
+      : program_(program), turn_(turn), canBeRead_(host.everybodyReads()), mostInSlot_(mostInSlot) {}
 
   // Before the first signal. What the others cannot read is sent.
   void add(int entry, Slice data, Algorithm algorithm) {
     const std::size_t room = HostSegment::kSlotBytes - used_;
-    const bool isRead = algorithm == Algorithm::kMemory && host_.everybodyReads();
+    const bool isRead = algorithm == Algorithm::kMemory && canBeRead_;
     Offer::Way way = isRead ? Offer::Way::kMemory : Offer::Way::kMessage;
     if (data.bytes <= std::min(room, isRead ? mostInSlot_ : room)) way = Offer::Way::kSlot;
     program_.offer(turn_, entry, way, data.data, data.bytes, used_);
@@ -58,8 +59,8 @@ class Offers {
   };
 
   Program& program_;
-  HostSegment& host_;
   const HostTurn turn_;
+  const bool canBeRead_;
   const std::size_t mostInSlot_;  // of what can be read
   bool stays_ = false;
   std::size_t used_ = 0;  // of the slot
@@ -185,22 +186,18 @@ void allToAllOnHost(Program& program, const Topology& topology, std::span<const 
   HostSegment& host = *topology.wholeSegment();
   const int rank = host.index();
   Contract contract{CollectiveKind::kAllToAll, 0, 0, 0};
-  const bool isOfTwo = host.size() == 2;
-  std::size_t longest = 0;
-  if (isOfTwo) {
+  const auto algorithmFor = [&](std::size_t bytes) { return choose(topology, CollectiveKind::kAllToAll, bytes); };
+  std::optional<Algorithm> ofTwo;  // who know the longer one of what they give each other
+  if (host.size() == 2) {
     const Swap swap{outputs[1 - rank], inputs[1 - rank], outputs[rank], inputs[rank]};
     tellLengths(contract, swap);
-    longest = std::max(swap.output.bytes, swap.input.bytes);
-    const Algorithm algorithm = choose(topology, CollectiveKind::kAllToAll, longest);
-    if (isSwap(algorithm)) return swapOfTwo(program, host, algorithm, contract, swap);
+    ofTwo = algorithmFor(std::max(swap.output.bytes, swap.input.bytes));
+    if (isSwap(*ofTwo)) return swapOfTwo(program, host, *ofTwo, contract, swap);
   }
-  // Two ranks know the longer one of what they give, more only their own.
-  const auto algorithmFor = [&](std::size_t bytes) {
-    return choose(topology, CollectiveKind::kAllToAll, isOfTwo ? longest : bytes);
-  };
   const HostTurn turn = beginTurn(program, host, contract, 2);
-  Offers offers(program, host, turn, mostInSlot(host, algorithmFor(longest)));
-  forOthers(host, [&](int index) { offers.add(index, inputs[index], algorithmFor(inputs[index].bytes)); });
+  Offers offers(program, host, turn, ofTwo ? mostInSlot(host, *ofTwo) : HostSegment::kSlotBytes);
+  forOthers(host,
+            [&](int index) { offers.add(index, inputs[index], ofTwo ? *ofTwo : algorithmFor(inputs[index].bytes)); });
   program.signal(turn.base + 1);
   program.copy(outputs[rank].data, inputs[rank].data, inputs[rank].bytes);
   forOthers(host, [&](int index) { offers.sendTo(index, index); });

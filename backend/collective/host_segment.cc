@@ -73,7 +73,7 @@ void HostSegment::abort(int rank, std::string_view reason) {
 transport::Reading HostSegment::reading() {
   if (reading_ != transport::Reading::kUnknown) return reading_;
   transport::Reading worst = transport::Reading::kCheap;
-  for (int index = 0; index < size_; ++index) worst = std::min(worst, line(index).reading.load());
+  for (int index = 0; index < size_; ++index) worst = std::min(worst, toldBy(index));
   return reading_ = worst;
 }
 

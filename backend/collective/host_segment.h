@@ -122,6 +122,7 @@ class HostSegment {
   // How this rank reads the memory of the others' processes, once it has heard of all: the worst of it. And the worst
   // that any rank has told, the same for all; unknown until all have.
   void tellReading(transport::Reading reading) { line(index_).reading.store(reading); }
+  transport::Reading toldBy(int index) const { return line(index).reading.load(); }
   transport::Reading reading();
   bool everybodyReads() { return canRead(reading()); }
 

@@ -22,8 +22,8 @@ constexpr std::size_t kWakeBytes = 1 << 20;
 constexpr int kCallsForFirst = 32;
 constexpr int kCallsForFragment = 64;
 constexpr int kMostCalls = 512;
-// Up to here the receiver copies at once where that is cheap: what is larger the sender puts into the ring faster,
-// unless both send.
+// Up to here the receiver copies at once where that is cheap. What is larger passes through the ring faster one way (64
+// MiB 8.8 to 9.6 ms, 10.9 to 11.6), though not both ways at once (16.5 to 18.6, 13.8 to 14.7).
 constexpr std::size_t kMostEager = 16 << 20;
 // From here on what comes through the ring goes past the receiver's caches.
 constexpr std::size_t kStreamedMessageBytes = 8 << 20;

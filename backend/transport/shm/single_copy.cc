@@ -15,9 +15,9 @@ namespace {
 // Of these the shortest counts, which other programs do not change.
 constexpr int kTries = 5;
 constexpr int kPages = kProbeBytes / 4096;
-// What the kernel may take for a page beyond copying it. To pass one through memory that both processes share copies it
-// once more, from one core to the other: 0.2 to 0.4 us. One machine takes 0.12 to 0.19 us, beside busy programs too,
-// and exchanges of 1 to 16 MiB take a quarter less time when both read; another takes 0.8, and a third more.
+// What the kernel may take for a page beyond copying it: between two machines. One takes 0.12 to 0.19 us, beside busy
+// programs too, and exchanges of 1 to 16 MiB take a quarter to a half less time when both read; another takes 0.8, and
+// a third more.
 constexpr std::chrono::nanoseconds kCheapPage{350};
 
 }  // namespace
