@@ -12,7 +12,9 @@ namespace {
 
 constexpr std::int32_t kAllCame = -1;
 
-std::string failureText(const std::string& missing, std::chrono::milliseconds timeout) {
+// In the words of c10d's own, which tools look for: "Rank 1 failed to pass monitoredBarrier".
+std::string failureText(std::string missing, std::chrono::milliseconds timeout) {
+  missing[0] = 'R';
   return missing + " failed to pass monitoredBarrier in " + std::to_string(timeout.count()) + " ms";
 }
 

@@ -131,7 +131,7 @@ TEST(RepeatedMessages, ATimeoutIsFinalAndLeavesTheGroupUsable) {
     const at::Tensor data = at::zeros({2});
     auto message = make(group, false, data, 3);
     const std::string first = errorOf(*message, data);
-    expectMentions(first, {"repeated recv from rank", "tag 3, 8 bytes", "not done after 300 ms"});
+    expectMentions(first, {"repeated recv from rank", "tag 3, 8 bytes", "not done after its timeout of 300 ms"});
     const auto again = std::chrono::steady_clock::now();
     EXPECT_EQ(errorOf(*message, data), first);
     EXPECT_LT(std::chrono::steady_clock::now() - again, 250ms);

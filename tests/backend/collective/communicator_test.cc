@@ -140,7 +140,7 @@ TEST(Communicator, ATimeoutTellsWhatTheOtherRanksAnswer) {
   EXPECT_FALSE(waited->wait(transport::Clock::now() + 20ms));
   another[0]->timeOut(*waited, 20ms);
   EXPECT_EQ(waited->status().toString(),
-            "test operation: not done after 20 ms, waits for rank 1 (host host, pid 1); rank 1 sleeps");
+            "test operation: not done after its timeout of 20 ms, waits for rank 1 (host host, pid 1); rank 1 sleeps");
 }
 
 TEST(Communicator, ALossWaitsForTheWatchToSayWhy) {
@@ -206,7 +206,7 @@ TEST(Communicator, WhyARankGaveUpIsToldThoughItHasLeftSince) {
   launchBarrier(0, 2);  // the other one had come to it
   auto late = launchBarrier(0, 3);
   ASSERT_TRUE(late->wait(transport::Clock::now() + 10s));
-  EXPECT_NE(late->status().toString().find("not done after 20 ms"), std::string::npos) << late->status().toString();
+  EXPECT_NE(late->status().toString().find("not done after its timeout of 20 ms"), std::string::npos) << late->status().toString();
 }
 
 TEST(Communicator, TheWatchIsToldWhyARankGaveUpAndNotOfWhatItTellsItself) {

@@ -22,7 +22,7 @@ def _wait_in_vain(rank, world_size):
         (work,) = _receive_from_all(rank, world_size, torch.zeros(world_size, 4))
         result = work.get_future_result()
         start = time.monotonic()
-        with pytest.raises(dist.DistBackendError, match=r"recv from rank 1 .*not done after \d+ ms"):
+        with pytest.raises(dist.DistBackendError, match=r"recv from rank 1 .*not done after its timeout of \d+ ms"):
             work.wait(datetime.timedelta(milliseconds=400))
         seconds = time.monotonic() - start
         assert work.is_completed() and not work.is_success()

@@ -57,7 +57,7 @@ def _run_naively(rank, world_size, seed):
 def test_the_same_lists_issued_one_by_one_deadlock_where_the_batch_does_not():
     """Blocking operations in list order, messages large enough for rendezvous."""
     seed = 1
-    with pytest.raises(RankFailed, match="not done after 2000 ms"):
+    with pytest.raises(RankFailed, match="not done after its timeout of 2000 ms"):
         for seed in range(1, 10):
             run_ranks(_run_naively, 4, "farandole", timeout=30, seed=seed)
     run_ranks(_run_batches, 4, "farandole", first_seed=seed, count=1, large=100)

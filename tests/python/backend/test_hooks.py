@@ -49,7 +49,7 @@ def _newer_hooks(rank, world_size):
     dist.all_reduce(torch.ones(1))
     assert aborts == []
     if rank == 0:
-        with pytest.raises(RuntimeError, match="not done after 50 ms"):
+        with pytest.raises(RuntimeError, match="not done after its timeout of 50 ms"):
             dist.irecv(torch.zeros(1), 1).wait(datetime.timedelta(milliseconds=50))
         dist.group.WORLD._wait_for_pending_works()
         assert aborts == ["one"]
@@ -83,7 +83,7 @@ def _failures(rank, world_size):
     group._register_on_completion_hook(hook)
     dist.all_reduce(torch.ones(1))
     if rank == 0:
-        with pytest.raises(RuntimeError, match="not done after 50 ms"):
+        with pytest.raises(RuntimeError, match="not done after its timeout of 50 ms"):
             dist.irecv(torch.zeros(1), 1, tag=9).wait(datetime.timedelta(milliseconds=50))
     await_all(rank, world_size)
     x = torch.ones(3)

@@ -77,7 +77,7 @@ def _check(outcomes, where):
         assert seconds < 5, (seconds, message)
         print(f"rank {rank} after {1e3 * seconds:.0f} ms: {message}")
         # One gives up first, and the other hears of it; or it waits for one that waits for who is missing.
-        assert "not done after 300 ms" in message, message
+        assert "not done after its timeout of 300 ms" in message, message
         told = "rank 1 (host " if where == "one host" else "rank 1 has called 1 collectives "
         assert told in message, message
 

@@ -23,7 +23,7 @@ def _results(rank, world_size):
     if rank == 0:
         work = dist.irecv(torch.zeros(1), 1, tag=3)
         result = work.get_future_result()
-        with pytest.raises(RuntimeError, match="not done after 30 ms"):
+        with pytest.raises(RuntimeError, match="not done after its timeout of 30 ms"):
             work.wait(datetime.timedelta(milliseconds=30))
         assert result.wait() == 1  # TIMEOUT
         with pytest.raises(RuntimeError, match="RECV has no duration"):
@@ -99,11 +99,11 @@ def test_a_monitored_barrier_names_who_is_missing_on_every_rank(wait_all, hosts)
     options = {"missing": [1, 3], "wait_all": wait_all}
     errors = run_ranks(_barrier_with_missing, 4, "farandole", enter=PretendHost(hosts), **options)
     if wait_all:
-        assert "ranks 1, 3 failed to pass monitoredBarrier in 1000 ms" in errors[0]
+        assert "Ranks 1, 3 failed to pass monitoredBarrier in 1000 ms" in errors[0]
     else:
-        assert "rank 1 failed to pass monitoredBarrier in 1000 ms" in errors[0] and "3 failed" not in errors[0]
+        assert "Rank 1 failed to pass monitoredBarrier in 1000 ms" in errors[0] and "3 failed" not in errors[0]
     for rank in (1, 2, 3):  # also those that came late
-        assert "rank 1 failed to pass monitoredBarrier in 1000 ms, says rank 0" in errors[rank]
+        assert "Rank 1 failed to pass monitoredBarrier in 1000 ms, says rank 0" in errors[rank]
 
 
 def _barrier_with_dead(rank, world_size):
