@@ -28,8 +28,8 @@ using torch::autograd::Node;
 // Scratch: used again for every microbatch. One thread. Keeps no node alive.
 class BackwardGraph {
  public:
-  // `inputs`: the accumulators of the stage's inputs. `hookedOps`: ascending sequence numbers of nodes whose saved
-  // tensors have hooks.
+  // `inputs`: where the gradients of the stage's inputs arrive. `hookedOps`: ascending sequence numbers of nodes whose
+  // saved tensors have hooks.
   void build(const torch::autograd::edge_list& roots, const torch::autograd::edge_list& inputs,
              std::span<const std::uint64_t> hookedOps);
 

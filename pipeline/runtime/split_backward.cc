@@ -59,11 +59,10 @@ void runBackward(const edge_list& roots, const variable_list& grads) {
   execute(roots, grads, /*keepGraph=*/false, /*ends=*/{});
 }
 
-void SplitBackward::analyze(const edge_list& roots, const std::vector<at::Tensor>& inputs,
-                            std::span<const std::uint64_t> hookedOps) {
+void SplitBackward::analyze(const edge_list& roots, const edge_list& inputs, std::span<const std::uint64_t> hookedOps) {
   clear();
-  for (const at::Tensor& input : inputs) {
-    if (input.requires_grad()) inputs_.push_back(torch::autograd::impl::gradient_edge(input));
+  for (const torch::autograd::Edge& input : inputs) {
+    if (input.is_valid()) inputs_.push_back(input);
   }
   graph_.build(roots, inputs_, hookedOps);
 }

@@ -29,13 +29,14 @@ void runBackward(const torch::autograd::edge_list& roots, const torch::autograd:
 // the graph, with what they saved. One thread; throws what the engine throws.
 class SplitBackward {
  public:
-  void analyze(const torch::autograd::edge_list& roots, const std::vector<at::Tensor>& inputs,
+  // `inputs`: where their gradients arrive; those that need none may be there without a function.
+  void analyze(const torch::autograd::edge_list& roots, const torch::autograd::edge_list& inputs,
                std::span<const std::uint64_t> hookedOps);
 
   // The node that runs in I alone, with the gradients of the weights that it feeds; null when there is none.
   const Node* unsplittable() const { return graph_.unsplittable(); }
 
-  // Adds gradients to the inputs' .grad, and to the weights' where a node cannot be split.
+  // Gives the inputs their gradients, and adds those of weights to their .grad where a node cannot be split.
   void runInput(torch::autograd::edge_list& roots, torch::autograd::variable_list& grads, DeferredBackward& deferred);
 
   // Adds the gradients of the weights to their .grad.

@@ -83,6 +83,7 @@ void Stage::reset(bool shapes) {
       edge.grads.clear();
     }
     slot.inputs.clear();
+    slot.inputGradients.clear();
     slot.roots.clear();
     slot.outputGrads.clear();
     slot.deferred = {};

@@ -105,7 +105,8 @@ struct MicrobatchSlot {
   bool outputsKnown = false;
   bool outputPoisoned = false;  // only while learning: nothing flows on the edges out of the stage
 
-  std::vector<at::Tensor> inputs;              // the leaves that forward was given
+  std::vector<at::Tensor> inputs;              // that forward was given
+  torch::autograd::edge_list inputGradients;   // of the inputs: where their gradients arrive, some empty
   torch::autograd::edge_list roots;            // of the outputs that need a gradient, edge by edge
   torch::autograd::variable_list outputGrads;  // of roots
   at::Tensor lossSeed;                         // of a last stage: the gradient of its loss, kept from step to step

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "pipeline/runtime/input_gradient.h"
 #include "pipeline/runtime/saved_tensor_hooks.h"
 #include "pipeline/runtime/shape_exchange.h"
 
@@ -245,7 +246,7 @@ void StageCompute::backward(Stage& stage, const Step& step) {
 void StageCompute::compute(Stage& stage, const Step& step) {
   MicrobatchSlot& slot = stage.slots[step.microbatch];
   if (step.op == StepOp::kBackwardInput && !stage.isInputBackwardWhole()) {
-    split_.analyze(slot.roots, slot.inputs, slot.hookedOps);
+    split_.analyze(slot.roots, slot.inputGradients, slot.hookedOps);
     if (split_.unsplittable() != nullptr) takeUnsplittable(stage);
     if (stage.isBackwardWhole) split_.clear();
   }
@@ -298,8 +299,7 @@ void StageCompute::returnInputGrads(Stage& stage, std::int32_t microbatch) {
     if (edge.isPoisoned) continue;
     for (const TensorMeta& meta : edge.metas) {
       at::Tensor grad;
-      // Taken out, since the input itself may live on until W.
-      if (meta.requiresGrad && !failure_.isFailed()) grad = std::move(slot.inputs[grads_.size()].mutable_grad());
+      if (meta.requiresGrad && !failure_.isFailed()) grad = takeInputGradient(slot.inputGradients[grads_.size()]);
       if (config_.checksForNan && grad.defined() && !isFinite(grad)) {
         failure_.fail(stage, microbatch,
                       "backward: the gradient of input " + std::to_string(grads_.size()) +

@@ -1,5 +1,9 @@
 #include "pipeline/runtime/stage_traffic.h"
 
+#include <algorithm>
+#include <span>
+
+#include "pipeline/runtime/input_gradient.h"
 #include "pipeline/runtime/shape_exchange.h"
 
 namespace farandole::pipeline {
@@ -39,6 +43,22 @@ class MessageWriter {
   const std::int32_t edge_, microbatch_;
   std::size_t count_ = 0;
 };
+
+// Whether its memory goes over another edge, too.
+bool goesOverOthers(Stage& stage, std::size_t link, const at::Tensor& output, const std::vector<at::Tensor>& outputs) {
+  for (std::size_t other = 0; other < stage.program.outOf.size(); ++other) {
+    if (other == link) continue;
+    const std::span<const std::int32_t> over = stage.outputsOver(other, outputs.size());
+    if (std::ranges::any_of(over, [&](std::int32_t i) { return outputs[i].is_alias_of(output); })) return true;
+  }
+  return false;
+}
+
+// Whether its memory is a parameter's.
+bool isOfLeaf(const at::Tensor& output) {
+  const at::TensorBase& base = output.is_view() ? output._base() : output;
+  return base.requires_grad() && base.is_leaf();
+}
 
 void giveBack(Transfer& transfer, ActivationStore& store) {
   for (Message& message : transfer.messages) {
@@ -175,10 +195,12 @@ Status StageTraffic::awaitActivations(Stage& stage, std::int32_t microbatch) {
     }
   }
   if (slot.isInputPoisoned() || !program_.hasBackward) return Status::ok();
+  slot.inputGradients.resize(slot.inputs.size());
   std::size_t input = 0;
   for (const IncomingEdge& edge : slot.into) {
     for (const TensorMeta& meta : edge.metas) {
-      if (meta.requiresGrad) slot.inputs[input].set_requires_grad(true);
+      torch::autograd::Edge& gradient = slot.inputGradients[input];
+      meta.requiresGrad ? requireInputGradient(slot.inputs[input], gradient) : gradient.function.reset();
       ++input;
     }
   }
@@ -255,9 +277,9 @@ void StageTraffic::setOutputs(Stage& stage, std::int32_t microbatch, const std::
     if (stage.program.outOf[link].isLocal()) {
       edge.outputs.clear();
       for (const std::int32_t i : over) {
-        // What others read, too, this one may change in place where autograd does not keep it from that.
-        const bool isOwn = slot.outOf.size() == 1 || (program_.hasBackward && outputs[i].requires_grad());
-        edge.outputs.push_back(isOwn ? outputs[i].detach() : outputs[i].detach().clone());
+        // The stage may change it in place, but not a parameter, nor what others read, too.
+        const bool isShared = isOfLeaf(outputs[i]) || goesOverOthers(stage, link, outputs[i], outputs);
+        edge.outputs.push_back(isShared ? outputs[i].detach().clone() : outputs[i].detach());
       }
     } else {
       MessageWriter writer(edge.sendActivation, true, Traffic::kActivation, stage.program.outOf[link].edge, microbatch);

@@ -41,6 +41,14 @@ std::vector<at::Tensor> leafClones(const std::vector<at::Tensor>& leaves) {
   return clones;
 }
 
+edge_list edgesOf(const std::vector<at::Tensor>& inputs) {
+  edge_list edges;
+  for (const at::Tensor& input : inputs) {
+    edges.push_back(input.requires_grad() ? torch::autograd::impl::gradient_edge(input) : torch::autograd::Edge());
+  }
+  return edges;
+}
+
 // A stage made of random operations, the same for the same seed: some outputs depend on inputs, some on weights only,
 // weights are used several times, and one operation may have several results.
 struct RandomStage {
@@ -139,7 +147,7 @@ TEST(SplitBackward, BothHalvesTogetherAreTheWholeBackwardOfAnyGraph) {
     Backward backward = backwardOf(stage.outputs(inputs, weights));
     CountedProduct::backwards = 0;
     DeferredBackward deferred;
-    split.analyze(backward.roots, inputs, {});
+    split.analyze(backward.roots, edgesOf(inputs), {});
     const bool isSplittable = split.unsplittable() == nullptr;
     split.runInput(backward.roots, backward.grads, deferred);
     expectSameGrads(inputs, expectedInputs, "input");
@@ -189,7 +197,7 @@ TEST(SplitBackward, AfterTheInputsHalfOnlyWhatTheWeightsNeedIsLeft) {
   Backward backward = chain.run();
   SplitBackward split;
   DeferredBackward deferred;
-  split.analyze(backward.roots, {chain.input}, {});
+  split.analyze(backward.roots, edgesOf({chain.input}), {});
   EXPECT_EQ(split.unsplittable(), nullptr);
   split.runInput(backward.roots, backward.grads, deferred);
   // The products' nodes keep their first factors, the results of tanh before them; nobody needs the last result.
@@ -217,7 +225,7 @@ TEST(SplitBackward, HooksOfTheUsersRunOnce) {
       }));
   SplitBackward split;
   DeferredBackward deferred;
-  split.analyze(backward.roots, {chain.input}, {});
+  split.analyze(backward.roots, edgesOf({chain.input}), {});
   split.runInput(backward.roots, backward.grads, deferred);
   EXPECT_EQ(onWeight, 0);
   SplitBackward::runWeight(deferred);
@@ -237,7 +245,7 @@ TEST(SplitBackward, AHookOfAProductsResultKeepsItsWeightInTheFirstHalf) {
   Backward backward = backwardOf({at::matmul(y, chain.weights[1]).sum()});
   SplitBackward split;
   DeferredBackward deferred;
-  split.analyze(backward.roots, {chain.input}, {});
+  split.analyze(backward.roots, edgesOf({chain.input}), {});
   ASSERT_NE(split.unsplittable(), nullptr);
   EXPECT_EQ(split.unsplittable()->name(), "MmBackward0");
   split.runInput(backward.roots, backward.grads, deferred);
@@ -261,7 +269,7 @@ TEST(SplitBackward, AnErrorLeavesNoHooksBehind) {
   const edge_list roots = backward.roots;
   SplitBackward split;
   DeferredBackward deferred;
-  split.analyze(backward.roots, {chain.input}, {});
+  split.analyze(backward.roots, edgesOf({chain.input}), {});
   EXPECT_THROW(split.runInput(backward.roots, backward.grads, deferred), std::runtime_error);
   std::vector<Node*> nodes{roots[0].function.get()};
   for (std::size_t i = 0; i < nodes.size(); ++i) {

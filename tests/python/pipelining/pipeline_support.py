@@ -16,15 +16,23 @@ import farandole  # noqa: F401  (registers the backend)
 BACKENDS = ["gloo"] + (["farandole"] if "farandole" in dist.Backend.backend_list else [])
 
 _ACTIVATIONS: list[Callable[[], nn.Module]] = [nn.Tanh, nn.GELU, nn.Sigmoid, nn.Identity]
+# Their backwards need what they were given, so that the next layer may change what they give.
+_KEEP_INPUTS = (nn.GELU, nn.Identity)
 
 
-def random_stages(rng: random.Random, num_stages: int, dtype: torch.dtype = torch.float32) -> list[nn.Module]:
-    """Stages of random depth and width; the same on every rank for the same seed."""
+def random_stages(
+    rng: random.Random, num_stages: int, dtype: torch.dtype = torch.float32, in_place: bool = False
+) -> list[nn.Module]:
+    """Stages of random depth and width; the same on every rank for the same seed. With ``in_place`` some begin with a
+    layer that changes what the stage is given.
+    """
     torch.manual_seed(rng.randrange(2**31))
     width = rng.randint(1, 24)
     stages: list[nn.Module] = []
     for _ in range(num_stages):
         layers: list[nn.Module] = []
+        if in_place and stages and isinstance(stages[-1][-1], _KEEP_INPUTS) and rng.random() < 0.7:
+            layers.append(nn.LeakyReLU(0.3, inplace=True))
         for _ in range(rng.randint(1, 3)):
             following = rng.randint(1, 24)
             layers += [nn.Linear(width, following, bias=rng.random() < 0.7), rng.choice(_ACTIVATIONS)()]

@@ -21,7 +21,7 @@ def _train_random_models(rank: int, world_size: int, seed: int) -> int:
     for case in range(CASES_PER_RUN):
         rng = random.Random(seed + case)
         context = f"seed {seed + case}"
-        stages = random_stages(rng, world_size)
+        stages = random_stages(rng, world_size, in_place=True)
         n_microbatches = rng.randint(1, 9)
         schedule_class = rng.choice([ScheduleGPipe, Schedule1F1B])
         scale = rng.random() < 0.7

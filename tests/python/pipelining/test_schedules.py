@@ -87,7 +87,7 @@ def _train_by_every_schedule(rank: int, world_size: int, seed: int) -> None:
         rng = random.Random(seed + number)
         num_stages, n_microbatches = _random_counts(rng, name, world_size)
         context = f"seed {seed + number}, {name}, {num_stages} stages, {n_microbatches} microbatches"
-        stages = random_stages(rng, num_stages, torch.double)
+        stages = random_stages(rng, num_stages, torch.double, in_place=True)
         schedule, owners = _make(name, stages, n_microbatches, rank, world_size)
         _compare(schedule, stages, owners, rank, n_microbatches, context)
 
