@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,11 +56,12 @@ def time_steps(rank: Rank, peer: str, case: Case, count: int) -> tuple[list[floa
 def _prepare(rank: Rank, peer: str, case: Case) -> _Prepared:
     plan = case.plan()
     mine = {index: nn.Linear(WIDTH, WIDTH) for index, owner in enumerate(plan.rank_of_stage) if owner == rank.rank}
-    target = torch.ones(ROWS * MICROBATCHES, WIDTH)
+    rows = (ROWS, ROWS + 1) if peer == "learning" else (ROWS,)
+    batches = itertools.cycle([torch.ones(count * MICROBATCHES, WIDTH) for count in rows])
     last = plan.num_stages - 1
     many = case.stages_per_rank > 1
     schedule: Any
-    if peer == "farandole":
+    if peer != "torch":
         ours = [
             pipelining.PipelineStage(module, i, plan.num_stages, "cpu", group=rank.groups["farandole"])
             for i, module in mine.items()
@@ -74,10 +76,15 @@ def _prepare(rank: Rank, peer: str, case: Case) -> _Prepared:
         schedule = getattr(torch_pipelining, case.torch_class)(
             theirs if many else theirs[0], MICROBATCHES, nn.functional.mse_loss
         )
-    args = (target,) if 0 in mine else ()
-    ends = {"target": target} if last in mine else {}
+
+    def step() -> None:
+        batch = next(batches)
+        args = (batch,) if 0 in mine else ()
+        ends = {"target": batch} if last in mine else {}
+        schedule.step(*args, return_outputs=False, **ends)
+
     return _Prepared(
-        lambda: schedule.step(*args, return_outputs=False, **ends),
+        step,
         lambda: run_bare(mine, last),
         list(mine.values()),
         len(plan.lower().actions[rank.rank]),

@@ -4,6 +4,9 @@ Stages are 8-wide linear layers on two ranks, 16 microbatches. The cost is (step
 it is larger; the bare loop makes the same calls of modules, loss and engine and nothing else. So waiting for the other
 rank, the bubble, and what splitting a backward takes are all in it. Actions are counted in farandole's plan, for both.
 
+"Other shapes each step": rows of a microbatch alternate, so that each step learns its shapes anew. torch's stages have
+one shape.
+
 "without waiting" is the same of farandole's executor over a group that posts nothing: each rank runs by itself. What is
 left is the executor's own cost; the bare loop calls the engine twice for a backward that is split.
 """
@@ -24,7 +27,7 @@ from farandole.bench._ranks import RankPair
 from farandole.bench._series import Measurement, Report, Sample, Series, Target, interleave, ratio
 from farandole.bench._settings import Settings
 
-_PEERS = {"farandole": "farandole", "torch": "torch over gloo"}
+_PEERS = {"farandole": "farandole", "learning": "farandole, other shapes each step", "torch": "torch over gloo"}
 _QUANTITIES = ["step", "per action"]
 _STEPS = 20  # per round
 _LIMIT = 5e-6  # of an action, without waiting
@@ -47,6 +50,7 @@ def measure(settings: Settings, pair: RankPair) -> Report:
             settings.tick,
         )
         report.series += [one for of_peer in series.values() for one in of_peer]
+        report.ratios.append(ratio("per action / farandole's", series["learning"][1], series["farandole"][1]))
         if "torch" in series:
             report.ratios.append(ratio("per action / farandole's", series["torch"][1], series["farandole"][1]))
         alone = Series(case.schedule, "farandole, without waiting", "per action")
