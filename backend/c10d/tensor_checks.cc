@@ -19,6 +19,11 @@ void checkStrided(const char* operation, const char* argument, const at::Tensor&
   TORCH_CHECK_VALUE(!tensor.is_conj() && !tensor.is_neg(), operation, ": ", argument, " is a lazily ",
                     tensor.is_conj() ? "conjugated" : "negated", " view; expected its values, pass ",
                     tensor.is_conj() ? ".resolve_conj()" : ".resolve_neg()");
+  // c10d's own calls take such tensors apart; a backend that is called by itself meets them.
+  TORCH_CHECK_VALUE(tensor.numel() == 0 || tensor.const_data_ptr() != nullptr, operation, ": ", argument, " of shape ",
+                    tensor.sizes(),
+                    " has no memory (its storage is empty, or it stands for another tensor, as a DTensor does); "
+                    "expected a tensor with memory of its own");
 }
 
 // One call is on one device.

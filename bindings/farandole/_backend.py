@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing.util
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,7 +53,8 @@ def batch_p2p(ops: Sequence[dist.P2POp], label: str = "") -> dict[int, dist.Work
 
     Args:
         ops: as for :func:`torch.distributed.batch_isend_irecv`; all of one group,
-            whose backend for the tensors' device is farandole.
+            whose backend for the tensors' device is farandole. A tensor that a functional collective has returned is
+            awaited.
         label: shown in errors, logs and profiles.
 
     Returns:
@@ -72,8 +74,18 @@ def batch_p2p(ops: Sequence[dist.P2POp], label: str = "") -> dict[int, dist.Work
             raise ValueError(f"ops[{index}] belongs to another group than ops[0]; expected one group in a batch")
         if op.op not in (dist.isend, dist.irecv):
             raise ValueError(f"ops[{index}].op is {op.op!r}; expected torch.distributed.isend or irecv")
-        entries.append((op.op is dist.isend, op.tensor, op.group_peer, op.tag))
+        entries.append((op.op is dist.isend, _awaited(op.tensor), op.group_peer, op.tag))
     return backend.batch_p2p(entries, label)
+
+
+def _awaited(tensor: torch.Tensor) -> torch.Tensor:
+    """The result itself of a functional collective that may be under way (an AsyncCollectiveTensor)."""
+    if type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        return tensor
+    # Who made such a tensor has imported it.
+    functional: Any = sys.modules.get("torch.distributed._functional_collectives")
+    is_pending = functional is not None and isinstance(tensor, functional.AsyncCollectiveTensor)
+    return tensor.trigger_wait() if is_pending else tensor
 
 
 def connect_edges(

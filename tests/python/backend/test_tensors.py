@@ -5,7 +5,11 @@ import datetime
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional_collectives
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
+import farandole
 from support.hosts import PretendHost
 from support.processes import run_ranks
 
@@ -277,3 +281,32 @@ def _several_sparse(rank, world_size):
 @pytest.mark.parametrize("hosts", [(0, 0), (0, 0, 1, 1)], ids=str)
 def test_several_sparse_sums_and_a_dense_one_are_under_way_at_once(hosts):
     assert all(run_ranks(_several_sparse, len(hosts), "farandole", enter=PretendHost(hosts)))
+
+
+def _take_what_has_no_memory(rank, world_size):
+    """c10d's calls await an AsyncCollectiveTensor; farandole.batch_p2p, which is none of them, does so itself."""
+    pending = functional_collectives.all_reduce(torch.full((1000,), 1.0 + rank), "sum", dist.group.WORLD)
+    assert type(pending) is functional_collectives.AsyncCollectiveTensor
+    received = torch.zeros(1000)
+    ops = [dist.P2POp(dist.isend, pending, 1 - rank), dist.P2POp(dist.irecv, received, 1 - rank)]
+    for work in farandole.batch_p2p(ops).values():
+        work.wait()
+    assert torch.equal(received, torch.full((1000,), 3.0))
+
+    sharded = DTensor.from_local(torch.ones(4), init_device_mesh("cpu", (world_size,)), [Shard(0)])
+    freed = torch.ones(4)
+    freed.untyped_storage().resize_(0)
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    for tensor in (sharded, freed):
+        with pytest.raises(ValueError, match=r"of shape \[\d\] has no memory .*expected a tensor with memory of its own"):
+            farandole.batch_p2p([dist.P2POp(dist.isend, tensor, 1 - rank)])
+        with pytest.raises(ValueError, match=r"all_reduce: .*has no memory"):
+            backend.allreduce([tensor])
+    after = torch.ones(1)
+    dist.all_reduce(after)
+    assert after.item() == world_size
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_that_stand_for_others_are_awaited_or_refused():
+    run_ranks(_take_what_has_no_memory, 2, "farandole")
