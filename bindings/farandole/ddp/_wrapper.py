@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.utils import _to_kwargs
 
 from farandole import _C
+from farandole.ddp._abandonment import AbandonsGroup
 from farandole.ddp._changes import ParameterWatch
 from farandole.ddp._comm_hook import builtin_comm_hook, checked_comm_hook
 from farandole.ddp._copying import build_again, state_of
@@ -33,7 +34,7 @@ from farandole.ddp._tuning import BucketTuner, is_auto
 __all__ = ["DistributedDataParallel"]
 
 
-class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters, ShowsLayout):
+class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters, AbandonsGroup, ShowsLayout):
     """Wraps a module so that each backward leaves the average gradient over the group in ``.grad``.
 
     Gradients live in contiguous buffers, laid out in reverse registration order (as Megatron-core's) and cut into
@@ -301,43 +302,6 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters, Sh
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         """So one of torch.distributed's ``BuiltinCommHookType``."""
         self.register_comm_hook(self.process_group, builtin_comm_hook(comm_hook_type))
-
-    def abandon(self, reason: str) -> None:
-        """Gives the group up, for a rank that failed and will not reduce the gradients that the others reduce.
-
-        Every rank of the group that waits for the reduction, or comes to it, gets a RuntimeError at once that names
-        this rank and the reason. The group is aborted, for whoever else uses it, too; from then on this wrapper's
-        forward raises, and gradients are left alone: wrap the module again, over a new group. The first reason given
-        counts.
-
-        What the others learn at once depends on the backend: farandole tells all ranks. Gloo has no abort; a rank
-        that waits looks every 200 ms whether the group was given up, and the operation that is left behind keeps a
-        thread until the group's timeout. Over other backends ranks that already wait may do so until the timeout,
-        and then raise with the reason.
-        """
-        rank, group_rank = dist.get_rank(), dist.get_rank(self.process_group)
-        named = f"rank {group_rank}" + ("" if rank == group_rank else f" (global rank {rank})")
-        self._reducer.abandon(f"{named} abandoned the data-parallel group: {reason}")
-
-    @contextlib.contextmanager
-    def abandon_on_error(self) -> Iterator[None]:
-        """Calls :meth:`abandon` when what is inside raises, and lets the error pass.
-
-        For a whole step, forward and backward: ``with model.abandon_on_error(): loss_fn(model(x), y).backward()``.
-        An error after which all ranks are still in step (parameters that got no gradient) abandons nothing.
-        """
-        self._reducer.begin_step()
-        try:
-            yield
-        except BaseException as error:
-            if not self._reducer.is_synchronized():
-                self.abandon(f"{type(error).__name__}: {error}")
-            raise
-
-    def _abandon_step(self, reason: str) -> None:
-        """For a caller of _set_require_sync: abandons the group unless this step has reduced, or is not to."""
-        if self._no_sync_depth == 0 and not self._reducer.is_synchronized():
-            self.abandon(reason)
 
     def start_grad_sync(self) -> None:
         """Starts to average what has accumulated, for backwards that ran without synchronizing."""

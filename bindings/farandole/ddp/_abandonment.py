@@ -1,0 +1,53 @@
+"""A rank that fails tells the others, which would wait for its gradients."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from farandole.ddp._wrapper import DistributedDataParallel
+
+
+class AbandonsGroup:
+    """The part of the wrapper that gives the group up."""
+
+    def abandon(self: DistributedDataParallel, reason: str) -> None:
+        """Gives the group up, for a rank that failed and will not reduce the gradients that the others reduce.
+
+        Every rank of the group that waits for the reduction, or comes to it, gets a RuntimeError at once that names
+        this rank and the reason. The group is aborted, for whoever else uses it, too; from then on this wrapper's
+        forward raises, and gradients are left alone: wrap the module again, over a new group. The first reason given
+        counts.
+
+        What the others learn at once depends on the backend: farandole tells all ranks. Gloo has no abort; a rank
+        that waits looks every 200 ms whether the group was given up, and the operation that is left behind keeps a
+        thread until the group's timeout. Over other backends ranks that already wait may do so until the timeout,
+        and then raise with the reason.
+        """
+        rank, group_rank = dist.get_rank(), dist.get_rank(self.process_group)
+        named = f"rank {group_rank}" + ("" if rank == group_rank else f" (global rank {rank})")
+        self._reducer.abandon(f"{named} abandoned the data-parallel group: {reason}")
+
+    @contextlib.contextmanager
+    def abandon_on_error(self: DistributedDataParallel) -> Iterator[None]:
+        """Calls :meth:`abandon` when what is inside raises, and lets the error pass.
+
+        For a whole step, forward and backward: ``with model.abandon_on_error(): loss_fn(model(x), y).backward()``.
+        An error after which all ranks are still in step (parameters that got no gradient) abandons nothing.
+        """
+        self._reducer.begin_step()
+        try:
+            yield
+        except BaseException as error:
+            if not self._reducer.is_synchronized():
+                self.abandon(f"{type(error).__name__}: {error}")
+            raise
+
+    def _abandon_step(self: DistributedDataParallel, reason: str) -> None:
+        """For a caller of _set_require_sync: abandons the group unless this step has reduced, or is not to."""
+        if self._no_sync_depth == 0 and not self._reducer.is_synchronized():
+            self.abandon(reason)
