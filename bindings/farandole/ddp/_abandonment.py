@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from farandole.ddp._wrapper import DistributedDataParallel
+from farandole import _C
 
 
 class AbandonsGroup:
     """The part of the wrapper that gives the group up."""
 
-    def abandon(self: DistributedDataParallel, reason: str) -> None:
+    process_group: dist.ProcessGroup
+    _reducer: _C.GradReducer
+    _no_sync_depth: int
+
+    def abandon(self, reason: str) -> None:
         """Gives the group up, for a rank that failed and will not reduce the gradients that the others reduce.
 
         Every rank of the group that waits for the reduction, or comes to it, gets a RuntimeError at once that names
@@ -33,7 +35,7 @@ class AbandonsGroup:
         self._reducer.abandon(f"{named} abandoned the data-parallel group: {reason}")
 
     @contextlib.contextmanager
-    def abandon_on_error(self: DistributedDataParallel) -> Iterator[None]:
+    def abandon_on_error(self) -> Iterator[None]:
         """Calls :meth:`abandon` when what is inside raises, and lets the error pass.
 
         For a whole step, forward and backward: ``with model.abandon_on_error(): loss_fn(model(x), y).backward()``.
@@ -47,7 +49,7 @@ class AbandonsGroup:
                 self.abandon(f"{type(error).__name__}: {error}")
             raise
 
-    def _abandon_step(self: DistributedDataParallel, reason: str) -> None:
+    def _abandon_step(self, reason: str) -> None:
         """For a caller of _set_require_sync: abandons the group unless this step has reduced, or is not to."""
         if self._no_sync_depth == 0 and not self._reducer.is_synchronized():
             self.abandon(reason)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 
 from farandole.ddp._fused import ADDED
+from farandole.ddp._ignored import named_parameters
 
 _END = object()
 _FIRST_ROUNDS = 3
@@ -22,8 +23,11 @@ class ParameterWatch:
     was known when the module was wrapped (``knows_added``), which is looked at in the first rounds.
     """
 
-    def __init__(self, module: torch.nn.Module, wrapped: Iterable[torch.Tensor], knows_added: bool) -> None:
+    def __init__(
+        self, module: torch.nn.Module, wrapped: Iterable[torch.Tensor], ignored: Collection[str], knows_added: bool
+    ) -> None:
         self._module = module
+        self._ignored = ignored
         self._wrapped = set(wrapped)
         self._rounds_to_look = 0 if knows_added else _FIRST_ROUNDS
         self._round = -1
@@ -67,7 +71,7 @@ class ParameterWatch:
     def _describe(self) -> str:
         new = [
             name
-            for name, parameter in self._module.named_parameters()
+            for name, parameter in named_parameters(self._module, self._ignored)
             if parameter.requires_grad and parameter not in self._wrapped
         ]
         if not new:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from farandole.ddp._ignored import ignored_in, named_parameters
+
 ADDED = "grad_added_to_main_grad"
 # By which modules with such kernels are known: Megatron-core's and TransformerEngine's.
 _FLAGS = ("gradient_accumulation_fusion", "fuse_wgrad_accumulation")
@@ -19,7 +21,8 @@ def is_added_of(module: torch.nn.Module, in_main_grad: bool, fuses: bool = False
     Raises:
         ValueError: a module has such kernels, but gradients are in ``.grad``.
     """
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    named = named_parameters(module, ignored_in(module))
+    parameters = [parameter for _, parameter in named if parameter.requires_grad]
     has_attribute = any(hasattr(parameter, ADDED) for parameter in parameters)
     reset_added(parameter for parameter in parameters if hasattr(parameter, ADDED))
     flagged = next(

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook, _JoinConfig
 
 from farandole import _C
+from farandole.ddp._ignored import named_buffers, named_parameters
 
 if TYPE_CHECKING:
     from farandole.ddp._wrapper import DistributedDataParallel
@@ -57,7 +58,9 @@ class DdpJoinHook(JoinHook):
         model = self._model
         source = torch.tensor([model.process_group.rank() if is_last_joiner else -1], device=model.join_device)
         dist.all_reduce(source, op=dist.ReduceOp.MAX, group=model.process_group)
-        state = [*model.module.parameters(), *(model.module.buffers() if model.broadcast_buffers else ())]
+        state = [parameter for _, parameter in named_parameters(model.module, model.parameters_to_ignore)]
+        if model.broadcast_buffers:
+            state += [buffer for _, buffer in named_buffers(model.module, model.parameters_to_ignore)]
         _C.broadcast_tensors(model.process_group, state, int(source.item()))
         # All have come here: what is after it needs no telling.
         model._reducer.average_over(model.replicas.size)
@@ -127,7 +130,7 @@ class UnevenInputs(Joinable):
     @property
     def join_device(self: DistributedDataParallel) -> torch.device:
         """Joinable's: where the parameters are."""
-        return next(iter(self._trainable.values())).device
+        return self.device
 
     @property
     def join_process_group(self: DistributedDataParallel) -> dist.ProcessGroup:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from farandole import _C
+from farandole.ddp._ignored import named_parameters
 
 _UNUSED = ("error", "zero_fill", "skip")
 _MIB = 1 << 20
@@ -58,7 +60,7 @@ def input_device(module: torch.nn.Module, device_ids: Any, output_device: Any, d
         raise ValueError(f"dim={dim}: expected 0, since the module is on one device")
     if isinstance(device_ids, dist.ProcessGroup):
         raise TypeError("device_ids is a ProcessGroup: expected it by its name, process_group=")
-    if device_ids is None and output_device is None:
+    if not device_ids and output_device is None:  # torch takes an empty list, too
         return None
     devices = {parameter.device for parameter in module.parameters()}
     if any(device.type == "cpu" for device in devices):
@@ -87,7 +89,7 @@ def bucket_elements(bucket_size: Any, bucket_cap_mb: float | None, module: torch
     return max(1, int(bucket_cap_mb * _MIB) // width)
 
 
-def parameters_of(module: torch.nn.Module) -> list[tuple[str, torch.Tensor, bool, bool]]:
+def parameters_of(module: torch.nn.Module, ignored: Collection[str]) -> list[tuple[str, torch.Tensor, bool, bool]]:
     """(name, parameter, is an expert, is a shared embedding), by Megatron's attributes of parameters."""
     return [
         (
@@ -96,5 +98,5 @@ def parameters_of(module: torch.nn.Module) -> list[tuple[str, torch.Tensor, bool
             not getattr(parameter, "allreduce", True),
             bool(getattr(parameter, "shared_embedding", False)),
         )
-        for name, parameter in module.named_parameters()
+        for name, parameter in named_parameters(module, ignored)
     ]

@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from farandole import _C
 from farandole.ddp._copying import HookOfOne
 from farandole.ddp._reads import ReadRecorder
+
+if TYPE_CHECKING:
+    from farandole.ddp._wrapper import DistributedDataParallel
 
 
 class ParamSync:
@@ -29,13 +32,13 @@ class ParamSync:
     Threads: the one that runs forwards.
     """
 
-    def __init__(self, model: torch.nn.Module, reducer: _C.GradReducer, overlaps: bool) -> None:
+    def __init__(self, model: DistributedDataParallel, reducer: _C.GradReducer, overlaps: bool) -> None:
         self._gather = _C.ParamGather(reducer)
         self._root: torch.nn.Module = model.module
         self.overlaps = overlaps and _can_have_hooks(self._root)
         groups = self._gather.bucket_group_of()
         names = [name for name, _ in reducer.main_grads()]
-        self._name_of = {parameter: name for name, parameter in self._root.named_parameters() if name in set(names)}
+        self._name_of = {parameter: name for name, parameter in model._trainable.items()}
         self._group_of = {parameter: groups[names.index(name)] for parameter, name in self._name_of.items()}
         self._awaited: dict[torch.nn.Module, list[int]] | None = None  # by module that the first forward called
         self._called: set[torch.nn.Module] = set()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from farandole import _C
 from farandole.ddp._copying import HookOfOne
+from farandole.ddp._ignored import named_parameters
 from farandole.ddp._options import Replicas, parameters_of
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class BucketTuner:
         if reducer.rounds() < TUNED_ROUNDS or reducer.is_in_round() or torch._C._current_graph_task_id() != -1:
             return
         reducer.begin_step()  # raises where the group was abandoned
-        for name, parameter in model.module.named_parameters():
+        for name, parameter in named_parameters(model.module, model.parameters_to_ignore):
             if parameter.requires_grad != (name in model._trainable):
                 raise RuntimeError(
                     f"bucket_size='auto': parameter '{name}' was {'un' if parameter.requires_grad else ''}frozen after "
@@ -134,8 +135,8 @@ def _rebuild(model: DistributedDataParallel, options: _C.ReducerOptions, bucket_
     reducer = _C.GradReducer(
         model.replicas.packed(),
         model.experts.packed(),
-        parameters_of(model.module),
-        list(model.module.named_buffers()),
+        parameters_of(model.module, model.parameters_to_ignore),
+        [],  # which were compared when the module was wrapped
         options,
         None,
     )
@@ -206,7 +207,7 @@ def _groups(replicas: Replicas) -> list[dist.ProcessGroup]:
 
 def _slowest(model: DistributedDataParallel, mine: list[float]) -> list[float]:
     """The largest that any rank has, each."""
-    values = torch.tensor(mine, dtype=torch.float64, device=_device(model))
+    values = torch.tensor(mine, dtype=torch.float64, device=model.device)
     for group in _groups(model.replicas):
         dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
     return [float(value) for value in values.tolist()]
@@ -214,14 +215,10 @@ def _slowest(model: DistributedDataParallel, mine: list[float]) -> list[float]:
 
 def _told(model: DistributedDataParallel, mine: int) -> int:
     """What the first rank has."""
-    value = torch.tensor([int(mine)], dtype=torch.int64, device=_device(model))
+    value = torch.tensor([int(mine)], dtype=torch.int64, device=model.device)
     for group in reversed(_groups(model.replicas)):
         dist.broadcast(value, group=group, group_src=0)
     return int(value.item())
-
-
-def _device(model: DistributedDataParallel) -> torch.device:
-    return next(iter(model._trainable.values())).device
 
 
 def _round_seconds(events: list[Any]) -> float:

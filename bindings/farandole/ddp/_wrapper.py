@@ -16,6 +16,7 @@ from farandole.ddp._changes import ParameterWatch
 from farandole.ddp._comm_hook import builtin_comm_hook, checked_comm_hook
 from farandole.ddp._copying import build_again, state_of
 from farandole.ddp._fused import is_added_of, reset_added
+from farandole.ddp._ignored import ignore, ignored_in, named_buffers, named_parameters
 from farandole.ddp._join import UnevenInputs, begin_forward
 from farandole.ddp._layout import ShowsLayout
 from farandole.ddp._options import (
@@ -60,7 +61,8 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters, Ab
         output_device: None, or that device.
         dim: 0.
         broadcast_buffers: each forward first overwrites buffers with those of rank 0; not after a forward inside
-            ``no_sync`` or without gradients, as torch's.
+            ``no_sync`` or without gradients, as torch's. With False ranks keep their own from the start on, which need
+            not have the same shapes either.
         init_sync: whether the model of rank 0 is given to all when it is wrapped.
         process_group: over which to average; by default the world.
         bucket_cap_mb: ``bucket_size`` in mebibytes of the widest gradients.
@@ -108,6 +110,7 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters, Ab
     """
 
     _tuner: BucketTuner | None
+    _set_params_and_buffers_to_ignore_for_model = staticmethod(ignore)  # the name that torch's users know
 
     def __init__(
         self,
@@ -150,7 +153,7 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters, Ab
         ):
             if is_asked and not use_distributed_optimizer:
                 raise ValueError(f"{name}=True: expected use_distributed_optimizer=True with it")
-        self.device = input_device(module, device_ids, output_device, dim)
+        self._input_device = input_device(module, device_ids, output_device, dim)
         self.broadcast_buffers = broadcast_buffers
         options = _C.ReducerOptions()
         # A static graph shows in its first backward what it leaves out.
@@ -184,6 +187,7 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters, Ab
             Replicas(experts, expert_instance_process_group if expert_process_group else instance_process_group),
             options,
             overlap_param_gather,
+            shares_buffers=self.broadcast_buffers,
         )
         if tunes:
             self._tuner = BucketTuner(self, options)
@@ -196,10 +200,12 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters, Ab
         options: _C.ReducerOptions,
         overlap_param_gather: bool,
         fuses: bool = False,
+        shares_buffers: bool = True,
     ) -> None:
         """Once the arguments are known: also for those who take others."""
         UnevenInputs.__init__(self)
         self.module = module
+        self.parameters_to_ignore = ignored_in(module)
         self.process_group = replicas.group
         self.replicas = replicas
         self.experts = experts
@@ -215,16 +221,20 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters, Ab
         self._reducer = _C.GradReducer(
             replicas.packed(),
             experts.packed(),
-            parameters_of(module),
-            list(module.named_buffers()),
+            parameters_of(module, self.parameters_to_ignore),
+            list(named_buffers(module, self.parameters_to_ignore)) if shares_buffers else [],
             options,
             self._is_added,
         )
         main_grads = dict(self._reducer.main_grads())
-        self._trainable = {name: parameter for name, parameter in module.named_parameters() if name in main_grads}
+        parameters = named_parameters(module, self.parameters_to_ignore)
+        self._trainable = {name: parameter for name, parameter in parameters if name in main_grads}
         for name, parameter in self._trainable.items():
             parameter.main_grad = main_grads[name]
-        self._watch = ParameterWatch(module, self._trainable.values(), self._is_added is not None)
+        self.device = next(iter(self._trainable.values())).device
+        self._watch = ParameterWatch(
+            module, self._trainable.values(), self.parameters_to_ignore, self._is_added is not None
+        )
         self._param_sync = ParamSync(self, self._reducer, overlap_param_gather) if options.is_sharded else None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -252,8 +262,8 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters, Ab
             source = begin_forward(self, broadcasts, torch.is_grad_enabled() and self.require_backward_grad_sync)
         if broadcasts:
             self._sync_buffers(source)
-        if self.device is not None:
-            (args,), (kwargs,) = _to_kwargs(args, kwargs, self.device, use_side_stream_for_tensor_copies=False)
+        if self._input_device is not None:
+            (args,), (kwargs,) = _to_kwargs(args, kwargs, self._input_device, use_side_stream_for_tensor_copies=False)
         output = self.module(*args, **kwargs)
         # torch's: after a forward that will not be differentiated or reduced the next one needs no new buffers.
         self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
@@ -262,7 +272,7 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters, Ab
         return output
 
     def _sync_buffers(self, source: int = 0) -> None:
-        buffers = list(self.module.buffers())
+        buffers = [buffer for _, buffer in named_buffers(self.module, self.parameters_to_ignore)]
         for group in (self.replicas.instances, self.replicas.group):
             if group is not None:
                 _C.broadcast_tensors(group, buffers, source)
@@ -346,10 +356,9 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters, Ab
                 "record_timeline(): bucket_size='auto' has not chosen yet: expected a number of elements, or more steps before"
             )
         before, recorded = self._timeline, _C.GradTimeline()
-        device = next(iter(self._trainable.values())).device
         self._record(recorded)
         try:
-            yield Timeline(recorded, list(self._trainable), self.process_group, device)
+            yield Timeline(recorded, list(self._trainable), self.process_group, self.device)
         finally:
             self._record(before)
 

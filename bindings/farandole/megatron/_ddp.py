@@ -54,7 +54,7 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"module is a {type(module).__name__}: expected a torch.nn.Module")
         check(ddp_config)
-        self.device = None
+        self._input_device = None
         self.broadcast_buffers = False
         self.config = config
         self.ddp_config = ddp_config
