@@ -19,6 +19,7 @@ class ParameterWatch:
     """Finds parameters that require a gradient and are none of those that were wrapped: nobody averages them.
 
     They were frozen then, or have come since: by ``load_state_dict(assign=True)``, in another's place, in a new module.
+    The plain tensors that ``torch.func.functional_call`` puts there are the caller's: computed from wrapped ones, or his own.
     What the wrapped ones themselves have become the reducer sees. Nor may kernels add to ``main_grad`` unless that
     was known when the module was wrapped (``knows_added``), which is looked at in the first rounds.
     """
@@ -72,7 +73,7 @@ class ParameterWatch:
         new = [
             name
             for name, parameter in named_parameters(self._module, self._ignored)
-            if parameter.requires_grad and parameter not in self._wrapped
+            if parameter.requires_grad and parameter not in self._wrapped and isinstance(parameter, torch.nn.Parameter)
         ]
         if not new:
             return ""

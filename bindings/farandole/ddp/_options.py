@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 
 from farandole import _C
 from farandole.ddp._ignored import named_parameters
@@ -41,6 +42,19 @@ def group_of(name: str, group: Any) -> dist.ProcessGroup:
     if not isinstance(group, dist.ProcessGroup):
         raise ValueError(f"{name}={group!r}: expected a ProcessGroup that this rank ({dist.get_rank()}) is in")
     return group
+
+
+def group_in(process_group: Any, device_mesh: Any, module: torch.nn.Module) -> dist.ProcessGroup:
+    """``process_group``, or that of a mesh. Parameters that are sharded over the rest of a larger one become local, as in torch."""
+    if device_mesh is None:
+        return group_of("process_group", process_group)
+    if process_group is not None:
+        raise ValueError(f"process_group={process_group} and device_mesh={device_mesh}: expected only one of them")
+    if device_mesh.ndim != 1:
+        raise ValueError(f"device_mesh={device_mesh}: expected one dimension, as mesh['replicas'] has")
+    if device_mesh._get_root_mesh() != device_mesh:
+        _pre_dp_module_transform(module)
+    return device_mesh.get_group(0)
 
 
 def unused_policy(unused_parameters: str | None, find_unused_parameters: bool) -> _C.UnusedParameters:
@@ -91,6 +105,12 @@ def bucket_elements(bucket_size: Any, bucket_cap_mb: float | None, module: torch
 
 def parameters_of(module: torch.nn.Module, ignored: Collection[str]) -> list[tuple[str, torch.Tensor, bool, bool]]:
     """(name, parameter, is an expert, is a shared embedding), by Megatron's attributes of parameters."""
+    named = list(named_parameters(module, ignored))
+    for name, parameter in named:
+        if isinstance(parameter, torch.nn.UninitializedParameter):
+            raise ValueError(
+                f"parameter '{name}' is uninitialized: expected a forward before, which gives it its shape"
+            )
     return [
         (
             name,
@@ -98,5 +118,5 @@ def parameters_of(module: torch.nn.Module, ignored: Collection[str]) -> list[tup
             not getattr(parameter, "allreduce", True),
             bool(getattr(parameter, "shared_embedding", False)),
         )
-        for name, parameter in named_parameters(module, ignored)
+        for name, parameter in named
     ]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.utils import _to_kwargs
 
 from farandole import _C
@@ -22,6 +23,7 @@ from farandole.ddp._layout import ShowsLayout
 from farandole.ddp._options import (
     Replicas,
     bucket_elements,
+    group_in,
     group_of,
     input_device,
     parameters_of,
@@ -72,6 +74,12 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters, Ab
         gradient_as_bucket_view: gradients are views of buckets either way.
         static_graph: every backward is like the first one, which counts how many gradients each parameter gets: so
             reentrant checkpoints may share parameters. What it leaves out is skipped.
+        device_mesh: instead of ``process_group``, of one dimension: a part of a larger mesh where parameters are sharded
+            over the rest of that by torch's tensor parallelism.
+        skip_all_reduce_unused_params, batched_grad_copy, lazy_bucket_allocation: torch's ways to save time or memory,
+            which have no meaning here.
+        forward_sync_buffers: as ``broadcast_buffers``, which then does not count, in forwards alone: all ranks begin with
+            the buffers of rank 0.
         bucket_size: elements after which a bucket is closed; by default max(40e6, 1e6 x size). Smaller models than
             that overlap nothing unless this is smaller, too. "auto": the first backwards are measured with the default,
             or ``bucket_cap_mb``, then the size is tried that is predicted to leave the least exposed, and kept if
@@ -127,6 +135,11 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters, Ab
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
         *,
+        device_mesh: DeviceMesh | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
         bucket_size: int | str | None = None,
         unused_parameters: str | None = None,
         disable_bucketing: bool = False,
@@ -154,7 +167,10 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters, Ab
             if is_asked and not use_distributed_optimizer:
                 raise ValueError(f"{name}=True: expected use_distributed_optimizer=True with it")
         self._input_device = input_device(module, device_ids, output_device, dim)
-        self.broadcast_buffers = broadcast_buffers
+        shares_buffers = broadcast_buffers or forward_sync_buffers is not None
+        self.broadcast_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+        self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
+        self.gradient_as_bucket_view = gradient_as_bucket_view
         options = _C.ReducerOptions()
         # A static graph shows in its first backward what it leaves out.
         options.unused = unused_policy(unused_parameters, find_unused_parameters or static_graph)
@@ -179,7 +195,7 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters, Ab
         options.checks_nan = check_for_nan_in_grad
         options.largest_grad = check_for_large_grads
         options.pads_for_bus_bandwidth = pad_buckets_for_high_nccl_busbw
-        group = group_of("process_group", process_group)
+        group = group_in(process_group, device_mesh, module)
         experts = group if expert_process_group is None else group_of("expert_process_group", expert_process_group)
         self._build(
             module,
@@ -187,7 +203,7 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters, Ab
             Replicas(experts, expert_instance_process_group if expert_process_group else instance_process_group),
             options,
             overlap_param_gather,
-            shares_buffers=self.broadcast_buffers,
+            shares_buffers=shares_buffers,
         )
         if tunes:
             self._tuner = BucketTuner(self, options)

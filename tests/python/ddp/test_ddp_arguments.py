@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_models import BACKENDS
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as TorchDdp
 from torch.utils.checkpoint import checkpoint
 
@@ -171,10 +173,59 @@ def _arguments(rank: int, world_size: int) -> None:
             "find_unused_parameters=True means unused_parameters='skip', not 'error'",
         ),
         ({"mixed_precision": 1}, TypeError, "unexpected keyword argument 'mixed_precision'"),
+        (
+            {"process_group": dist.group.WORLD, "device_mesh": init_device_mesh("cpu", (2,))},
+            ValueError,
+            "process_group=.* and device_mesh=.*: expected only one of them",
+        ),
+        ({"device_mesh": init_device_mesh("cpu", (2, 1))}, ValueError, "device_mesh=.*: expected one dimension"),
     ):
         with pytest.raises(kind, match=message):
             DistributedDataParallel(_Branches(), **arguments)
+    with pytest.raises(ValueError, match=r"parameter '0\.weight' is uninitialized: expected a forward before"):
+        DistributedDataParallel(torch.nn.Sequential(torch.nn.LazyLinear(2)))
+    hints = {"skip_all_reduce_unused_params": True, "batched_grad_copy": True, "lazy_bucket_allocation": True}
+    model = DistributedDataParallel(_Branches(), device_ids=[], find_unused_parameters=True, **hints)
+    assert model.device == torch.device("cpu")
+    assert (model.find_unused_parameters, model.static_graph, model.gradient_as_bucket_view) == (True, False, False)
 
 
 def test_torchs_arguments_are_taken_in_their_order_or_refused_by_name():
     run_ranks(_arguments, 2, "gloo", timeout=60)
+
+
+def _forward_sync_buffers(rank: int, world_size: int) -> None:
+    for in_forwards in (False, True):
+        model = DistributedDataParallel(_Normed(), forward_sync_buffers=in_forwards, broadcast_buffers=not in_forwards)
+        module = model.module.layers[1]
+        module.running_mean.fill_(rank)
+        model.eval()(torch.zeros(1, 4))
+        assert module.running_mean.unique().tolist() == [0.0 if in_forwards else rank]
+    module = _Normed()
+    module.layers[1].running_mean.fill_(3.0 + rank)
+    DistributedDataParallel(module, forward_sync_buffers=False)
+    assert module.layers[1].running_mean.unique().tolist() == [3.0]
+
+
+def test_forward_sync_buffers_is_about_forwards_alone():
+    run_ranks(_forward_sync_buffers, 2, "gloo", timeout=60)
+
+
+def _tensor_parallel(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    grads = []
+    for kind in (TorchDdp, DistributedDataParallel):
+        torch.manual_seed(8)
+        module = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 4))
+        parallelize_module(module, mesh["shards"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        model = kind(module, device_mesh=mesh["replicas"])
+        parameters = list(model.parameters())
+        for step in range(2):
+            model(torch.full((3, 4), 1.0 + rank // 2 + step)).square().sum().backward()
+        grads.append([parameter.grad for parameter in parameters])
+    for want, got in zip(*grads, strict=True):
+        assert torch.equal(want, got)
+
+
+def test_parameters_that_are_sharded_over_the_rest_of_a_mesh_are_averaged_as_by_torch():
+    run_ranks(_tensor_parallel, 4, "gloo", timeout=60)

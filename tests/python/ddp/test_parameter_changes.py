@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ddp_models import BACKENDS
+from torch.nn.parallel import DistributedDataParallel as TorchDdp
 
 from farandole import megatron
 from farandole.ddp import DistributedDataParallel, DistributedOptimizer
@@ -185,3 +187,25 @@ def _megatron(rank: int, world_size: int) -> None:
 
 def test_megatrons_wrapper_says_so_when_gradients_are_finished():
     run_ranks(_megatron, 2, BACKENDS[-1], timeout=60)
+
+
+def _call_functionally(rank: int, world_size: int) -> None:
+    torchs = TorchDdp(Layers(), process_group=dist.new_group(backend="gloo"))
+    ours = DistributedDataParallel(Layers())
+    for step in range(2):
+        grads = []
+        for model in (torchs, ours):
+            model.zero_grad()
+            twice = {name: 2 * parameter for name, parameter in model.named_parameters()}
+            torch.func.functional_call(model, twice, _input(rank + step)).backward()
+            own = {name: parameter.detach().requires_grad_() for name, parameter in twice.items()}
+            torch.func.functional_call(model, own, _input(rank)).backward()  # which nobody averages
+            named = [(name, parameter.grad) for name, parameter in model.named_parameters()]
+            grads.append([*named, *((name, parameter.grad) for name, parameter in own.items())])
+            model(_input(rank)).backward()
+        for (name, want), (_, got) in zip(*grads, strict=True):
+            assert want is got is None or torch.equal(want, got), f"step {step} rank {rank} {name}"
+
+
+def test_functional_call_is_no_change_and_gradients_are_those_of_torch():
+    run_ranks(_call_functionally, 2, "gloo")
