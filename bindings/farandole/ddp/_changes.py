@@ -19,7 +19,8 @@ class ParameterWatch:
     """Finds parameters that require a gradient and are none of those that were wrapped: nobody averages them.
 
     They were frozen then, or have come since: by ``load_state_dict(assign=True)``, in another's place, in a new module.
-    The plain tensors that ``torch.func.functional_call`` puts there are the caller's: computed from wrapped ones, or his own.
+    The plain tensors that ``torch.func.functional_call`` puts there are the caller's: computed from wrapped ones, or
+    others.
     What the wrapped ones themselves have become the reducer sees. Nor may kernels add to ``main_grad`` unless that
     was known when the module was wrapped (``knows_added``), which is looked at in the first rounds.
     """

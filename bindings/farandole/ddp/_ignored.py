@@ -18,7 +18,7 @@ def ignored_in(module: torch.nn.Module) -> frozenset[str]:
 
 
 def ignore(module: torch.nn.Module, params_and_buffers_to_ignore: Collection[str]) -> None:
-    """Has a wrapper that is made afterwards leave parameters and buffers alone: neither compared nor broadcast nor reduced.
+    """Has a wrapper that is made afterwards leave some alone: neither compared nor broadcast nor reduced.
 
     Args:
         module: that is to be wrapped.

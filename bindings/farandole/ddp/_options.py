@@ -45,7 +45,7 @@ def group_of(name: str, group: Any) -> dist.ProcessGroup:
 
 
 def group_in(process_group: Any, device_mesh: Any, module: torch.nn.Module) -> dist.ProcessGroup:
-    """``process_group``, or that of a mesh. Parameters that are sharded over the rest of a larger one become local, as in torch."""
+    """``process_group``, or a mesh's. Parameters that are sharded over the rest of a larger one become local, as torch's."""
     if device_mesh is None:
         return group_of("process_group", process_group)
     if process_group is not None:

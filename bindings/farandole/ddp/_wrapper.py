@@ -287,6 +287,15 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters, Ab
             self._reducer.watch_outputs(tensors_in(output))
         return output
 
+    @property
+    def forward_sync_buffers(self) -> bool:
+        """Torch's newer name of ``broadcast_buffers``, once the module is wrapped."""
+        return self.broadcast_buffers
+
+    @forward_sync_buffers.setter
+    def forward_sync_buffers(self, value: bool) -> None:
+        self.broadcast_buffers = value
+
     def _sync_buffers(self, source: int = 0) -> None:
         buffers = [buffer for _, buffer in named_buffers(self.module, self.parameters_to_ignore)]
         for group in (self.replicas.instances, self.replicas.group):

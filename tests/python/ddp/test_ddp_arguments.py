@@ -201,6 +201,10 @@ def _forward_sync_buffers(rank: int, world_size: int) -> None:
         module.running_mean.fill_(rank)
         model.eval()(torch.zeros(1, 4))
         assert module.running_mean.unique().tolist() == [0.0 if in_forwards else rank]
+        model.forward_sync_buffers = not in_forwards
+        module.running_mean.fill_(rank)
+        model(torch.zeros(1, 4))
+        assert module.running_mean.unique().tolist() == [rank if in_forwards else 0.0]
     module = _Normed()
     module.layers[1].running_mean.fill_(3.0 + rank)
     DistributedDataParallel(module, forward_sync_buffers=False)
