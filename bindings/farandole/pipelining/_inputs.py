@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from farandole.pipelining._microbatches import signature, split_inputs, split_tensor
+from farandole.pipelining._microbatches import signature, split_inputs, split_target
 from farandole.pipelining._stage import Declared, PipelineStage
 
 
@@ -85,7 +85,7 @@ class InputSplitter:
                 raise TypeError(
                     f"target is a {type(batch.target).__name__}, expected a tensor (or target_mbs, one per microbatch)"
                 )
-            targets = list(split_tensor(batch.target, count, 0, "target"))
+            targets = split_target(batch.target, count)
         return Inputs(arg_mbs, kwarg_mbs, targets, batch.loss_kwargs, signature(args, batch.kwargs))
 
 

@@ -42,6 +42,17 @@ def split_inputs(
     return arg_mbs, kwarg_mbs if kwargs else None
 
 
+def split_target(target: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """``count`` parts along dimension 0, of the rows that those of the arguments are of."""
+    parts = split_tensor(target, count, 0, "target")
+    if type(target) is torch.Tensor:
+        return list(parts)
+    # Of a DTensor torch takes parts of what each rank has, which are other rows than those of its parts.
+    from torch.distributed.pipelining.microbatch import TensorChunkSpec, _split_tensor
+
+    return list(_split_tensor(target, TensorChunkSpec(0), count))
+
+
 def split_tensor(tensor: torch.Tensor, count: int, dim: int, name: str) -> tuple[torch.Tensor, ...]:
     """``count`` parts along ``dim`` whose sizes differ by at most one."""
     if not -tensor.dim() <= dim < tensor.dim():

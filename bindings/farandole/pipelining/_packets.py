@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from farandole.pipelining._sendable import as_sent
+
 
 class _Packer(pickle.Pickler):
     def __init__(self, file: io.BytesIO):
@@ -21,7 +23,12 @@ class _Packer(pickle.Pickler):
             return None
         place = self._places.setdefault(id(item), len(self.tensors))
         if place == len(self.tensors):
-            self.tensors.append(item)
+            sent = as_sent(item)
+            if not isinstance(sent, torch.Tensor):
+                raise TypeError(
+                    f"a {type(item).__name__} is inside another object, expected it in tuples, lists or dicts"
+                )
+            self.tensors.append(sent)
         return place
 
 

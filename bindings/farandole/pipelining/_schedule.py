@@ -17,6 +17,7 @@ from farandole.pipelining._inputs import Batch, Inputs, InputSplitter
 from farandole.pipelining._loss_weights import LossWeights, loss_scales
 from farandole.pipelining._microbatches import merge_outputs
 from farandole.pipelining._refusal import RefusesOnAllRanks, rank_name, refusal
+from farandole.pipelining._sendable import StageCall, plain_loss
 from farandole.pipelining._stage import PipelineStage
 from farandole.pipelining._stage_edges import Edge, Ends, outputs_by_stage, pairs_of, selected_outputs
 
@@ -286,12 +287,14 @@ class PipelineSchedule(metaclass=RefusesOnAllRanks):
     def _native(
         self, stage: PipelineStage, sync: GradSync | None, ends: Ends, outputs_to: dict[int, list[int]]
     ) -> _C.PipelineStage:
+        is_first, is_last = stage.stage_index in ends.first, stage.stage_index in ends.last
+        call = stage.submod if stage.arguments is None else stage.arguments.of(stage.submod)
         return _C.PipelineStage(
             index=stage.stage_index,
-            is_first=stage.stage_index in ends.first,
-            is_last=stage.stage_index in ends.last,
-            module=stage.submod if stage.arguments is None else stage.arguments.of(stage.submod),
-            loss_fn=self._loss_fn,
+            is_first=is_first,
+            is_last=is_last,
+            module=StageCall(call, stage.meshes, is_first=is_first, is_last=is_last),
+            loss_fn=None if self._loss_fn is None else plain_loss(self._loss_fn),
             declared_inputs=stage.declared_inputs,
             declared_outputs=stage.declared_outputs,
             outputs_to=outputs_to,

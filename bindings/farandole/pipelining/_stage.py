@@ -12,6 +12,7 @@ from torch import nn
 
 from farandole.pipelining._devices import stage_device
 from farandole.pipelining._refusal import RefusesOnAllRanks
+from farandole.pipelining._sendable import GetMesh, Meshes
 from farandole.pipelining._stage_edges import Edge
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ class PipelineStage(metaclass=RefusesOnAllRanks):
             and what is no tensor may take twice the bytes that it took first (256 count as one, more is an
             error, and the step after it has the room).
             The last stage returns anything that the loss takes. It may be wrapped for data parallelism by
-            ``farandole.ddp.DistributedDataParallel`` or torch's, or sharded by ``fully_shard`` (FSDP2).
+            ``farandole.ddp.DistributedDataParallel`` or torch's, or sharded by ``fully_shard`` (FSDP2). Of a DTensor,
+            alone or in tuples, lists and dicts, the local part is sent, and the next stage is called with a DTensor.
         stage_index: from 0; which stages live on which rank, the schedule says.
         num_stages: of the whole pipeline.
         device: where the submodule lives: cpu, or a GPU ("cuda": the current one), the same for all stages of a rank.
@@ -46,10 +48,13 @@ class PipelineStage(metaclass=RefusesOnAllRanks):
             each backward of a microbatch, it returns a function that computes what that one has put off: run at once
             in a whole backward, in W where a schedule has backwards in two halves (I is then all that autograd does).
             Such a submodule cannot be wrapped for data parallelism.
+        get_mesh: ``get_mesh(mesh_dim_names, mesh_layout)`` gives the mesh of this rank for a DTensor that arrives from
+            one with those names. Without it, that is a mesh of the submodule's parameters or of ``input_args`` and
+            ``output_args``.
+        input_grads, output_grads: torch's, taken and not needed: gradients are of the shapes of what they are for.
 
-    ``input_grads``, ``output_grads`` and ``get_mesh`` of torch's class are not supported and refused. What is refused on
-    one rank is raised there and, in their next step, as RuntimeError on the others, for which that rank waits, up to a
-    minute.
+    What is refused on one rank is raised there and, in their next step, as RuntimeError on the others, for which that
+    rank waits, up to a minute.
     """
 
     def __init__(
@@ -65,7 +70,7 @@ class PipelineStage(metaclass=RefusesOnAllRanks):
         input_grads: Any = None,
         group: dist.ProcessGroup | None = None,
         dw_builder: Callable[[], Callable[..., None]] | None = None,
-        get_mesh: Any = None,
+        get_mesh: GetMesh | None = None,
     ):
         if not isinstance(submodule, nn.Module):
             raise TypeError(f"submodule is a {type(submodule).__name__}, expected a torch.nn.Module")
@@ -75,10 +80,8 @@ class PipelineStage(metaclass=RefusesOnAllRanks):
             raise ValueError(f"stage_index is {stage_index!r}, expected 0 to {num_stages - 1} (num_stages - 1)")
         if dw_builder is not None and not callable(dw_builder):
             raise TypeError(f"dw_builder is a {type(dw_builder).__name__}, expected a callable")
-        unsupported = dict(input_grads=input_grads, output_grads=output_grads, get_mesh=get_mesh)
-        for name, value in unsupported.items():
-            if value is not None:
-                raise NotImplementedError(f"{name} was given, expected None: it is not supported yet")
+        if get_mesh is not None and not callable(get_mesh):
+            raise TypeError(f"get_mesh is a {type(get_mesh).__name__}, expected a callable")
         self.device = stage_device(device)
         _check_module(submodule, self.device)
         if not dist.is_initialized():
@@ -98,6 +101,7 @@ class PipelineStage(metaclass=RefusesOnAllRanks):
             )
         self.declared_inputs = _declared(input_args, "input_args")
         self.declared_outputs = _declared(output_args, "output_args")
+        self.meshes = Meshes(submodule, [*_listed(input_args), *_listed(output_args)], get_mesh)
         self.edges: Sequence[Edge] | None = None  # of the traced model that it is a stage of
         self.arguments: TracedArguments | None = None
 
@@ -128,8 +132,11 @@ def _check_module(submodule: nn.Module, device: torch.device) -> None:
 def _declared(args: Any, name: str) -> Declared | None:
     if args is None:
         return None
-    if isinstance(args, torch.Tensor):
-        args = (args,)
-    if not isinstance(args, (tuple, list)) or not all(isinstance(arg, torch.Tensor) for arg in args):
+    listed = _listed(args)
+    if not all(isinstance(arg, torch.Tensor) for arg in listed):
         raise TypeError(f"{name} is {args!r}, expected a tensor or a tuple of tensors")
-    return [(list(arg.shape), arg.dtype) for arg in args]
+    return [(list(arg.shape), arg.dtype) for arg in listed]
+
+
+def _listed(args: Any) -> list[Any]:
+    return [] if args is None else list(args) if isinstance(args, (tuple, list)) else [args]

@@ -95,6 +95,7 @@ def as_stage(stage: Any) -> Any:
         stage.device,
         group=stage.group,
         dw_builder=stage.dw_builder,
+        get_mesh=getattr(getattr(stage, "_mesh_cache", None), "_get_mesh_cb", None),
     )
 
 
