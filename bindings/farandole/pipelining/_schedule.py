@@ -182,6 +182,10 @@ class PipelineSchedule(metaclass=RefusesOnAllRanks):
         """
         if forward_only not in self._lowered:
             plan = self.compute_plan(forward_only=forward_only)
+            if plan.num_microbatches != self._n_microbatches:
+                raise ValueError(
+                    f"the plan has {plan.num_microbatches} microbatches, expected n_microbatches={self._n_microbatches}"
+                )
             channel = channel_of(self._stages[0].group, self._device)
             if plan.has_communication:
                 _plans.validate(plan, channel)

@@ -188,10 +188,6 @@ class PipelineScheduleMulti(PipelineSchedule):
         return self._edges, None
 
     def _use(self, plan: _C.Plan) -> None:
-        if plan.num_microbatches != self._n_microbatches:
-            raise ValueError(
-                f"the plan has {plan.num_microbatches} microbatches, expected n_microbatches={self._n_microbatches}"
-            )
         before = self._plan, self._lowered
         self._plan, self._lowered = plan, {}
         try:

@@ -204,6 +204,26 @@ def _refuse_stages(rank: int, world_size: int) -> None:
         PipelineScheduleMulti(wrong, 4).eval(torch.ones(4, 1))
 
 
+class _TwoMicrobatches(PipelineScheduleMulti):
+    def compute_plan(self, *, forward_only: bool) -> Plan:
+        return plan("GPipe", 1, 2, forward_only=forward_only)
+
+
+def _refuse_counts(rank: int, world_size: int) -> None:
+    for n_microbatches in (1, 4):
+        stage = PipelineStage(nn.Linear(2, 2), 0, 1, "cpu")
+        ordered = PipelineScheduleMulti([stage], n_microbatches, nn.MSELoss())
+        ordered.pipeline_order = {0: ["0F0", "0F1", "0B0", "0B1"]}
+        for schedule in (ordered, _TwoMicrobatches([stage], n_microbatches, nn.MSELoss())):
+            for step in (schedule.step, schedule.eval):
+                with pytest.raises(ValueError, match=f"has 2 microbatches, expected n_microbatches={n_microbatches}"):
+                    step(torch.ones(4, 2), target=torch.ones(4, 2))
+
+
+def test_a_plan_of_another_number_of_microbatches_is_refused() -> None:
+    run_ranks(_refuse_counts, 1, "gloo")
+
+
 def test_wrong_stages_are_refused_with_what_is_expected() -> None:
     run_ranks(_refuse_stages, 2, "gloo")
 
