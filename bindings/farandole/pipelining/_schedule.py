@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from farandole.pipelining._refusal import RefusesOnAllRanks, rank_name, refusal
 from farandole.pipelining._sendable import StageCall, plain_loss
 from farandole.pipelining._stage import PipelineStage
 from farandole.pipelining._stage_edges import Edge, Ends, outputs_by_stage, pairs_of, selected_outputs
+
+_NO_COMPUTE = re.compile("SEND|RECV|P2P|SHARD|REDUCE_GRAD")
 
 
 @dataclass
@@ -195,6 +198,11 @@ class PipelineSchedule(metaclass=RefusesOnAllRanks):
             self._lowered[forward_only] = plan
         return self._lowered[forward_only]
 
+    @property
+    def pipeline_order(self) -> dict[int, list[Any]]:
+        """By rank what it computes in a step, as torch's actions and in a dict of its own each time."""
+        return _torchs_actions(self.compute_plan(forward_only=self._loss_fn is None))
+
     def last_step_trace(self) -> list[tuple[str, float, float]]:
         """What this rank did in the last step: (action, start, end) in seconds from its beginning.
 
@@ -343,6 +351,13 @@ class PipelineSchedule(metaclass=RefusesOnAllRanks):
         # The others are told before this rank raises; what they then see is of no interest here.
         with contextlib.suppress(RuntimeError):
             run.executor.refuse(f"stage {self._stages[0].stage_index}: {type(error).__name__}: {error}")
+
+
+def _torchs_actions(plan: _C.Plan) -> dict[int, list[Any]]:
+    from torch.distributed.pipelining.schedules import _Action
+
+    computed = ([_Action.from_str(text) for text in row if not _NO_COMPUTE.search(text)] for row in plan.actions)
+    return dict(enumerate(computed))
 
 
 def _listed(stages: list[int]) -> str:

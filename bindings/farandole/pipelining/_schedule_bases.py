@@ -141,8 +141,18 @@ class PipelineScheduleMulti(PipelineSchedule):
         return super().compute_plan(forward_only=forward_only)
 
     @property
+    def _makes_plans(self) -> bool:
+        return bool(self.schedule_name) or type(self).compute_plan is not PipelineScheduleMulti.compute_plan
+
+    @property
     def pipeline_order(self) -> dict[int, list[Any]]:
-        """By rank its actions, None among them for idle turns. Setting it replaces the plan; fill it before the step."""
+        """By rank its actions, None among them for idle turns. Setting it replaces the plan; fill it before the step.
+
+        Of a schedule that has a plan of another origin it is what that computes, as torch's actions and in a dict of
+        its own each time.
+        """
+        if not self._order and (self._plan is not None or self._makes_plans):
+            return super().pipeline_order
         self._forget_plan()  # for whoever fills it in place
         return self._order
 
@@ -174,14 +184,34 @@ class PipelineScheduleMulti(PipelineSchedule):
             if format not in ("compute_only", "compute_comms"):
                 raise ValueError(f"format is {format!r}, expected 'compute_only' or 'compute_comms'")
             plan = _C.Plan.from_csv(Path(filename).read_text(), None, *self._graph())
-            if plan.has_communication != (format == "compute_comms"):
+            if plan.has_communication != (format == "compute_comms" and plan.num_ranks > 1):
                 raise ValueError(
                     f"{filename} has {'' if plan.has_communication else 'no '}communication, expected it "
                     f"{'with' if format == 'compute_comms' else 'without'}, as format={format!r} says"
                 )
             self._use(plan)
 
-    _load_csv = load_csv  # torch's name
+    def dump_csv(self, filename: str | Path, format: str = "compute_only") -> None:
+        """Writes the plan so that :meth:`load_csv` takes it, and torch's what is "compute_only" and of a chain."""
+        if format not in ("compute_only", "compute_comms"):
+            raise ValueError(f"format is {format!r}, expected 'compute_only' or 'compute_comms'")
+        make = self.compute_plan if format == "compute_only" else self.plan
+        plan = make(forward_only=self._loss_fn is None)
+        if format == "compute_only" and plan.has_communication:
+            raise ValueError("the plan was given with its communication, expected format='compute_comms'")
+        Path(filename).write_text(plan.to_csv())
+
+    def _validate_and_set_stage_mapping(self, actions: dict[int, list[Any]]) -> None:
+        """What subclasses of torch's class call when they have filled ``pipeline_order``.
+
+        Raises:
+            ValueError: this order cannot run.
+        """
+        with refusal(self._stages[0].group, PATIENCE):
+            self.pipeline_order = actions
+            self.plan(forward_only=self._loss_fn is None)
+
+    _load_csv, _dump_csv = load_csv, dump_csv  # torch's names
 
     def _graph(self) -> tuple[list[tuple[int, int]] | None, list[tuple[int, int]] | None]:
         """Edges and ranges of microbatches of the plans that are given, where those do not say."""

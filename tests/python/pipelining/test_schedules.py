@@ -16,6 +16,7 @@ from farandole.pipelining import (
     PipelineScheduleMulti,
     PipelineStage,
     Plan,
+    ScheduleDualPipe,
     ScheduleFromPlan,
     ScheduleInterleaved1F1B,
     ScheduleZBVZeroBubble,
@@ -147,6 +148,20 @@ def _run_plans(rank: int, world_size: int, folder: str) -> None:
 
     _compare(Ordered(mine(theirs), 6, nn.MSELoss()), stages, theirs.rank_of_stage, rank, 6, "pipeline_order")
 
+    class Validated(PipelineScheduleMulti):
+        """As torch's own subclasses are written."""
+
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+            for number, row in enumerate(theirs.actions):
+                self.pipeline_order[number] = [None, *row]
+            self._validate_and_set_stage_mapping(self.pipeline_order)
+
+    _compare(Validated(mine(theirs), 6, nn.MSELoss()), stages, theirs.rank_of_stage, rank, 6, "a validated order")
+    validated = Validated(mine(theirs), 6, nn.MSELoss())
+    with pytest.raises(ValueError, match="is missing"):
+        validated._validate_and_set_stage_mapping({0: theirs.actions[0], 1: theirs.actions[1][:-1]})
+
     for number, made in enumerate((theirs, theirs.lower())):
         path = f"{folder}/{rank}.{number}.csv"
         with open(path, "w") as file:
@@ -202,6 +217,41 @@ def _refuse_stages(rank: int, world_size: int) -> None:
         ScheduleInterleaved1F1B([wrong[0], nn.Linear(1, 1)], 4)
     with pytest.raises(RuntimeError, match="has no plan, expected pipeline_order, load_csv"):
         PipelineScheduleMulti(wrong, 4).eval(torch.ones(4, 1))
+
+
+def _show_orders(rank: int, world_size: int, folder: str) -> None:
+    """What a schedule computes can be read as torch's actions, and written."""
+    for name in [*SINGLE, *MULTI, *(["DualPipe"] if world_size > 1 else [])]:
+        made = plan(name, 2 * world_size if name in [*MULTI, "DualPipe"] else world_size, 8, num_ranks=world_size)
+        stages = [
+            PipelineStage(nn.Linear(2, 2), i, made.num_stages, "cpu")
+            for i, owner in enumerate(made.rank_of_stage)
+            if owner == rank
+        ]
+        schedule: Any = get_schedule_class(name)(stages[0] if name in SINGLE else stages, 8, nn.MSELoss())
+        order = schedule.pipeline_order
+        assert [[str(action) for action in order[number]] for number in range(world_size)] == made.actions, name
+        assert order[0][0].microbatch_index == 0, name
+        order[0].clear()
+        assert schedule.pipeline_order[0], name
+        if name in SINGLE:
+            continue
+        for format in ("compute_only", "compute_comms"):
+            path = f"{folder}/{name}.{format}.{rank}.csv"
+            schedule._dump_csv(path, format)
+            loaded = ScheduleDualPipe if name == "DualPipe" else PipelineScheduleMulti
+            again: Any = loaded(stages, 8, nn.MSELoss())
+            again._load_csv(path, format)
+            assert again.pipeline_order == schedule.pipeline_order, f"{name}, {format}"
+            assert again.plan() == schedule.plan(), f"{name}, {format}"
+        if world_size > 1:
+            with pytest.raises(ValueError, match="given with its communication, expected format='compute_comms'"):
+                again.dump_csv(path)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_order_of_a_schedule_can_be_read_and_written(world_size: int, tmp_path: Any) -> None:
+    run_ranks(_show_orders, world_size, "gloo", folder=str(tmp_path))
 
 
 class _TwoMicrobatches(PipelineScheduleMulti):
