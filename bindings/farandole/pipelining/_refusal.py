@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,6 +43,12 @@ class RefusesOnAllRanks(type):
 
     The class method ``_group_of_arguments(args, kwargs)`` says which group the others are in.
     """
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """The constructor's, for help() and editors, which would show that of __call__."""
+        signature = inspect.signature(cls.__init__)  # type: ignore[misc]
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         try:

@@ -89,6 +89,7 @@ class PipelineScheduleMulti(PipelineSchedule):
 
     Args:
         stages: this rank's stages, in any order; torch's are taken, too.
+        use_full_backward: torch's of old, not looked at: the plan says which backwards are whole.
         backward_requires_autograd: whether :meth:`step` refuses to run with gradients disabled.
 
     The others as for :class:`PipelineScheduleSingle`. All stages of a rank are called with the keyword arguments
@@ -103,6 +104,7 @@ class PipelineScheduleMulti(PipelineSchedule):
         args_chunk_spec: tuple[Any, ...] | None = None,
         kwargs_chunk_spec: dict[str, Any] | None = None,
         output_merge_spec: dict[str, Any] | tuple[Any, ...] | None = None,
+        use_full_backward: bool | None = None,
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
         *,
@@ -287,7 +289,7 @@ class ScheduleFromPlan(PipelineScheduleMulti):
             args_chunk_spec,
             kwargs_chunk_spec,
             output_merge_spec,
-            scale_grads,
+            scale_grads=scale_grads,
             check_for_nan_in_loss_and_grad=check_for_nan_in_loss_and_grad,
         )
         if self._edges is not None and set(self._edges) != set(edges_of(plan)):

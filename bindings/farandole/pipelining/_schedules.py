@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,7 +54,68 @@ class ScheduleZBH2(PipelineScheduleSingle):
     schedule_name = "ZB-H2"
 
 
-class ScheduleInterleaved1F1B(PipelineScheduleMulti):
+class _ScheduleOfStages(PipelineScheduleMulti):
+    """Takes what torch's schedules of several stages take, in their order.
+
+    Args:
+        defer_pp_recv, max_active_stages, unshard_lookahead, defer_reduce_grad_wait, max_outstanding_sends: when torch's
+            runtime posts messages and gathers and reduces what FSDP2 shards. They change nothing here, and a warning
+            says so of other values than torch's defaults.
+
+    The others as for :class:`PipelineScheduleMulti`.
+    """
+
+    def __init__(
+        self,
+        stages: list[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        args_chunk_spec: tuple[Any, ...] | None = None,
+        kwargs_chunk_spec: dict[str, Any] | None = None,
+        output_merge_spec: dict[str, Any] | tuple[Any, ...] | None = None,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        defer_pp_recv: bool = False,
+        max_active_stages: int = 3,
+        unshard_lookahead: str | tuple[int, ...] = "full",
+        defer_reduce_grad_wait: bool = False,
+        max_outstanding_sends: int | None = None,
+        *,
+        edges: Sequence[Edge] | None = None,
+        check_for_nan_in_loss_and_grad: bool = False,
+    ):
+        _warn_of_options(
+            type(self).__name__,
+            defer_pp_recv=defer_pp_recv is not False,
+            max_active_stages=max_active_stages != 3,
+            unshard_lookahead=unshard_lookahead != "full",
+            defer_reduce_grad_wait=defer_reduce_grad_wait is not False,
+            max_outstanding_sends=max_outstanding_sends is not None,
+        )
+        super().__init__(
+            stages,
+            n_microbatches,
+            loss_fn,
+            args_chunk_spec,
+            kwargs_chunk_spec,
+            output_merge_spec,
+            None,
+            scale_grads,
+            backward_requires_autograd,
+            edges=edges,
+            check_for_nan_in_loss_and_grad=check_for_nan_in_loss_and_grad,
+        )
+
+
+def _warn_of_options(name: str, **given: bool) -> None:
+    for option, is_given in given.items():
+        if is_given:
+            warnings.warn(
+                f"{name}: {option} changes nothing: it is for the runtime of torch.distributed.pipelining", stacklevel=4
+            )
+
+
+class ScheduleInterleaved1F1B(_ScheduleOfStages):
     """1F1B over several stages per rank, i, i + p, ... on rank i: a smaller bubble (Narayanan et al. 2021).
 
     Args:
@@ -70,7 +132,7 @@ class ScheduleInterleaved1F1B(PipelineScheduleMulti):
         super().__init__(*args, **kwargs)
 
 
-class ScheduleLoopedBFS(PipelineScheduleMulti):
+class ScheduleLoopedBFS(_ScheduleOfStages):
     """All microbatches through one stage, then through the next (breadth-first, Lamy-Poirier 2022).
 
     Takes its arguments in torch's order, which has output_merge_spec after loss_fn.
@@ -86,11 +148,12 @@ class ScheduleLoopedBFS(PipelineScheduleMulti):
         output_merge_spec: dict[str, Any] | tuple[Any, ...] | None = None,
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
-        *,
+        *options: Any,
         args_chunk_spec: tuple[Any, ...] | None = None,
         kwargs_chunk_spec: dict[str, Any] | None = None,
         edges: Sequence[Edge] | None = None,
         check_for_nan_in_loss_and_grad: bool = False,
+        **named_options: Any,
     ):
         super().__init__(
             stages,
@@ -101,42 +164,44 @@ class ScheduleLoopedBFS(PipelineScheduleMulti):
             output_merge_spec,
             scale_grads,
             backward_requires_autograd,
+            *options,
             edges=edges,
             check_for_nan_in_loss_and_grad=check_for_nan_in_loss_and_grad,
+            **named_options,
         )
 
 
-class ScheduleInterleavedZeroBubble(PipelineScheduleMulti):
+class ScheduleInterleavedZeroBubble(_ScheduleOfStages):
     """Interleaved 1F1B whose gradients of weights fill the bubble (Qi et al. 2023)."""
 
     schedule_name = "InterleavedZeroBubble"
 
 
-class ScheduleZBVZeroBubble(PipelineScheduleMulti):
+class ScheduleZBVZeroBubble(_ScheduleOfStages):
     """Two stages per rank in a V, i and 2p - 1 - i: next to no bubble with the memory of 1F1B (ZBV, Qi et al. 2023)."""
 
     schedule_name = "ZBV"
 
 
-class ScheduleVHalf(PipelineScheduleMulti):
+class ScheduleVHalf(_ScheduleOfStages):
     """Two stages per rank in a V, with about half the activations of 1F1B (V-Half, Qi et al. 2024)."""
 
     schedule_name = "V-Half"
 
 
-class ScheduleVMin(PipelineScheduleMulti):
+class ScheduleVMin(_ScheduleOfStages):
     """Two stages per rank in a V, with about a third of the activations of 1F1B (V-Min, Qi et al. 2024)."""
 
     schedule_name = "V-Min"
 
 
-class ScheduleDualPipeV(PipelineScheduleMulti):
+class ScheduleDualPipeV(_ScheduleOfStages):
     """Two stages per rank in a V, forwards beside backwards (DualPipeV, after DeepSeek-V3's DualPipe)."""
 
     schedule_name = "DualPipeV"
 
 
-class ScheduleDualPipe(PipelineScheduleMulti):
+class ScheduleDualPipe(_ScheduleOfStages):
     """Two copies of a model in opposite directions (DualPipe, DeepSeek-V3 2024).
 
     Rank i of p has stage i, of the first copy, and stage 2p - 1 - i, which is stage p - 1 - i of the second:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
+from typing import Any
+
 import pytest
 import torch.distributed as dist
 from torch import nn
 
-from farandole.pipelining import PipelineStage, ScheduleGPipe
+from farandole.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B, get_schedule_class
 from support.processes import run_ranks
 
 
@@ -66,3 +70,51 @@ def test_stages_and_schedules_refuse_what_they_cannot_run() -> None:
 def test_a_stage_needs_a_process_group() -> None:
     with pytest.raises(RuntimeError, match=r"expected init_process_group\(\) before a stage"):
         PipelineStage(nn.Linear(2, 2), 0, 1, "cpu")
+
+
+TORCHS = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+BASES = ("PipelineScheduleSingle", "PipelineScheduleMulti")
+
+
+def _construct_as_torchs(rank: int, world_size: int) -> None:
+    """Each argument that torch's have, by position and by name, with a value of its own where it is looked at here."""
+    from torch.distributed.pipelining import PipelineStage as TorchsStage
+    from torch.distributed.pipelining.schedules import get_schedule_class as torchs
+
+    given = {"scale_grads": False, "backward_requires_autograd": False, "output_merge_spec": (1,)}
+    for name in (*TORCHS, *BASES):
+        theirs, ours = torchs(name), get_schedule_class(name)
+        parameters = list(inspect.signature(theirs).parameters.values())
+        num_stages = 2 if "V" in name else 1
+        stages = [PipelineStage(nn.Linear(2, 2), i, num_stages, "cpu") for i in range(num_stages)]
+        first: Any = stages[0] if parameters[0].name == "stage" else stages
+        values = {parameters[0].name: first, "n_microbatches": 4, "loss_fn": nn.MSELoss()}
+        values |= {each.name: given.get(each.name, each.default) for each in parameters[3:]}
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for schedule in (ours(*values.values()), ours(**values)):
+                assert schedule.scale_grads is False, name
+                assert schedule._config.output_merge_spec == (1,), name
+                assert schedule._config.backward_requires_autograd is ("backward_requires_autograd" not in values), name
+        for method in ("step", "eval"):
+            missing = set(inspect.signature(getattr(theirs, method)).parameters) - set(
+                inspect.signature(getattr(ours, method)).parameters
+            )
+            assert not missing, f"{name}.{method} has no {missing}"
+    assert set(inspect.signature(TorchsStage).parameters) <= set(inspect.signature(PipelineStage).parameters)
+
+    for option, value in (
+        ("defer_pp_recv", True),
+        ("max_active_stages", 2),
+        ("unshard_lookahead", (2,)),
+        ("defer_reduce_grad_wait", True),
+        ("max_outstanding_sends", 2),
+    ):
+        for schedule_class in (ScheduleInterleaved1F1B, get_schedule_class("LoopedBFS")):
+            stage = PipelineStage(nn.Linear(2, 2), 0, 1, "cpu")
+            with pytest.warns(UserWarning, match=f"{schedule_class.__name__}: {option} changes nothing"):
+                schedule_class([stage], 2, **{option: value})
+
+
+def test_torchs_arguments_are_taken_by_position_and_by_name() -> None:
+    run_ranks(_construct_as_torchs, 1, "gloo")
