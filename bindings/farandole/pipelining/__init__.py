@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from farandole._C import Plan, SimulationResult
 from farandole.pipelining._captions import draw_text
 from farandole.pipelining._chrome_trace import chrome_trace
+from farandole.pipelining._forward_context import PipelineStageInfo
 from farandole.pipelining._measured import StageCosts, gather_timeline, profile_costs
 from farandole.pipelining._measured_transfers import measure_transfers
 from farandole.pipelining._memory import MemoryCurve, memory_over_time
@@ -73,6 +74,7 @@ __all__ = [
     "PipelineScheduleMulti",
     "PipelineScheduleSingle",
     "PipelineStage",
+    "PipelineStageInfo",
     "Plan",
     "PlanCandidate",
     "Schedule1F1B",

@@ -13,6 +13,7 @@ import torch
 from farandole import _C
 from farandole.pipelining import _plans
 from farandole.pipelining._devices import channel_of, one_device
+from farandole.pipelining._forward_context import ForwardsInContext
 from farandole.pipelining._grad_sync import GradSync
 from farandole.pipelining._inputs import Batch, Inputs, InputSplitter
 from farandole.pipelining._loss_weights import LossWeights, loss_scales
@@ -33,6 +34,7 @@ class _Run:
     splitter: InputSplitter
     last_microbatches: list[int]  # those whose losses and outputs are made here
     copies: int  # of the model, each with a part of the microbatches
+    forwards: list[ForwardsInContext]  # of this rank's stages
     signature: list[Any] | None = None
 
 
@@ -243,6 +245,8 @@ class PipelineSchedule(metaclass=RefusesOnAllRanks):
             inputs.losses = [None] * self._n_microbatches if losses is not None else None
         relearn = inputs.signature != run.signature
         run.signature = None
+        for forward in run.forwards:
+            forward.begin_step()
         run.executor.step(
             args=inputs.args,
             kwargs=inputs.kwargs,
@@ -267,6 +271,7 @@ class PipelineSchedule(metaclass=RefusesOnAllRanks):
             plan = self.plan(forward_only=not train)
             ends, outputs_to = Ends.of(plan), outputs_by_stage(self._selected, plan)
             first = self._stages[0]
+            forwards = [ForwardsInContext(stage, plan) for stage in self._stages]
             indices = ", ".join(str(stage.stage_index) for stage in self._stages)
             described = f"{type(self).__name__} {'step' if train else 'forward only'}, stage {indices}"
             copies = self._n_microbatches // ends.microbatches_of_one_model() if self.scale_grads else 1
@@ -275,8 +280,8 @@ class PipelineSchedule(metaclass=RefusesOnAllRanks):
                 rank=first.group_rank,
                 group=first.group,
                 stages=[
-                    self._native(stage, sync if train else None, ends, outputs_to.get(stage.stage_index, {}))
-                    for stage, sync in zip(self._stages, self._grad_syncs, strict=True)
+                    self._native(stage, forward, sync if train else None, ends, outputs_to.get(stage.stage_index, {}))
+                    for stage, forward, sync in zip(self._stages, forwards, self._grad_syncs, strict=True)
                 ],
                 loss_scale=copies / self._n_microbatches if self.scale_grads else 1.0,
                 description=f"{described}, n_microbatches={self._n_microbatches}",
@@ -293,19 +298,23 @@ class PipelineSchedule(metaclass=RefusesOnAllRanks):
                 self._config.args_chunk_spec,
                 self._config.kwargs_chunk_spec,
             )
-            self._runs[train] = _Run(executor, splitter, last, copies)
+            self._runs[train] = _Run(executor, splitter, last, copies, forwards)
         return self._runs[train]
 
     def _native(
-        self, stage: PipelineStage, sync: GradSync | None, ends: Ends, outputs_to: dict[int, list[int]]
+        self,
+        stage: PipelineStage,
+        forward: Callable[..., Any],
+        sync: GradSync | None,
+        ends: Ends,
+        outputs_to: dict[int, list[int]],
     ) -> _C.PipelineStage:
         is_first, is_last = stage.stage_index in ends.first, stage.stage_index in ends.last
-        call = stage.submod if stage.arguments is None else stage.arguments.of(stage.submod)
         return _C.PipelineStage(
             index=stage.stage_index,
             is_first=is_first,
             is_last=is_last,
-            module=StageCall(call, stage.meshes, is_first=is_first, is_last=is_last),
+            module=StageCall(forward, stage.meshes, is_first=is_first, is_last=is_last),
             loss_fn=None if self._loss_fn is None else plain_loss(self._loss_fn),
             declared_inputs=stage.declared_inputs,
             declared_outputs=stage.declared_outputs,

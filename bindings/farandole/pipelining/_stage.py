@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from farandole.pipelining._devices import stage_device
+from farandole.pipelining._forward_context import Contexts, PipelineStageInfo
 from farandole.pipelining._refusal import RefusesOnAllRanks
 from farandole.pipelining._sendable import GetMesh, Meshes
 from farandole.pipelining._stage_edges import Edge
@@ -104,11 +108,29 @@ class PipelineStage(metaclass=RefusesOnAllRanks):
         self.meshes = Meshes(submodule, [*_listed(input_args), *_listed(output_args)], get_mesh)
         self.edges: Sequence[Edge] | None = None  # of the traced model that it is a stage of
         self.arguments: TracedArguments | None = None
+        self.forward_contexts: Contexts = OrderedDict()
 
     @classmethod
     def _group_of_arguments(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         group = kwargs.get("group")
         return dist.group.WORLD if group is None and dist.is_initialized() else group
+
+    def register_forward_context(
+        self, context_factory: Callable[[PipelineStageInfo], AbstractContextManager[Any]]
+    ) -> RemovableHandle:
+        """A context manager around each forward, as torch's: ``context_factory(info)`` makes one, which lets errors through.
+
+        Returns:
+            What removes it, by ``remove()``.
+
+        Raises:
+            RuntimeError: one is registered.
+        """
+        if self.forward_contexts:
+            raise RuntimeError("a forward context is registered, expected it to be removed before another one comes")
+        handle = RemovableHandle(self.forward_contexts)
+        self.forward_contexts[handle.id] = context_factory
+        return handle
 
     @property
     def is_first(self) -> bool:

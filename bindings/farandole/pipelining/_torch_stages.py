@@ -87,16 +87,20 @@ def as_stage(stage: Any) -> Any:
     if theirs is None or not isinstance(stage, theirs._PipelineStageBase):
         return stage
     if isinstance(stage, theirs._PipelineStage):
-        return build_stage(stage.submod, stage.stage_index, stage.pipe_info, stage.device, stage.group)
-    return PipelineStage(
-        stage.submod,
-        stage.stage_index,
-        stage.num_stages,
-        stage.device,
-        group=stage.group,
-        dw_builder=stage.dw_builder,
-        get_mesh=getattr(getattr(stage, "_mesh_cache", None), "_get_mesh_cb", None),
-    )
+        ours = build_stage(stage.submod, stage.stage_index, stage.pipe_info, stage.device, stage.group)
+    else:
+        ours = PipelineStage(
+            stage.submod,
+            stage.stage_index,
+            stage.num_stages,
+            stage.device,
+            group=stage.group,
+            dw_builder=stage.dw_builder,
+            get_mesh=getattr(getattr(stage, "_mesh_cache", None), "_get_mesh_cb", None),
+        )
+    contexts: Any = getattr(stage, "_forward_contexts", ours.forward_contexts)
+    ours.forward_contexts = contexts
+    return ours
 
 
 def edges_between(stages: Sequence[Any], given: Sequence[Edge] | None) -> Sequence[Edge] | None:
