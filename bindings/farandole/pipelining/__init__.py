@@ -58,11 +58,12 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining import Pipe, SplitPoint, pipe_split, pipeline
 
 _TORCHS = ("Pipe", "SplitPoint", "pipe_split", "pipeline")
+_TORCHS_SINCE_2_15 = ("PipelineActivationLiveness", "analyze_pipeline_activation_liveness")  # takes our schedules
 
 
 def __getattr__(name: str) -> Any:
     """Torch's tracing front end, as it is: imported when it is asked for, since that takes as long as torch itself."""
-    if name not in _TORCHS:
+    if name not in _TORCHS and name not in _TORCHS_SINCE_2_15:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("torch.distributed.pipelining"), name)
 

@@ -25,6 +25,7 @@ from farandole.pipelining import (
     lower,
     plan,
     schedule_names,
+    simulate,
 )
 from pipelining.pipeline_support import BACKENDS, assert_same_gradients, random_stages, train_alone
 from support.processes import run_ranks
@@ -252,6 +253,29 @@ def _show_orders(rank: int, world_size: int, folder: str) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_order_of_a_schedule_can_be_read_and_written(world_size: int, tmp_path: Any) -> None:
     run_ranks(_show_orders, world_size, "gloo", folder=str(tmp_path))
+
+
+def _analyze(rank: int, world_size: int) -> None:
+    """What torch counts of a schedule's order is what the simulation holds."""
+    import torch.distributed.pipelining as theirs
+
+    if not hasattr(theirs, "analyze_pipeline_activation_liveness"):  # before torch 2.15
+        return
+    from farandole.pipelining import analyze_pipeline_activation_liveness as analyze
+
+    for name in sorted(set(MULTI) - {"DualPipeV"}):  # whose forwards and backwards in one are one position for torch
+        made = plan(name, 2 * world_size, 8, num_ranks=world_size)
+        placed = [[i for i, owner in enumerate(made.rank_of_stage) if owner == number] for number in range(world_size)]
+        stages = [PipelineStage(nn.Linear(2, 2), i, made.num_stages, "cpu") for i in placed[rank]]
+        schedule: Any = get_schedule_class(name)(stages, 8, nn.MSELoss())
+        simulated = simulate(made, [(1.0, 2.0, 1.0, 1.0)] * made.num_stages).ranks
+        for number, indices in enumerate(placed):
+            found = analyze(schedule, pp_rank=number, stage_indices=indices, granularity="stage_microbatch")
+            assert found.num_slots == simulated[number].peak_live_activations, name
+
+
+def test_torch_counts_the_activations_of_a_schedule() -> None:
+    run_ranks(_analyze, 2, "gloo")
 
 
 class _TwoMicrobatches(PipelineScheduleMulti):
