@@ -144,9 +144,14 @@ class Chunk:
 
     def _sent(self, output: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
         outputs = tuple(output) if isinstance(output, (tuple, list)) else (output,)
-        if not self._current().forward_only:
-            outputs = tuple(_differentiable(tensor) for tensor in outputs)
+        prepared = _detached if self._current().forward_only else _differentiable
+        outputs = tuple(prepared(tensor) for tensor in outputs)
         return (*outputs, inputs[-1]) if self._relays else outputs
+
+
+def _detached(tensor: Any) -> Any:
+    # Megatron-core's transformer block says requires_grad of what it makes under no_grad, too.
+    return tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
 
 
 def _differentiable(tensor: Any) -> Any:

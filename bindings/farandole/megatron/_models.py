@@ -42,14 +42,20 @@ def is_encoder_and_decoder(model: nn.Module) -> bool:
 
 
 def set_current_microbatch(model: nn.Module, microbatch: int) -> None:
-    """Tells the layers of Megatron-core's decoders which microbatch comes, where the model has such."""
-    for inner in _layers(model):
-        if getattr(inner, "decoder", None) is not None:
-            for layer in getattr(inner.decoder, "layers", ()):
-                layer.current_microbatch = microbatch
-            for layer in getattr(getattr(inner, "mtp", None), "layers", ()):
-                layer.transformer_layer.current_microbatch = microbatch
-            return
+    """Tells the layers of Megatron-core's models which microbatch comes, where the model has such."""
+    for layer in _numbered_layers(model):
+        layer.current_microbatch = microbatch
+
+
+def _numbered_layers(model: nn.Module) -> Iterator[Any]:
+    inner = next((one for one in _layers(model) if getattr(one, "decoder", None) is not None), None)
+    if inner is not None:
+        yield from getattr(inner.decoder, "layers", ())
+        for layer in getattr(getattr(inner, "mtp", None), "layers", ()):
+            # Its name up to Megatron-core 0.16, and from 0.17 on.
+            yield getattr(layer, "transformer_layer" if hasattr(layer, "transformer_layer") else "mtp_model_layer")
+    vision = next((one.vision_model for one in _layers(model) if hasattr(one, "vision_model")), None)
+    yield from getattr(getattr(vision, "decoder", None), "layers", ())
 
 
 def _layers(model: Any) -> Iterator[Any]:

@@ -19,7 +19,9 @@ from farandole import megatron
 from farandole.bench import _megatron_core
 from farandole.ddp import DistributedDataParallel
 from farandole.megatron import parallel_state
+from farandole.megatron._models import set_current_microbatch
 from megatron_api import megatron_support as support
+from support.megatrons import check_version, environment_of, every_megatron
 from support.processes import run_ranks
 
 
@@ -273,3 +275,64 @@ def _frozen_first_stage(rank: int, world_size: int) -> None:
 
 def test_a_stage_without_gradients_passes_its_output_on():
     run_ranks(_frozen_first_stage, 3, "gloo")
+
+
+def _evaluates(rank: int, world_size: int, virtual: int | None) -> None:
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=world_size, virtual_pipeline_model_parallel_size=virtual
+    )
+    chunks = virtual or 1
+    models = [support.chunk_of(c * world_size + rank, chunks * world_size) for c in range(chunks)]
+    for model in models:  # as Megatron-core's transformer block, whatever the mode is
+        model.register_forward_hook(lambda module, _, output: output if module.is_last else output.requires_grad_())
+    alone, expected = support.train_alone(world_size * chunks, 4, [3])
+    iterators = [support.batches(3, 4) for _ in models]
+    given = support.arguments(
+        models if virtual else models[0], 4, data_iterator=iterators if virtual else iterators[0], forward_only=True
+    )
+    losses = megatron.get_forward_backward_func()(**given)
+    if rank == world_size - 1:
+        assert [one["loss"].item() for one in losses] == pytest.approx(expected, rel=1e-9)
+    parallel_state.destroy_model_parallel()
+
+
+@pytest.mark.parametrize("virtual", [None, 2])
+def test_a_forward_only_step_takes_outputs_that_say_they_require_a_gradient(virtual):
+    run_ranks(_evaluates, 2, "farandole", virtual=virtual)
+
+
+class _Layers(nn.Module):
+    def __init__(self, layers: list[nn.Module]):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+
+def _numbered_model(mtp_layer: str) -> nn.Module:
+    """With what Megatron-core's functions look for in a model: all are told the microbatch."""
+    model = nn.Module()
+    model.decoder = _Layers([nn.Linear(1, 1), nn.Linear(1, 1)])
+    predictor = nn.Module()
+    setattr(predictor, mtp_layer, nn.Linear(1, 1))
+    model.mtp = _Layers([predictor])
+    model.vision_model = nn.Module()
+    model.vision_model.decoder = _Layers([nn.Linear(1, 1)])
+    return Float16Module(model)
+
+
+def _numbers_layers(rank: int, world_size: int, version: str) -> None:
+    schedules = _megatron_core.import_schedules()
+    check_version(version)
+    told = []
+    for tell in (schedules.set_current_microbatch, set_current_microbatch):
+        model = _numbered_model("transformer_layer" if version < "0.17" else "mtp_model_layer")
+        tell(model, 3)
+        told.append({name: getattr(module, "current_microbatch", None) for name, module in model.named_modules()})
+    theirs, ours = told
+    expected = {name: number for name, number in theirs.items() if number is not None}
+    assert expected
+    assert {name: ours[name] for name in expected} == expected
+
+
+@every_megatron
+def test_layers_are_told_the_microbatch_as_megatrons_schedules_tell_them(version):
+    run_ranks(_numbers_layers, 1, "gloo", env=environment_of(version), version=version)
