@@ -75,7 +75,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "fine_grained_activation_offloading": (False, None),
     "moe_paged_stash": (False, None),
     "use_ring_exchange_p2p": (False, None),
-    "experimental_attention_variant_loss_scale_func": (None,),
 }
 
 
@@ -92,8 +91,6 @@ class StepConfig:
             value = getattr(config, name, off[0])
             if value not in off:
                 raise NotImplementedError(f"config.{name} is {value!r}, expected {off[0]!r}: it is not supported")
-        if getattr(config, "experimental_attention_variant", None) == "dsa":
-            raise NotImplementedError("config.experimental_attention_variant is 'dsa', whose loss is not supported")
         if getattr(config, "cuda_graph_impl", "none") == "local":
             raise NotImplementedError("config.cuda_graph_impl is 'local', expected 'none': it is not supported")
         timers = getattr(config, "timers", None)

@@ -9,14 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from farandole.megatron import parallel_state as own_state
 from farandole.megatron._calls import call_with_what_it_takes
 from farandole.megatron._config import StepConfig
 from farandole.megatron._models import get_attr_wrapped_model, get_model_config
+from farandole.megatron._routers import reset_counts, update_expert_bias, update_quantile_bias
 from farandole.megatron._timing import timed
 from farandole.megatron._topology import parallel_state
 
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "moe_router_enable_expert_bias": (False, None),
     "flextron": (False, None),
     "gtp_weight_remat_size": (1, None),
     "expert_gtp_weight_remat_size": (1, None),
@@ -24,10 +25,20 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 class _Groups:
-    """Of the collection, or else of the global state; a group that is None is one of this rank alone."""
+    """Of the collection, or else of the global state; a group that is None is one of this rank alone.
 
-    def __init__(self, pg_collection: Any):
+    ``replicas`` are those to sum over, one after the other, for all ranks that route tokens to the same experts.
+    """
+
+    def __init__(self, pg_collection: Any, has_expert_bias: bool):
+        self.replicas: list[Any] = []
         if pg_collection is not None:
+            if has_expert_bias:
+                self.replicas = [getattr(pg_collection, "tp_dp_cp", None)]
+                if self.replicas[0] is None:
+                    raise ValueError(
+                        "pg_collection has no tp_dp_cp, expected the group with config.moe_router_enable_expert_bias"
+                    )
             for name in ("tp", "pp", "embd", "pos_embd", "dp_cp"):
                 if not hasattr(pg_collection, name):
                     raise ValueError(
@@ -46,6 +57,12 @@ class _Groups:
         self.embd = call_with_what_it_takes(state.get_embedding_group, check_initialized=False)
         self.pos_embd = call_with_what_it_takes(state.get_position_embedding_group, check_initialized=False)
         self.dp_cp = call_with_what_it_takes(state.get_data_parallel_group, with_context_parallel=True)
+        if has_expert_bias:
+            self.replicas = (
+                [self.tp, self.dp_cp]
+                if state is own_state
+                else [state.get_tensor_and_data_parallel_group(with_context_parallel=True)]
+            )
 
     tp: Any
     pp: Any
@@ -65,14 +82,16 @@ def finalize_model_grads(
     In this order: the reduction over replicas ends; gradients of ``pipeline_parallel`` parameters are summed over the
     pipeline where the config has ``has_cond_embedder``; those of ``sequence_parallel`` parameters and of q and k
     layernorms are summed, those with ``average_gradients_across_tp_domain`` averaged, over tensor-parallel ranks; those
-    of tied word embeddings, then of position embeddings, are summed over the stages that hold them; all are divided by
-    the number of tokens.
+    of tied word embeddings, then of position embeddings, are summed over the stages that hold them; routers of experts
+    get new biases (``moe_router_enable_expert_bias``, and the load balancing "quantile_balancing"); all gradients are
+    divided by the number of tokens.
 
     Args:
         model: the rank's chunks, wrapped by :class:`DistributedDataParallel`.
         num_tokens: of this rank's batches, where losses are per token; it counts on the last stage, and becomes the
             number of all replicas.
-        pg_collection: with tp, pp, embd, pos_embd and dp_cp; by default the groups of ``parallel_state``.
+        pg_collection: with tp, pp, embd, pos_embd and dp_cp, and tp_dp_cp where routers have a bias of experts; by
+            default the groups of ``parallel_state``.
         force_all_reduce: see :meth:`DistributedDataParallel.finish_grad_sync`.
 
     A stage that has no ``shared_embedding_or_output_weight()`` may mark its tied weight by ``shared_embedding = True``.
@@ -83,9 +102,8 @@ def finalize_model_grads(
             raise NotImplementedError(
                 f"config.{name} is {getattr(config, name)!r}, expected {off[0]!r}: finalize_model_grads does not support it"
             )
-    if getattr(config, "moe_router_load_balancing_type", None) == "quantile_balancing":
-        raise NotImplementedError("config.moe_router_load_balancing_type is 'quantile_balancing': it is not supported")
-    groups = _Groups(pg_collection)
+    has_expert_bias = bool(getattr(config, "moe_router_enable_expert_bias", False))
+    groups = _Groups(pg_collection, has_expert_bias)
     step = StepConfig(config)
     with _timed(step, "all-grads-sync"):
         for chunk in model:
@@ -99,10 +117,11 @@ def finalize_model_grads(
     with _timed(step, "embedding-grads-all-reduce"):
         _sum_embedding(_word_embedding, model, config, groups.embd, groups.pp)
         _sum_embedding(_position_embedding, model, config, groups.pos_embd, groups.pp)
-    for chunk in model:
-        for module in chunk.modules():
-            if hasattr(module, "reset_global_aux_loss_tracker"):
-                module.reset_global_aux_loss_tracker()
+    if has_expert_bias:
+        update_expert_bias(model, config.moe_router_bias_update_rate, groups.replicas)
+    if getattr(config, "moe_router_load_balancing_type", None) == "quantile_balancing":
+        update_quantile_bias(model, config.moe_router_quantile_balancing_ema, groups.dp_cp)
+    reset_counts(model, has_expert_bias)
     if num_tokens is not None:
         _divide_by_tokens(model, num_tokens, groups)
 

@@ -59,23 +59,35 @@ def take_loss(
 
 
 def set_auxiliary_loss_scales(config: StepConfig, num_microbatches: int, cp_size: int, device: torch.device) -> None:
-    """Of the losses that Megatron-core's MoE and multi-token-prediction layers add by themselves, on every stage."""
-    if config.num_moe_experts is None and config.mtp_num_layers is None:
-        return
+    """Of the losses that Megatron-core's layers add by themselves, on every stage: those of MoE, of multi-token
+    prediction and of sparse attention.
+    """
     divisor = 1 if config.calculate_per_token_loss else num_microbatches
+    part = 1 if config.calculate_per_token_loss else cp_size  # the main loss is multiplied by it, too
     if config.num_moe_experts is not None:
         from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
 
-        scale = _loss_scale(config, "moe_grad_scale_func", device) / divisor
-        MoEAuxLossAutoScaler.set_loss_scale(scale if config.calculate_per_token_loss else scale * cp_size)
+        MoEAuxLossAutoScaler.set_loss_scale(_loss_scale(config, "moe_grad_scale_func", device) * part / divisor)
     if config.mtp_num_layers is not None:
         from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
         MTPLossAutoScaler.set_loss_scale(_loss_scale(config, "mtp_grad_scale_func", device) / divisor)
+    set_attention_scale = _setter_of_attention(config.source)
+    if set_attention_scale is not None:
+        set_attention_scale(_loss_scale(config, None, device) * part / divisor)
 
 
-def _loss_scale(config: StepConfig, name: str, device: torch.device) -> torch.Tensor:
-    own = getattr(config.source, name, None)
+def _setter_of_attention(config: Any) -> Callable[[torch.Tensor], Any] | None:
+    setter = getattr(config, "experimental_attention_variant_loss_scale_func", None)
+    if setter is None and getattr(config, "experimental_attention_variant", None) == "dsa":
+        from megatron.core.transformer.experimental_attention_variant import dsa
+
+        setter = dsa.DSAIndexerLossAutoScaler.set_loss_scale
+    return setter
+
+
+def _loss_scale(config: StepConfig, name: str | None, device: torch.device) -> torch.Tensor:
+    own = None if name is None else getattr(config.source, name, None)
     if own is not None:
         scale = torch.as_tensor(own())
     elif config.grad_scale_func is not None:
@@ -83,5 +95,5 @@ def _loss_scale(config: StepConfig, name: str, device: torch.device) -> torch.Te
     else:
         scale = torch.ones(1, device=device)
     if scale.numel() != 1:
-        raise ValueError(f"{name} returned a tensor of {scale.numel()} elements, expected 1")
+        raise ValueError(f"{name or 'grad_scale_func'} returned a tensor of {scale.numel()} elements, expected 1")
     return scale

@@ -217,8 +217,8 @@ def _tensor_ranks(rank: int, world_size: int) -> None:
     megatron.finalize_model_grads([model])
     values = {name: parameter.main_grad.unique().tolist() for name, parameter in module.named_parameters()}
     assert values == {"norm": [3.0], "q_layernorm": [3.0], "averaged": [1.5], "own": [1.0 + rank]}
-    module.config.moe_router_enable_expert_bias = True
-    with pytest.raises(NotImplementedError, match="moe_router_enable_expert_bias"):
+    module.config.flextron = True
+    with pytest.raises(NotImplementedError, match="flextron"):
         megatron.finalize_model_grads([model])
     await_all(rank, world_size)
 

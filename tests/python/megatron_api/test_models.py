@@ -285,7 +285,7 @@ def _evaluates(rank: int, world_size: int, virtual: int | None) -> None:
     models = [support.chunk_of(c * world_size + rank, chunks * world_size) for c in range(chunks)]
     for model in models:  # as Megatron-core's transformer block, whatever the mode is
         model.register_forward_hook(lambda module, _, output: output if module.is_last else output.requires_grad_())
-    alone, expected = support.train_alone(world_size * chunks, 4, [3])
+    _, expected = support.train_alone(world_size * chunks, 4, [3])
     iterators = [support.batches(3, 4) for _ in models]
     given = support.arguments(
         models if virtual else models[0], 4, data_iterator=iterators if virtual else iterators[0], forward_only=True
