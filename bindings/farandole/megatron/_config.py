@@ -19,7 +19,7 @@ class ModelType(enum.Enum):
 
 @dataclass
 class ModelParallelConfig:
-    """What the schedules read of a model's ``config``, by Megatron-core's names and with its defaults.
+    """Megatron-core 0.19's of the same name, with its defaults, and what schedules read of its TransformerConfig.
 
     Any object with some of these attributes serves as a config; what it lacks has the value here. Megatron-core's own
     configs have them all.
@@ -61,6 +61,63 @@ class ModelParallelConfig:
     batch_p2p_comm: bool = True
     num_moe_experts: int | None = None
     mtp_num_layers: int | None = None
+    moe_grad_scale_func: Callable[[], torch.Tensor] | None = None
+    mtp_grad_scale_func: Callable[[], torch.Tensor] | None = None
+    gradient_accumulation_fusion: bool = False
+    """Layers add to ``main_grad`` themselves: for DistributedDataParallel."""
+    context_parallel_size: int = 1
+    """For DistributedDataParallel; elsewhere that of the groups counts."""
+    # Refused in steps unless they are off.
+    overlap_moe_expert_parallel_comm: bool = False
+    hybrid_context_parallel: bool = False
+    defer_embedding_wgrad_compute: bool = False
+    delay_wgrad_compute: bool = False
+    overlap_dispatch_backward_with_experts_wgrad: bool = False
+    use_ring_exchange_p2p: bool = False
+    # Nothing is read of what follows: layers do so, and the other sizes are those of the groups.
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    pipeline_model_parallel_comm_backend: str | None = None
+    hierarchical_context_parallel_sizes: list[int] | None = None
+    max_seqlen_per_dp_cp_rank: int | None = None
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
+    tensor_parallel_num_weight_shards: int | None = None
+    expert_tensor_parallel_num_weight_shards: int | None = None
+    gtp_weight_remat_size: int = 1
+    expert_gtp_weight_remat_size: int = 1
+    perform_initialization: bool = True
+    use_cpu_initialization: bool = False
+    fp16: bool = False
+    bf16: bool = False
+    params_dtype: torch.dtype = torch.float32
+    deterministic_mode: bool = False
+    use_te_rng_tracker: bool = False
+    tp_comm_overlap: bool = False
+    tp_comm_bulk_wgrad: bool = True
+    tp_comm_bulk_dgrad: bool = True
+    tp_comm_overlap_ag: bool = True
+    tp_comm_overlap_rs: bool = True
+    tp_comm_overlap_rs_dgrad: bool = False
+    tp_comm_split_ag: bool = True
+    tp_comm_atomic_ag: bool = False
+    tp_comm_split_rs: bool = True
+    tp_comm_atomic_rs: bool = False
+    tp_comm_overlap_disable_qkv: bool = False
+    tp_comm_overlap_disable_fc1: bool = False
+    tp_comm_bootstrap_backend: str = "nccl"
+    cross_entropy_loss_fusion: bool = False
+    cross_entropy_fusion_impl: str = "native"
+    ep_overlap_early_attn_memory_release: bool = False
+    batch_p2p_sync: bool = True
+    overlap_p2p_comm_warmup_flush: bool = False
+    wgrad_deferral_limit: int = 0
+    cpu_offloading: bool = False
+    cpu_offloading_num_layers: int = 0
+    cpu_offloading_activations: bool = True
+    cpu_offloading_weights: bool = False
+    cpu_offloading_double_buffering: bool = False
+    cpu_offloading_retain_pinned_cpu_buffers: bool = False
 
 
 _DEFAULTS = {field.name: field.default for field in fields(ModelParallelConfig)}
@@ -72,6 +129,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "dynamic_context_parallel": (False, None),
     "defer_embedding_wgrad_compute": (False, None),
     "delay_wgrad_compute": (False, None),
+    "overlap_dispatch_backward_with_experts_wgrad": (False, None),
     "fine_grained_activation_offloading": (False, None),
     "moe_paged_stash": (False, None),
     "use_ring_exchange_p2p": (False, None),

@@ -140,6 +140,11 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
             part = bucket.grads.chunk(group.size())[group.rank()].clone()
             dist.all_gather_into_tensor(bucket.grads, part, group=group)
 
+    def free_overlap_buffers(self) -> None:
+        """Waits for gathers of parameters that are under way: called before checkpoints. There is no memory to free."""
+        if self._param_sync is not None:
+            self._param_sync.finish()
+
     def zero_grad_buffer(self) -> None:
         """Zeroes every ``main_grad``, for a step to begin."""
         super().zero_grad_buffer()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -100,6 +100,15 @@ def check(config: Any) -> None:
         value = value_of(config, name)
         if name not in _SUPPORTED and value != default:
             raise NotImplementedError(f"ddp_config.{name} is {value!r}, expected {default!r}: it is not supported")
+    # Those of a later Megatron-core than this knows.
+    for field in fields(config) if is_dataclass(config) else ():
+        default = (
+            field.default_factory() if field.default is MISSING and callable(field.default_factory) else field.default
+        )
+        if field.name not in _DEFAULTS and default is not MISSING and getattr(config, field.name) != default:
+            raise NotImplementedError(
+                f"ddp_config.{field.name} is {getattr(config, field.name)!r}, expected {default!r}: it is not known"
+            )
     if value_of(config, "check_for_large_grads") is True:
         raise NotImplementedError(
             "ddp_config.check_for_large_grads is True, expected False or the largest 2-norm of a parameter's gradient"

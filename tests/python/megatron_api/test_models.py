@@ -188,9 +188,9 @@ def _asks_where_it_is(rank: int, world_size: int) -> None:
     models = [support.Chunk(config, c * world_size + rank, 2 * world_size) for c in range(2)]
 
     def where(kind: str, stage: int) -> None:
-        seen.append((kind, parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()))
-        assert parallel_state.is_pipeline_first_stage() == (stage == 0)
-        assert parallel_state.is_pipeline_last_stage() == (stage == 2 * world_size - 1)
+        seen.append((kind, stage))
+        assert parallel_state.is_pipeline_first_stage(ignore_virtual=False) == (stage == 0)
+        assert parallel_state.is_pipeline_last_stage(ignore_virtual=False) == (stage == 2 * world_size - 1)
         chunk = parallel_state.get_virtual_pipeline_model_parallel_rank()
         assert chunk == stage // world_size == theirs.get_virtual_pipeline_model_parallel_rank()
 
