@@ -168,7 +168,8 @@ void Communicator::timeOut(Operation& operation, std::chrono::milliseconds timeo
   }
   ProgressEngine::Access access(engine());
   if (operation.isDone()) return;
-  operation.fail(timeoutOf(operation, "not done after its timeout of " + std::to_string(timeout.count()) + " ms", others));
+  operation.fail(
+      timeoutOf(operation, "not done after its timeout of " + std::to_string(timeout.count()) + " ms", others));
 }
 
 void Communicator::failPending(const std::function<Status(Operation&)>& select) {

@@ -206,7 +206,8 @@ TEST(Communicator, WhyARankGaveUpIsToldThoughItHasLeftSince) {
   launchBarrier(0, 2);  // the other one had come to it
   auto late = launchBarrier(0, 3);
   ASSERT_TRUE(late->wait(transport::Clock::now() + 10s));
-  EXPECT_NE(late->status().toString().find("not done after its timeout of 20 ms"), std::string::npos) << late->status().toString();
+  EXPECT_NE(late->status().toString().find("not done after its timeout of 20 ms"), std::string::npos)
+      << late->status().toString();
 }
 
 TEST(Communicator, TheWatchIsToldWhyARankGaveUpAndNotOfWhatItTellsItself) {

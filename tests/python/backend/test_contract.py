@@ -183,7 +183,9 @@ def _mismatch_and_missing(rank, world_size):
         dist.P2POp(dist.irecv, torch.zeros(2), 1, tag=2),
     ]
     (work,) = dist.batch_isend_irecv(ops)
-    with pytest.raises(RuntimeError, match=r"in which rank 1 .* sent 4 x Float .* 4 x Int .*not done after its timeout of 300 ms"):
+    with pytest.raises(
+        RuntimeError, match=r"in which rank 1 .* sent 4 x Float .* 4 x Int .*not done after its timeout of 300 ms"
+    ):
         work.wait(datetime.timedelta(milliseconds=300))
     dist.barrier()
     dist.recv(into, 1, tag=2)

@@ -132,4 +132,6 @@ def test_a_collective_that_times_out_names_the_rank_that_did_not_come():
     outcomes = run_ranks(_miss, 3, "farandole", timeout=60)
     # One of the two gives up first, and the other hears of it.
     messages = [outcomes[rank] for rank in (0, 2)]
-    assert any("not done after its timeout of 300 ms, waits for rank 1 (host " in message for message in messages), messages
+    assert any("not done after its timeout of 300 ms, waits for rank 1 (host " in message for message in messages), (
+        messages
+    )

@@ -63,7 +63,11 @@ def _abort(rank, group):
 CASES = {
     "a timeout": (_time_out, [f"ALLREDUCE number 0 on {FIRST}): not done after its timeout of 300 ms"], []),
     "a missing message": (_lack_a_message, [f"recv from {SECOND}, host "], []),
-    "a monitored barrier": (_miss_the_barrier, [f"{SECOND.capitalize()}) failed to pass monitoredBarrier"], [f", says {FIRST})"]),
+    "a monitored barrier": (
+        _miss_the_barrier,
+        [f"{SECOND.capitalize()}) failed to pass monitoredBarrier"],
+        [f", says {FIRST})"],
+    ),
     "another call": (_differ, [f"{FIRST}) called ", f"{SECOND}, host "], [f"{SECOND}) called ", f"{FIRST}, host "]),
     "another message": (_differ_in_a_message, [f"{SECOND}, host "], []),
     "another sparse tensor": (

@@ -298,7 +298,9 @@ def _take_what_has_no_memory(rank, world_size):
     freed.untyped_storage().resize_(0)
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     for tensor in (sharded, freed):
-        with pytest.raises(ValueError, match=r"of shape \[\d\] has no memory .*expected a tensor with memory of its own"):
+        with pytest.raises(
+            ValueError, match=r"of shape \[\d\] has no memory .*expected a tensor with memory of its own"
+        ):
             farandole.batch_p2p([dist.P2POp(dist.isend, tensor, 1 - rank)])
         with pytest.raises(ValueError, match=r"all_reduce: .*has no memory"):
             backend.allreduce([tensor])

@@ -79,7 +79,8 @@ TEST_P(UcxMessagesBetween, ATimeoutNamesThePeerAndSaysWhenTheStreamIsWhatIsLate)
     if (group.getRank() == 0) {
       const at::Tensor buffer = bytes(100);
       group.setTimeout(400ms);
-      expectMentions(errorOf([&] { recv(group, buffer, 1)->wait(); }), {"recv from rank 1 (", "not done after its timeout of 400 ms"});
+      expectMentions(errorOf([&] { recv(group, buffer, 1)->wait(); }),
+                     {"recv from rank 1 (", "not done after its timeout of 400 ms"});
       simulated.cluster.hold(simulated.streams[0]);
       const WorkPtr held = send(group, buffer, 1);
       expectMentions(errorOf([&] { held->wait(100ms); }), {"send to rank 1 (", "held up by a stream", "100 ms"});
