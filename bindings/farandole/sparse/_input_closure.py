@@ -35,7 +35,8 @@ class InputClosures:
                 self._calls.setdefault(node.target, []).append(node)
         self._modules = {name: model.get_submodule(name) for name in self._calls}
         self._memory = Memory(lambda node: node.target in tracer.sharded)
-        self._changes = [(node, what) for node in graph.nodes for what in self._changed_by(node)]
+        changes = [(node, self._changed_by(node)) for node in graph.nodes]
+        self._changes = [(node, self._memory.changed(node, inputs)) for node, inputs in changes if inputs]
 
     def of(self, name: str) -> tuple[Node, set[Node]] | Refusal:
         """The call of this sharded module, and all nodes that its inputs need."""
@@ -139,8 +140,8 @@ class InputClosures:
         ]
         last = max(self._order[node] for node in (*needed, call))  # calls of post-processing may come after it
         for node, changed in self._changes:
-            is_lasting = any(isinstance(root[0], str) for root in self._memory.roots(changed))
-            if (is_lasting or self._order[node] < last) and any(self._memory.shared(changed, other) for other in used):
+            is_lasting = any(isinstance(root[0], str) for root in changed)
+            if (is_lasting or self._order[node] < last) and any(self._memory.shares(other, changed) for other in used):
                 what = name_of(node.target) if node.op != "call_module" else f"module {node.target!r}"
                 reason = f"{what} may change what its input is made of, in place{_line(node)}"
                 return Refusal(node.name, reason, _CALL_IT_LATER)

@@ -74,13 +74,23 @@ class Memory:
         self._is_fresh = is_fresh  # of nodes that call modules: whether all they return is their own
         self._roots: dict[Node, frozenset[Root]] = {}
 
-    def shared(self, one: Node, other: Node) -> bool:
-        return any(_overlap(root, of_other) for root in self.roots(one) for of_other in self.roots(other))
+    def shares(self, node: Node, roots: frozenset[Root]) -> bool:
+        return any(_overlap(root, other) for root in self.roots(node) for other in roots)
 
     def roots(self, node: Node) -> frozenset[Root]:
         if node not in self._roots:
             self._roots[node] = self._find(node)
         return self._roots[node]
+
+    def changed(self, by: Node, inputs: list[Node]) -> frozenset[Root]:
+        """Of what a call may change: all of these inputs, but of a part of the batch that gets another value (as in
+        ``batch.dense = ...``) no more than that."""
+        if by.target in (setattr, operator.setitem) and isinstance(by.args[0], Node) and _is_named(by):
+            of_whole = self.roots(by.args[0])
+            if all(isinstance(root[0], Node) and root[0].op == "placeholder" for root in of_whole):
+                replaced = frozenset((*root, by.args[1]) for root in of_whole)
+                return replaced.union(*map(self.roots, nodes_in(by.args[2])))
+        return frozenset[Root]().union(*map(self.roots, inputs))
 
     def is_part(self, node: Node) -> bool:
         """Whether it takes of its input a part that is told from others."""
@@ -105,10 +115,16 @@ class Memory:
     def _part(self, root: Root, node: Node) -> Root:
         """What tells it from other parts; two views of a tensor are not told from each other."""
         key = node.args[1]
-        if isinstance(key, str) and (node.target is operator.getitem or not hasattr(torch.Tensor, key)):
+        if _is_named(node):
             return (key,)
         is_of_batch = len(root) == 1 and isinstance(root[0], Node) and root[0].op == "placeholder"
         return (key,) if is_of_batch and isinstance(key, int) and key >= 0 else ()
+
+
+def _is_named(node: Node) -> bool:
+    """Whether it is about a part with a name, which no tensor has."""
+    key = node.args[1]
+    return isinstance(key, str) and (node.target in (operator.getitem, operator.setitem) or not hasattr(torch.Tensor, key))
 
 
 def _overlap(one: Root, other: Root) -> bool:

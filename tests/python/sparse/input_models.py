@@ -140,7 +140,7 @@ def watched(model: nn.Module, names: tuple[str, ...]) -> Iterator[dict[str, list
 Step = tuple[str, tuple[int, ...], Any]  # what, of which values, and a detail of it
 
 _PURE = ("field", "add", "cat", "pick", "cast", "buffer", "constant", "jagged", "quiet")
-_IN_PLACE = ("write", "lasting", "augment", "store", "write field")
+_IN_PLACE = ("write", "lasting", "augment", "store", "replace field", "write field")
 
 
 class RandomModel(nn.Module):
@@ -204,6 +204,12 @@ class RandomModel(nn.Module):
             return first if detail else second
         if what == "store":
             batch.table["a" if detail else "b"] = second
+            return first
+        if what == "replace field":
+            if detail:
+                batch.ids = second
+            else:
+                batch.jagged = Jagged(["x", "y"], first, second)
             return first
         return {
             "add": lambda: first * 2 - second,

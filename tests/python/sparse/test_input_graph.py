@@ -44,6 +44,12 @@ PIPELINED: dict[str, Callable[[Any, Batch], Any]] = {
     "a part of another item written": lambda net, batch: last(
         batch.table["a"][1:].add_(1), net.a(batch.table["b"] + 1)
     ),
+    "other parts replaced": lambda net, batch: last(
+        setattr(batch, "jagged", batch.jagged.halves()[1]),
+        setattr(batch, "ids", net.scale(batch.ids)),
+        batch.table.__setitem__("a", batch.ids * 2),
+        net.a(batch.table["b"], batch.pair),
+    ),
     "written later": lambda net, batch: (net.a(batch.ids), batch.ids.add_(1)),
     "dense values written": lambda net, batch: (net.scale(batch.ids).relu_(), net.a(batch.jagged)),
     "a copy written": lambda net, batch: ((batch.ids * 2).relu_(), net.a(batch.ids)),

@@ -95,6 +95,21 @@ REFUSALS: dict[str, tuple[Callable[[Any, Batch], Any], str | None, str]] = {
     "item set": (lambda net, batch: net.a(set_item(batch)), "setitem", "setitem may change"),
     "written where it was put": (lambda net, batch: net.a(store_and_write(batch)), "setitem", "setitem may change"),
     "attribute set": (lambda net, batch: net.a(set_attribute(batch)), "setattr_1", "setattr may change"),
+    "attribute set to what is read": (
+        lambda net, batch: last(setattr(batch, "ids", batch.table["b"]), batch.ids.add_(1), net.a(batch.table["b"])),
+        "setattr_1",
+        "setattr may change",
+    ),
+    "attribute set of a whole": (
+        lambda net, batch: last(setattr(batch, "ids", batch.ids * 2), net.a(net.count(batch))),
+        "setattr_1",
+        "setattr may change",
+    ),
+    "attribute set of what may be another part": (
+        lambda net, batch: last(setattr(batch.jagged.halves()[0], "k", batch.ids), net.a(batch.jagged)),
+        "setattr_1",
+        "setattr may change",
+    ),
     "item appended": (lambda net, batch: (batch.pair.append(batch.ids), net.a(batch.pair)), "append", "append may"),
     "unused method": (lambda net, batch: last(batch.prepare(), net.a(batch.ids)), "prepare", "prepare may change"),
     "unused module": (
