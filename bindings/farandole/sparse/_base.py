@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, Generic, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from typing_extensions import TypeVar
 
 from farandole._C import AccumulationWindow, BatchPipeline, ProfilerRange
 from farandole.sparse._caller import Caller
@@ -18,6 +19,11 @@ from farandole.sparse._precision import Precision
 from farandole.sparse._stages import Stages
 from farandole.sparse._streams import Streams
 from farandole.sparse._torchrec_arguments import refuse_torchrecs
+from farandole.sparse._torchrec_names import of_missing, refuse_overrides
+
+# A batch, and what the model makes of it; torchrec's pipelines are written with both, as in annotations.
+In = TypeVar("In", default=Any)
+Out = TypeVar("Out", default=Any)
 
 ModelForward = Callable[[Any], tuple[torch.Tensor, Any]]
 
@@ -33,7 +39,7 @@ class Options(TypedDict, total=False):
     load_on_thread: bool | None
 
 
-class TrainPipelineBase:
+class TrainPipelineBase(Generic[In, Out]):
     """Copies the next batch to the device beside the forward and backward of this one (torchrec's TrainPipelineBase).
 
     Args:
@@ -114,7 +120,16 @@ class TrainPipelineBase:
         # What an interrupt has left under way ends before the interpreter does.
         weakref.finalize(self, self._engine.clear)
 
-    def progress(self, dataloader_iter: Iterator[Any]) -> Any:
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        refuse_overrides(cls)
+
+    if not TYPE_CHECKING:  # which would find no attribute missing
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(of_missing(type(self).__name__, name), name=name, obj=self)
+
+    def progress(self, dataloader_iter: Iterator[In]) -> Out:
         """One batch forward, and where the model is training backward and, at the end of a window, the step.
 
         Returns:
@@ -154,7 +169,7 @@ class TrainPipelineBase:
         if has_ended:
             del self._stages.unused[:before]
         try:
-            output = self._compute(number)
+            output: Out = self._compute(number)
         finally:
             self._engine.end()
         self._stages.raise_interrupt()
@@ -167,7 +182,7 @@ class TrainPipelineBase:
         return scaler
 
     @property
-    def unused_batches(self) -> list[Any]:
+    def unused_batches(self) -> list[In]:
         """Batches that were taken from the iterator and not computed, since the data of another rank ended before or
         the pipeline was reset; until the next iterator, or the next batch of this one."""
         return list(self._stages.unused)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from farandole._C import ProfilerRange
+from farandole.sparse._base import In, Out
 from farandole.sparse._caches import has_cache, refuse_unlocked
 from farandole.sparse._in_flight import InFlight
 from farandole.sparse._sparse_dist import TrainPipelineSparseDist
@@ -18,7 +19,7 @@ from farandole.sparse._torchrec_arguments import by_name
 _POSITIONS = ("execute_all_batches", "apply_jit", "pipeline_postproc", "custom_model_fwd", "enable_inplace_copy_batch")
 
 
-class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist):
+class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
     """Three batches in flight, and between the forward and the backward of batch i the caches of sharded modules take in
     the rows that batch i+1 will read (torchrec's PrefetchTrainPipelineSparseDist), on a stream of their own.
 

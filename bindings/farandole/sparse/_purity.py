@@ -124,7 +124,9 @@ class Memory:
 def _is_named(node: Node) -> bool:
     """Whether it is about a part with a name, which no tensor has."""
     key = node.args[1]
-    return isinstance(key, str) and (node.target in (operator.getitem, operator.setitem) or not hasattr(torch.Tensor, key))
+    return isinstance(key, str) and (
+        node.target in (operator.getitem, operator.setitem) or not hasattr(torch.Tensor, key)
+    )
 
 
 def _overlap(one: Root, other: Root) -> bool:

@@ -6,13 +6,15 @@ import contextlib
 import time
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from farandole._C import ProfilerRange
 from farandole.sparse._attachment import Attachment, attach
-from farandole.sparse._base import ModelForward, Options, TrainPipelineBase
+from farandole.sparse._base import In, ModelForward, Options, Out, TrainPipelineBase
 from farandole.sparse._sharded import is_two_dimensional, unwrap
 from farandole.sparse._torchrec_arguments import by_name, refuse_torchrecs
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class TrainPipelineSparseDist(TrainPipelineBase):
+class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
     """Three batches in flight: i+2 is loaded and copied, i+1 goes through the input_dist of the model's sharded
     modules, i through forward and backward (torchrec's TrainPipelineSparseDist).
 
@@ -101,15 +103,26 @@ class TrainPipelineSparseDist(TrainPipelineBase):
             return "the forward of the first batch will tell"
         return "\n".join(map(str, self._attachment.verdicts))
 
-    def attach(self, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def attach(
+        self,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | bool | None = None,
+        *,
+        sparse_dist: bool = True,
+    ) -> None:
         """Takes the model after ``detach``, or another one, with an optimizer of its parameters. On all ranks.
 
         Another model begins a window of gradient accumulation; one that was open is not stepped, with a warning.
+        ``sparse_dist`` is torchrec's, which has it in the place of ``optimizer``; batches in flight are exchanged by the
+        time of their forward in any case.
 
         Raises:
             ValueError: the optimizer has no parameter of that model; or as for a model that a pipeline is made of.
         """
-        model, optimizer = model or self._model, optimizer or self._optimizer
+        if optimizer is None or isinstance(optimizer, bool):
+            optimizer = self._optimizer
+        if model is None:
+            model = self._model
         self._refuse(model)
         is_other = unwrap(model)[0] is not unwrap(self._model)[0]
         if is_other and self._trains:
@@ -134,6 +147,27 @@ class TrainPipelineSparseDist(TrainPipelineBase):
             self._leave()
             self._attachment = None
         return self._model
+
+    def register_backward_hook(self, site: Any, work: Callable[[Any], object]) -> Any:
+        """Calls ``work(pipeline)`` in each backward that comes to a site of torchrec's (``InjectionSite``,
+        ``OutputDistSite``), before the gradients of what the site names go on.
+
+        Returns:
+            A handle, whose ``remove()`` ends that.
+
+        Raises:
+            ValueError: the model has no module of the site's name.
+        """
+        from torchrec.distributed.train_pipeline.backward_injection import register_backward_hook
+
+        of = weakref.ref(self)
+
+        def run(_: torch.Tensor) -> None:
+            if (pipeline := of()) is not None:
+                with ProfilerRange(f"## backward_hook {site} ##"):
+                    work(pipeline)
+
+        return register_backward_hook(site, unwrap(self._model)[0], run)
 
     def _refuse(self, model: nn.Module) -> None:
         super()._refuse(model)
@@ -187,7 +221,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         return context, data
 
 
-class EvalPipelineSparseDist(TrainPipelineSparseDist):
+class EvalPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
     """Forward only, whatever the mode of the model (torchrec's EvalPipelineSparseDist).
 
     Args:

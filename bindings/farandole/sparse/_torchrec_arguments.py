@@ -9,7 +9,6 @@ from typing import Any
 _TAKEN: dict[str, tuple[tuple[Any, ...], str]] = {
     "apply_jit": ((False,), "modules are not scripted; torch.compile the dense ones"),
     "pipeline_postproc": ((False, True), "post-processing without trained parameters always goes ahead"),
-    "dmp_collection_sync_interval_batches": ((None, 1), "a DMPCollection is not taken"),
     "enqueue_batch_after_forward": ((False,), "a batch is loaded before the forward, or beside it: load_on_thread"),
     "enable_inplace_copy_batch": ((False,), "a batch gets new memory on its device"),
     "context_type": ((None,), "batches in flight have no contexts of torchrec's, so that no other class is used"),
@@ -40,11 +39,20 @@ def refuse_torchrecs(**given: Any) -> None:
         ValueError: an argument asks for what is not done.
     """
     for name, value in given.items():
+        if name == "dmp_collection_sync_interval_batches":
+            _check_interval(name, value)
+            continue
         taken, reason = _TAKEN[name]
         if name == "context_type" and _is_torchrecs_default(value):
             continue
         if not any(value is each or (type(value) is type(each) and value == each) for each in taken):
             raise ValueError(f"{name}={value!r}: expected {' or '.join(map(repr, taken))}: {reason}")
+
+
+def _check_interval(name: str, value: Any) -> None:
+    """Of a DMPCollection, which no pipeline takes; torchrec's look at it for no other model."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ValueError(f"{name}={value!r}: expected None or an int above 0, which nothing here looks at")
 
 
 def _is_torchrecs_default(context_type: Any) -> bool:

@@ -38,3 +38,53 @@ INSTEAD = {
     "ArgInfoStepFactory": _INTERNAL,
     "CallArgs": _INTERNAL,
 }
+
+_BLOCKS = "progress() is all of a step here, and parts of it are not methods"
+_LOAD = "do that in the iterator, with load_on_thread=True"
+_DIST = "input_dist of the model's modules is called as it is; change it there"
+_INPUTS = "inputs of sharded modules are found from the batch; explain() tells how"
+
+# Methods of torchrec's pipelines that are called, or overridden, and are not here.
+METHODS = {
+    "fill_pipeline": _BLOCKS,
+    "enqueue_batch": _LOAD,
+    "dequeue_batch": _BLOCKS,
+    "copy_batch_to_gpu": f"batches move by their to(device, non_blocking); what else there is to do, {_LOAD}",
+    "inplace_copy_batch_to_gpu": f"batches move by their to(device, non_blocking); what else there is to do, {_LOAD}",
+    "start_sparse_data_dist": _DIST,
+    "wait_sparse_data_dist": _DIST,
+    "sync_embeddings": "a DMPCollection is not taken",
+    "_next_batch": _LOAD,
+    "_copy_batch_to_gpu": f"batches move by their to(device, non_blocking); what else there is to do, {_LOAD}",
+    "_wait_for_batch": _BLOCKS,
+    "_fill_pipeline": _BLOCKS,
+    "_start_sparse_data_dist": _DIST,
+    "_wait_sparse_data_dist": _DIST,
+    "_create_context": _BLOCKS,
+    "_set_module_context": _BLOCKS,
+    "_init_pipelined_modules": _INPUTS,
+    "_pipeline_model": _INPUTS,
+    "_pipelined_modules": _INPUTS,
+    "_pipelined_forward_type": _INPUTS,
+    "batches": "in_flight and unused_batches are what there is",
+    "contexts": "in_flight and unused_batches are what there is",
+}
+
+
+def of_missing(kind: str, name: str) -> str:
+    """Of an AttributeError."""
+    told = f", which torchrec's pipelines have: {METHODS[name]}" if name in METHODS else ""
+    return f"{kind!r} object has no attribute {name!r}{told}"
+
+
+def refuse_overrides(kind: type) -> None:
+    """
+    Raises:
+        TypeError: it overrides what torchrec's pipelines would call, and nothing here does.
+    """
+    for name in METHODS:
+        if name in vars(kind):
+            raise TypeError(
+                f"{kind.__qualname__} overrides {name}, which torchrec's pipelines call and those here do not: "
+                f"{METHODS[name]}"
+            )

@@ -163,6 +163,45 @@ def test_events_have_torchrecs_names_and_order():
     run_ranks(name_events, 2, "farandole", timeout=120)
 
 
+def hook_backwards(rank: int, world_size: int) -> None:
+    import torchrec_models as models
+    from torchrec.distributed.train_pipeline import TrainPipelineSparseDist as TorchrecPipeline
+    from torchrec.distributed.train_pipeline.backward_injection import InjectionSite, OutputDistSite
+    from torchrec.distributed.types import ShardingType
+
+    kind = models.Kind(("table", "row"), ("table",), "plain", False, False, 3)
+    results = []
+    for make in (TrainPipelineSparseDist, TorchrecPipeline):
+        model, optimizer = models.made(kind)
+        pipeline: Any = make(model, optimizer, models.CPU)
+        calls: list[str] = []
+
+        def work(name: str, pipeline: Any = pipeline, calls: Any = calls) -> Any:
+            def note(given: Any) -> None:
+                assert given is pipeline
+                given._optimizer.step()  # with what the backward has by then
+                calls.append(name)
+
+            return note
+
+        pipeline.register_backward_hook(OutputDistSite("first", sharding_type=ShardingType.ROW_WISE), work("first"))
+        pipeline.register_backward_hook(InjectionSite("top"), work("top"))
+        with pytest.raises(ValueError, match="'bottom_' not found"):
+            pipeline.register_backward_hook(InjectionSite("bottom_"), work("bottom_"))
+        batches = [models.Movable(**vars(batch)) for batch in models.make_batches(kind, 1, 4)]
+        outputs = drain(pipeline, iter(batches))
+        pipeline.detach()
+        assert calls == ["top", "first"] * 4
+        results.append((outputs, models.weights(model)))
+    (outputs, weights), (expected, theirs) = results
+    assert all(map(torch.equal, outputs, expected)) and len(outputs) == 4
+    assert all(torch.equal(value, theirs[name]) for name, value in weights.items())
+
+
+def test_work_in_the_backward_is_done_where_torchrecs_does_it():
+    run_ranks(hook_backwards, 2, "farandole", timeout=120)
+
+
 def accumulate(rank: int, world_size: int, seed: int) -> None:
     """torchrec's wrapper does not divide losses, and steps the last window, where it is not full, without averaging."""
     import torchrec_models as models

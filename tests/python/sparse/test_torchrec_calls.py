@@ -17,7 +17,7 @@ from farandole.sparse import (
 )
 from farandole.sparse._requirements import torchrec_reason
 from support.processes import run_ranks
-from support.recommenders import Recommender, drain, make_batches, wrapped
+from support.recommenders import Recommender, drain, make_batches, plain_loop, wrapped
 
 CPU = torch.device("cpu")
 # After (model, optimizer, device), in torchrec 1.6.1.
@@ -48,7 +48,7 @@ REFUSED = {
     "context_type": int,
     "pipeline_postproc": 3,
     "custom_model_fwd": False,
-    "dmp_collection_sync_interval_batches": 4,
+    "dmp_collection_sync_interval_batches": 0,
     "enqueue_batch_after_forward": True,
     "enable_inplace_copy_batch": True,
 }
@@ -66,7 +66,7 @@ TAKEN = {
     "context_type": TrainPipelineContext,
     "pipeline_postproc": True,
     "custom_model_fwd": lambda batch: (batch, batch),
-    "dmp_collection_sync_interval_batches": 1,
+    "dmp_collection_sync_interval_batches": 10,  # of a model that is no DMPCollection: torchrec's does not look at it
     "enqueue_batch_after_forward": False,
     "enable_inplace_copy_batch": False,
 }
@@ -94,6 +94,56 @@ def test_positions_are_torchrecs(kind):
         made(kind, TAKEN[names[0]], **{names[0]: TAKEN[names[0]]})
     with pytest.raises(TypeError, match=r"got an unexpected keyword argument 'aply_jit'"):
         made(kind, aply_jit=False)
+
+
+@pytest.mark.parametrize("kind", POSITIONS)
+def test_pipelines_are_generic_in_batch_and_output_as_torchrecs(kind):
+    class Own(kind[list, torch.Tensor]):  # type: ignore[valid-type,misc]
+        def _backward(self, losses: torch.Tensor) -> None:
+            super()._backward(2 * losses)
+
+    pipeline = made(Own)
+    assert isinstance(pipeline, kind) and isinstance(made(kind[list, torch.Tensor]), kind)
+
+
+@pytest.mark.parametrize(
+    "name", ["fill_pipeline", "enqueue_batch", "start_sparse_data_dist", "_next_batch", "contexts"]
+)
+def test_methods_of_torchrecs_pipelines_that_are_not_here_are_told(name):
+    pipeline = made(TrainPipelineSparseDist)
+    with pytest.raises(AttributeError, match=rf"no attribute '{name}', which torchrec's pipelines have: \w.*"):
+        getattr(pipeline, name)
+    assert not hasattr(pipeline, name)
+    with pytest.raises(
+        TypeError, match=rf"Own overrides {name}, which torchrec's pipelines call and those here do not"
+    ):
+        type("Own", (TrainPipelineSparseDist,), {name: lambda self: None})
+    with pytest.raises(AttributeError, match=r"no attribute 'fil_pipeline'$"):
+        pipeline.fil_pipeline  # noqa: B018
+
+
+def attach_as_torchrecs(rank: int, world_size: int) -> None:
+    model = wrapped(Recommender(1))
+    plain = wrapped(Recommender(1))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    pipeline = TrainPipelineSparseDist(model, optimizers[0], CPU)
+    batches = make_batches(1, 6)
+    loader = iter(batches)
+    outputs = [pipeline.progress(loader) for _ in range(2)]
+    for call in (
+        lambda: pipeline.attach(model, False),
+        lambda: pipeline.attach(model, sparse_dist=False),
+        lambda: pipeline.attach(model, True),
+    ):
+        pipeline.detach()
+        call()
+        outputs.append(pipeline.progress(loader))
+    outputs += drain(pipeline, loader)
+    assert all(map(torch.equal, outputs, plain_loop(plain, optimizers[1], batches))) and len(outputs) == 6
+
+
+def test_attach_takes_torchrecs_second_argument():
+    run_ranks(attach_as_torchrecs, 2, "farandole")
 
 
 def evaluate_all(rank: int, world_size: int) -> None:
