@@ -6,6 +6,7 @@ _SPARSE = "TrainPipelineSparseDist"
 _INTERNAL = (
     f"internals of torchrec's pipelines have no counterpart; {_SPARSE}(tracing=...) and explain() are what there is"
 )
+_COMPILE = "torch.compile the dense modules of the model"
 
 INSTEAD = {
     "TrainPipelineSemiSync": f"use {_SPARSE}: nothing here computes with weights of the batch before the last",
@@ -16,8 +17,8 @@ INSTEAD = {
     "TrainPipelineSparseDistBwdOpt": f"use {_SPARSE}, whose optimizer steps after the backward",
     "TrainPipelineSparseDistOptStash": f"use {_SPARSE}, which leaves the optimizer's state where it is",
     "TrainPipelineSparseDistEmbStash": f"use {_SPARSE}, which leaves tables where they are",
-    "TrainPipelineSparseDistCompAutograd": f"use {_SPARSE} inside torch._dynamo.compiled_autograd of your own",
-    "TrainPipelinePT2": f"use TrainPipelineBase, or {_SPARSE}, over a model with torch.compile",
+    "TrainPipelineSparseDistCompAutograd": f"use {_SPARSE}; {_COMPILE}, since no backward is compiled as a whole",
+    "TrainPipelinePT2": f"use TrainPipelineBase or {_SPARSE}; {_COMPILE}, or all where torch can compile it",
     "TorchCompileConfig": "pass these to torch.compile",
     "TrainEvalHybridPipelineBase": f"use {_SPARSE}: with model.eval() it runs forward only",
     "EvalPipelineCPUSparse": "use EvalPipelineSparseDist, with model and tables on one device",

@@ -202,6 +202,32 @@ def test_work_in_the_backward_is_done_where_torchrecs_does_it():
     run_ranks(hook_backwards, 2, "farandole", timeout=120)
 
 
+def compile_dense(rank: int, world_size: int) -> None:
+    import torchrec_models as models
+
+    kind = models.Kind(("table", "row"), ("table",), "plain", False, False, 4)
+    (model, optimizer), (plain, plain_optimizer) = models.made(kind), models.made(kind)
+    plain.load_state_dict(model.state_dict())
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    model.module.top = torch.compile(model.module.top, backend=backend)
+    pipeline = TrainPipelineSparseDist(model, optimizer, models.CPU, strict=True)
+    outputs = drain(pipeline, iter(models.make_batches(kind, 1, 4)))
+    expected = plain_loop(plain, plain_optimizer, models.make_batches(kind, 1, 4))
+    assert graphs and len(outputs) == 4 and all(map(torch.equal, outputs, expected))
+    theirs = models.weights(plain)
+    for name, value in models.weights(model).items():
+        assert torch.equal(value, theirs[name.replace("_orig_mod.", "")]), name
+
+
+def test_dense_modules_may_be_compiled():
+    run_ranks(compile_dense, 2, "farandole", timeout=120)
+
+
 def accumulate(rank: int, world_size: int, seed: int) -> None:
     """torchrec's wrapper does not divide losses, and steps the last window, where it is not full, without averaging."""
     import torchrec_models as models
