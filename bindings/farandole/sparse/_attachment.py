@@ -16,7 +16,7 @@ from farandole.sparse._ahead_run import AheadRun
 from farandole.sparse._comparisons import Comparisons
 from farandole.sparse._in_flight import InFlight
 from farandole.sparse._input_dist import InputDist
-from farandole.sparse._input_equality import is_alike, is_equal_input, is_same_part
+from farandole.sparse._input_equality import is_alike, is_equal_input, is_same_part, versions_of
 from farandole.sparse._input_graph import InputGraph, trace_inputs
 from farandole.sparse._input_hooks import RecordedInputs, record_inputs
 from farandole.sparse._kernels import refuse_dense_sequences
@@ -236,7 +236,15 @@ class Attachment:
         return self._post_processing.replaying(flying.results)
 
     # fx takes what a forward asks of a batch (is it None, say) for settled once; hooks have seen one batch.
-    def _verify(self, name: str, ahead: tuple[Any, Any], now: tuple[Any, Any]) -> None:
+    def _verify(self, name: str, flying: InFlight, now: tuple[Any, Any]) -> None:
+        ahead = flying.calls[name]
+        # Of inputs that are the same objects ahead and now, values tell nothing.
+        if versions_of(ahead) != flying.versions[name]:
+            raise RuntimeError(
+                f"tensors among the inputs of {name} have been written to since these went ahead, maybe by the forward "
+                "a second time: expected nothing that works in place on what a sharded module is given, but in a module "
+                "without parameters, which runs once for a batch"
+            )
         if isinstance(self._graph, RecordedInputs):
             is_same = is_same_part(ahead, now)
         else:
@@ -288,7 +296,7 @@ class Attachment:
                     "input came ahead once"
                 )
             ahead = self._take(flying, name)
-            self._verify(name, flying.calls[name], (args, kwargs))
+            self._verify(name, flying, (args, kwargs))
             return module.compute_and_output_dist(*ahead)
 
         return forward

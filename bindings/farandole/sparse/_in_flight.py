@@ -18,6 +18,7 @@ class InFlight:
     results: dict[str, list[Any]] = field(default_factory=dict)  # of post-processing modules, by name and call
     run: AheadRun | None = None  # of these modules
     calls: dict[str, tuple[Any, dict[str, Any]]] = field(default_factory=dict)  # what the modules are to be given
+    versions: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of the tensors in these
     contexts: dict[str, Any] = field(default_factory=dict)
     requests: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)

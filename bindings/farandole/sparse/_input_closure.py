@@ -8,7 +8,7 @@ import torch
 from torch import fx, nn
 from torch.fx.node import Node
 
-from farandole.sparse._purity import Memory, changed_by, is_random, name_of
+from farandole.sparse._purity import Memory, changed_by, is_random, is_unknown, name_of
 from farandole.sparse._sharded import is_fsdp
 from farandole.sparse._tracer import InputTracer
 from farandole.sparse._verdict import NEVER_CALLED, Refusal, called_again, no_inputs
@@ -77,6 +77,9 @@ class InputClosures:
             return Refusal(
                 node.name, f"{what} works in place", f"Use the variant that is not in place. {_MAKE_IT_A_MODULE}"
             )
+        if is_unknown(node.target):
+            reason = f"its input goes through {what}, a function that may do more than to return something"
+            return Refusal(node.name, reason, _MAKE_IT_A_MODULE)
         if is_random(node.target, node.args, node.kwargs):
             return Refusal(node.name, f"{what} is random, and would be drawn twice for a batch", _MAKE_IT_A_MODULE)
         return None

@@ -13,6 +13,7 @@ from torch import nn
 from farandole._C import Presence
 from farandole.sparse._exchange import SplitsExchange
 from farandole.sparse._in_flight import InFlight
+from farandole.sparse._input_equality import versions_of
 from farandole.sparse._joint_steps import JointSteps
 from farandole.sparse._sharded import is_torchrec
 from farandole.sparse._verdict import Inputs
@@ -134,6 +135,7 @@ class InputDist:
                     args, kwargs = calls[name]
                     calls[name] = module.preprocess_input(list(args), kwargs)
         flying.owner = self
+        flying.versions = {name: versions_of(call) for name, call in flying.calls.items()}
         return calls
 
     # torchrec's modules make their all-to-alls from the first batch that they see. So all ranks have one then, and no

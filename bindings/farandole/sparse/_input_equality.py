@@ -22,6 +22,19 @@ def is_equal_input(ahead: Any, now: Any) -> bool:
     return ahead is now or _compared(ahead, now, _are_equal)
 
 
+def versions_of(call: Any) -> tuple[int, ...]:
+    """How often each tensor in it has been written to."""
+    if isinstance(call, torch.Tensor):
+        return (0 if call.is_inference() else call._version,)
+    if isinstance(call, (list, tuple)):
+        return tuple(version for item in call for version in versions_of(item))
+    if isinstance(call, dict):
+        return tuple(version for item in call.values() for version in versions_of(item))
+    if hasattr(call, "weights_or_none"):  # torchrec's features
+        return versions_of((call.values(), call.weights_or_none(), call.lengths_or_none()))
+    return ()
+
+
 def _compared(ahead: Any, now: Any, of_objects: Any) -> bool:
     def same(one: Any, other: Any) -> bool:
         return one is other or _compared(one, other, of_objects)

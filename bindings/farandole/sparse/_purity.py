@@ -22,6 +22,7 @@ _MUTATING_METHODS = re.compile(
 # What changes nothing by its call alone, though nobody uses what it returns.
 _HARMLESS_METHODS = ("record_stream", "sync", "synchronize", "wait_stream")
 _HARMLESS = ("torch", "_operator", "builtins")
+_FEATURES = ("torchrec", "fbgemm_gpu", "math")
 # Random functions in Python, which are no operators themselves.
 _RANDOM_FUNCTIONS = re.compile(r"dropout[123]d|fractional_max_pool[23]d|gumbel_softmax|multi_head_attention_forward")
 
@@ -40,6 +41,11 @@ def is_random(target: Any, args: Any, kwargs: Any) -> bool:
         return False
     given = _arguments(target, args, kwargs)
     return given.get("training") is not False and given.get("train") is not False
+
+
+def is_unknown(target: Any) -> bool:
+    """Whether it is a function of other people's, which torch.fx was told not to look into (``torch.fx.wrap``)."""
+    return callable(target) and not isinstance(target, type) and _source(target) not in (*_HARMLESS, *_FEATURES)
 
 
 def changed_by(node: Node) -> list[Node]:

@@ -49,6 +49,12 @@ def add_to_offset(net: Net) -> None:
     net.offset += 1
 
 
+@torch.fx.wrap
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    x *= 2
+    return x
+
+
 def under_autocast(net: Net, batch: Batch) -> torch.Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         return batch.ids @ net.fixed
@@ -90,6 +96,7 @@ REFUSALS: dict[str, tuple[Callable[[Any, Batch], Any], str | None, str]] = {
     "inplace=True": (lambda net, batch: net.a(functional.relu(batch.ids, inplace=True)), "relu", "in place"),
     "inplace by position": (lambda net, batch: net.a(functional.relu(batch.ids, True)), "relu", "in place"),
     "out=": (lambda net, batch: net.a(torch.add(batch.ids, 1, out=batch.pair[0])), "add", "in place"),
+    "function that is not looked into": (lambda net, batch: net.a(doubled(batch.ids)), "doubled", "may do more than"),
     "iadd": (lambda net, batch: net.a(operator.iadd(batch.ids, 1)), "iadd", "in place"),
     "module in place": (lambda net, batch: net.a(net.relu(batch.ids)), "relu", "module 'relu' may change"),
     "item set": (lambda net, batch: net.a(set_item(batch)), "setitem", "setitem may change"),

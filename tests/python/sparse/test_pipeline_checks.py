@@ -86,6 +86,35 @@ def remove_table(inner: Remapped) -> None:
     del inner.tables[0]
 
 
+class Counted(Batch):
+    def counted(self) -> torch.Tensor:
+        """In place, which torch.fx does not see."""
+        self.ids += 1
+        return self.ids
+
+
+class Counting(Recommender):
+    def forward(self, batch: Counted) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.score(torch.cat([self.tables[0](batch.counted()), batch.dense], 1), batch.labels)
+
+
+def write_again(rank: int, world_size: int) -> None:
+    (model, optimizer), (plain, plain_optimizer) = made(Counting(1)), made(Counting(1))
+    batches, again = ([Counted(**vars(batch)) for batch in make_batches(3, 4)] for _ in range(2))
+    pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
+    with pytest.raises(RuntimeError, match=r"^tensors among the inputs of tables\.0 have been written to since these"):
+        drain(pipeline, iter(batches[:2]))
+    pipeline.detach()
+    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, tracing="hooks")  # which see it, and leave it there
+    with pytest.warns(UserWarning, match="exchange their inputs in the forward"):
+        outputs = drain(pipeline, iter(batches[2:]))
+    assert len(outputs) == 2 and all(map(torch.equal, outputs, plain_loop(plain, plain_optimizer, again[2:])))
+
+
+def test_inputs_that_the_forward_writes_to_a_second_time():
+    run_ranks(write_again, 2, "farandole")
+
+
 def change(rank: int, world_size: int, what: Callable[[Any], None], match: str) -> None:
     model, optimizer = made(Remapped(1))
     pipeline = TrainPipelineSparseDist(model, optimizer, CPU, strict=True)
