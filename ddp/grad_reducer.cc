@@ -173,7 +173,10 @@ void GradReducer::onGradReady(int parameter, const at::Tensor& brought) {
               "finish_grad_sync() before backward. The gradients of this step are not to be used");
   gradients_.checkAccumulates(parameter);
   isFinished_ = false;
-  touched_[parameter] = 1;
+  // A function may give no gradient for a parameter that it was called with.
+  const bool isUsed =
+      brought.defined() || options_.unused != UnusedParameters::kSkip || gradients_.isAddedByKernel(parameter);
+  if (isUsed) touched_[parameter] = 1;
   // Where nothing is issued before finishSync(), that opens the round.
   if (!requireSync_ || !(options_.overlaps || options_.endsWithBackward)) {
     if (named.tensor.grad().defined()) gradients_.accumulate(parameter);
@@ -182,6 +185,7 @@ void GradReducer::onGradReady(int parameter, const at::Tensor& brought) {
   if (options_.endsWithBackward) queueBackwardEnd();
   inRound_ = true;
   hasArrivals_ = true;
+  if (!isUsed) return;
   const int arrived = ++arrived_[parameter];
   TORCH_CHECK(
       isCounting_ || arrived <= expected_[parameter], "farandole.ddp: parameter '", named.name,

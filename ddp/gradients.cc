@@ -111,7 +111,7 @@ void Gradients::add(int parameter, const at::Tensor& brought) {
   at::Tensor& grad = buffers_->parameters()[parameter].tensor.mutable_grad();
   const at::Tensor& mainGrad = buffers_->mainGrads()[parameter];
   const bool isForgotten = std::exchange(isForgotten_[parameter], 0) != 0;
-  if (isAdded_ && isAdded_(parameter)) {
+  if (isAddedByKernel(parameter)) {
     TORCH_CHECK(!isForgotten, "farandole.ddp: parameter '", buffers_->parameters()[parameter].name,
                 "' has grad_added_to_main_grad, but its main_grad was not zeroed: call zero_grad_buffer() before "
                 "the step where kernels add to main_grad");

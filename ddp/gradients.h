@@ -33,6 +33,9 @@ class Gradients {
   // for takeBorrowed(), unless others have its memory, too.
   void accumulate(int parameter, const at::Tensor& brought = {});
 
+  // Whether a kernel has added the gradient to main_grad, so that autograd has none.
+  bool isAddedByKernel(int parameter) const { return isAdded_ && isAdded_(parameter); }
+
   // The gradients of a bucket from one end to the other, some of them not in the buffer; empty where all are.
   std::vector<at::Tensor> takeBorrowed(int bucket);
   void dropBorrowed();

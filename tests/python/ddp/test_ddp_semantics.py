@@ -189,3 +189,47 @@ def _gone(rank: int, world_size: int) -> None:
 
 def test_a_module_outlives_its_wrapper():
     run_ranks(_gone, 2, "gloo")
+
+
+class _GivesNone(torch.autograd.Function):
+    """x * weight, whose backward has a gradient for the weight or none."""
+
+    @staticmethod
+    def forward(ctx, x, weight, gives):
+        ctx.save_for_backward(x, weight)
+        ctx.gives = gives
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad * weight, (grad * x).sum(0) if ctx.gives else None, None
+
+
+class _TwoScales(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, gives: bool) -> torch.Tensor:
+        return _GivesNone.apply(x, self.weights[0], gives) + x * self.weights[1]
+
+
+def _get_none(rank: int, world_size: int) -> None:
+    for gives in ([False, False], [False, True], [True, True], [False, False]):
+        grads = []
+        for wrap in (TorchDdp, DistributedDataParallel):
+            model = wrap(_TwoScales(), find_unused_parameters=True)
+            x = torch.arange(6.0).view(2, 3) * (1 + rank)
+            model(x.requires_grad_(), gives[rank]).sum().backward()
+            grads.append([weight.grad for weight in model.module.weights])
+        theirs, ours = grads
+        assert (theirs[0] is None) == (not any(gives))  # decayed by no optimizer
+        for one, other in zip(ours, theirs, strict=True):
+            assert (one is None) == (other is None), f"{gives}: {one}, in torch {other}"
+            assert one is None or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_gradient_that_no_rank_computes_stays_none_as_in_torch(backend):
+    run_ranks(_get_none, 2, backend)
