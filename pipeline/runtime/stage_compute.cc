@@ -13,6 +13,11 @@ namespace farandole::pipeline {
 
 namespace {
 
+// What an asynchronous functional collective returns stands for a tensor: a copy waits for that.
+void takeOwnMemory(at::Tensor& tensor) {
+  if (tensor.defined() && tensor.key_set().has(c10::DispatchKey::Python)) tensor = tensor.clone();
+}
+
 // What a stage may send: defined, dense, on its device, but for a packet at the end.
 Status checkSendable(const std::vector<at::Tensor>& outputs, at::Device stage, bool hasPacket) {
   for (std::size_t i = 0; i < outputs.size(); ++i) {
@@ -25,6 +30,10 @@ Status checkSendable(const std::vector<at::Tensor>& outputs, at::Device stage, b
                                                              output.device().str()
                                                        : std::string("undefined")) +
                                      ", expected a dense tensor on the stage's device " + stage.str());
+    }
+    if (output.key_set().has(c10::DispatchKey::Python)) {
+      return Status::invalidArgument("output " + std::to_string(i) +
+                                     " stands for other tensors, as a DTensor does, expected a plain tensor");
     }
   }
   return Status::ok();
@@ -194,6 +203,7 @@ void StageCompute::checkOutputs(Stage& stage, std::int32_t microbatch) {
   MicrobatchSlot& slot = stage.slots[microbatch];
   if (failure_.isFailed()) return;
   const bool hasPacket = stage.spec.packets && stage.spec.packets->returned;
+  for (at::Tensor& output : outputs_) takeOwnMemory(output);
   if (Status status = checkSendable(outputs_, config_.device, hasPacket); !status.isOk()) {
     return failure_.fail(stage, microbatch, std::string(status.message()));
   }
@@ -300,6 +310,7 @@ void StageCompute::returnInputGrads(Stage& stage, std::int32_t microbatch) {
     for (const TensorMeta& meta : edge.metas) {
       at::Tensor grad;
       if (meta.requiresGrad && !failure_.isFailed()) grad = takeInputGradient(slot.inputGradients[grads_.size()]);
+      takeOwnMemory(grad);
       if (config_.checksForNan && grad.defined() && !isFinite(grad)) {
         failure_.fail(stage, microbatch,
                       "backward: the gradient of input " + std::to_string(grads_.size()) +

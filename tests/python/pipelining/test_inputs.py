@@ -1,13 +1,16 @@
 """What a stage may do with its inputs, which are to it what a layer's are in one model: change them in place, which who
-else reads them does not see, and put hooks on them.
+else reads them does not see, put hooks on them, and have their gradients come from collectives.
 """
 
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional_collectives
 from torch import nn
 
 from farandole.pipelining import PipelineStage, get_schedule_class, plan
@@ -131,3 +134,46 @@ def _put_hooks(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_hooks_on_an_input_are_called_for_its_microbatch_alone(backend: str) -> None:
     run_ranks(_put_hooks, 2, backend)
+
+
+class _SumsGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        summed = functional_collectives.all_reduce(grad.contiguous(), "sum", [dist.get_rank()])
+        assert type(summed) is functional_collectives.AsyncCollectiveTensor
+        return summed
+
+
+class _Summing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(_SumsGradients.apply(x))
+
+
+def _sum_gradients(rank: int, world_size: int) -> None:
+    dist.new_group([0]), dist.new_group([1])
+    torch.manual_seed(5)
+    stages = [nn.Linear(WIDTH, WIDTH), _Summing()]
+    batch, target = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    for name in ("1F1B", "ZB-H1"):
+        schedule = get_schedule_class(name)(PipelineStage(stages[rank], rank, 2, "cpu"), 4, nn.MSELoss())
+        for _ in range(2):
+            alone, _, _ = train_alone([copy.deepcopy(stages[0]), stages[1].linear], nn.MSELoss(), batch, target, 4)
+            schedule.step(batch, target=target)
+            mine = stages[rank] if rank == 0 else stages[1].linear
+            assert_same_gradients(mine, alone[rank], name)
+            for stage in stages:
+                stage.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_of_inputs_may_come_from_a_collective(backend: str) -> None:
+    run_ranks(_sum_gradients, 2, backend)
