@@ -21,7 +21,7 @@ class InputGradient final : public Node {
   InputGradient() : Node(/*sequence_nr=*/UINT64_MAX) {}  // runs as soon as it can, as that for leaves does
 
   variable_list apply(variable_list&& grads) override {
-    kept = kept.defined() && grads[0].defined() ? kept + grads[0] : std::move(grads[0]);
+    if (grads[0].defined()) kept = kept.defined() ? kept + grads[0] : std::move(grads[0]);
     return {};
   }
   std::string name() const override { return "StageInput"; }
