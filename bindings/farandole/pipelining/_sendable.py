@@ -37,9 +37,6 @@ class Meshes:
         tensors = (*examples, *module.parameters(), *module.buffers())
         self._known = list({id(tensor.device_mesh): tensor.device_mesh for tensor in _dtensors(tensors)}.values())
 
-    def __bool__(self) -> bool:
-        return bool(self._known) or self._get_mesh is not None
-
     def of(self, sent: _Distributed) -> Any:
         """The one that has the names and sizes of the sender's."""
         names = sent.mesh_dim_names
@@ -68,30 +65,20 @@ class StageCall:
     def __init__(self, call: Callable[..., Any], meshes: Meshes, *, is_first: bool, is_last: bool):
         self._call = call
         self._meshes = meshes
-        self._is_parallel = bool(meshes)
         self._is_first = is_first  # what it is called with is the user's
         self._is_last = is_last  # what it returns is the user's and the loss's
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._is_first:
-            for arg in args:
-                if self._is_parallel or type(arg) is not torch.Tensor:
-                    args = tree_map_only((torch.Tensor, _Distributed), self._arrived, args)
-                    break
+        if not self._is_first and any(type(arg) is not torch.Tensor for arg in args):
+            args = tree_map_only(_Distributed, self._arrived, args)
         result = self._call(*args, **kwargs)
         return result if self._is_last or type(result) is torch.Tensor else _sendable(result)
 
-    def _arrived(self, given: Any) -> Any:
-        sent = given if isinstance(given, _Distributed) else None
-        local = given if sent is None else sent.local
-        if self._is_parallel and local.requires_grad:
-            local.register_hook(as_sent)  # its gradient may be the result of a collective
-        if sent is None:
-            return local
+    def _arrived(self, sent: _Distributed) -> Any:
         from torch.distributed.tensor import DTensor
 
         return DTensor.from_local(
-            local, self._meshes.of(sent), sent.placements, run_check=False, shape=sent.shape, stride=sent.stride
+            sent.local, self._meshes.of(sent), sent.placements, run_check=False, shape=sent.shape, stride=sent.stride
         )
 
 

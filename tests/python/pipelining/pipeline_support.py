@@ -15,6 +15,10 @@ import farandole  # noqa: F401  (registers the backend)
 
 BACKENDS = ["gloo"] + (["farandole"] if "farandole" in dist.Backend.backend_list else [])
 
+# Schedules, of several stages on a rank and of one.
+MULTI = ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBV", "V-Half", "V-Min", "DualPipeV"]
+SINGLE = ["GPipe", "1F1B", "ZB-H1", "ZB-H2"]
+
 _ACTIVATIONS: list[Callable[[], nn.Module]] = [nn.Tanh, nn.GELU, nn.Sigmoid, nn.Identity]
 # Their backwards need what they were given, so that the next layer may change what they give.
 _KEEP_INPUTS = (nn.GELU, nn.Identity)

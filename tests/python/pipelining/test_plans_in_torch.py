@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from farandole.pipelining import plan, schedule_names
-from pipelining.pipeline_support import assert_same_gradients, random_stages, train_alone
+from pipelining.pipeline_support import SINGLE, assert_same_gradients, random_stages, train_alone
 from support.processes import run_ranks
 
 # DualPipe has two copies of the model, which torch's plans have not.
@@ -20,7 +20,6 @@ LEFT_OUT = {"none", "DualPipe"}
 if torch.__version__.startswith("2.11."):  # there a rank sends to itself where two stages meet on it, which gloo cannot
     LEFT_OUT |= {"ZBV", "V-Half", "V-Min", "DualPipeV"}
 NAMES = [name for name in schedule_names() if name not in LEFT_OUT]
-ONE_STAGE = ("GPipe", "1F1B", "ZB-H1", "ZB-H2")
 RANKS = 2
 
 
@@ -30,7 +29,7 @@ def _train_in_torch(rank: int, world_size: int, folder: str, seed: int, names: l
 
     for name in names:
         rng = random.Random(f"{seed} {name}")
-        num_stages = world_size * (1 if name in ONE_STAGE else 2)
+        num_stages = world_size * (1 if name in SINGLE else 2)
         n_microbatches = world_size * rng.randint(2, 4)
         owners = plan(name, num_stages, n_microbatches, num_ranks=world_size).rank_of_stage
         stages = random_stages(rng, num_stages, torch.double)
@@ -58,6 +57,6 @@ def test_torch_runs_the_csv_of_every_schedule_of_one_model(names: list[str], tmp
     print(f"seed {seed}")
     for name in names:
         for n_microbatches in (2 * RANKS, 3 * RANKS, 4 * RANKS):
-            made = plan(name, RANKS * (1 if name in ONE_STAGE else 2), n_microbatches, num_ranks=RANKS)
+            made = plan(name, RANKS * (1 if name in SINGLE else 2), n_microbatches, num_ranks=RANKS)
             (tmp_path / f"{name}.{n_microbatches}.csv").write_text(made.to_csv())
     run_ranks(_train_in_torch, RANKS, "gloo", timeout=120, folder=str(tmp_path), seed=seed, names=names)

@@ -1,0 +1,99 @@
+"""What a schedule computes, read and written as torch's actions, counted by torch, and of its number of microbatches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.pipelining
+from torch import nn
+
+from farandole.pipelining import (
+    PipelineScheduleMulti,
+    PipelineStage,
+    Plan,
+    ScheduleDualPipe,
+    get_schedule_class,
+    plan,
+    simulate,
+)
+from pipelining.pipeline_support import MULTI, SINGLE
+from support.processes import run_ranks
+
+
+def _show_orders(rank: int, world_size: int, folder: str) -> None:
+    """What a schedule computes can be read as torch's actions, and written."""
+    for name in [*SINGLE, *MULTI, *(["DualPipe"] if world_size > 1 else [])]:
+        made = plan(name, 2 * world_size if name in [*MULTI, "DualPipe"] else world_size, 8, num_ranks=world_size)
+        stages = [
+            PipelineStage(nn.Linear(2, 2), i, made.num_stages, "cpu")
+            for i, owner in enumerate(made.rank_of_stage)
+            if owner == rank
+        ]
+        schedule: Any = get_schedule_class(name)(stages[0] if name in SINGLE else stages, 8, nn.MSELoss())
+        order = schedule.pipeline_order
+        assert [[str(action) for action in order[number]] for number in range(world_size)] == made.actions, name
+        assert order[0][0].microbatch_index == 0, name
+        order[0].clear()
+        assert schedule.pipeline_order[0], name
+        if name in SINGLE:
+            continue
+        for format in ("compute_only", "compute_comms"):
+            path = f"{folder}/{name}.{format}.{rank}.csv"
+            schedule._dump_csv(path, format)
+            loaded = ScheduleDualPipe if name == "DualPipe" else PipelineScheduleMulti
+            again: Any = loaded(stages, 8, nn.MSELoss())
+            again._load_csv(path, format)
+            assert again.pipeline_order == schedule.pipeline_order, f"{name}, {format}"
+            assert again.plan() == schedule.plan(), f"{name}, {format}"
+        if world_size > 1:
+            with pytest.raises(ValueError, match="given with its communication, expected format='compute_comms'"):
+                again.dump_csv(path)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_order_of_a_schedule_can_be_read_and_written(world_size: int, tmp_path: Any) -> None:
+    run_ranks(_show_orders, world_size, "gloo", folder=str(tmp_path))
+
+
+def _analyze(rank: int, world_size: int) -> None:
+    """What torch counts of a schedule's order is what the simulation holds."""
+    from farandole.pipelining import analyze_pipeline_activation_liveness as analyze
+
+    for name in sorted(set(MULTI) - {"DualPipeV"}):  # whose forwards and backwards in one are one position for torch
+        made = plan(name, 2 * world_size, 8, num_ranks=world_size)
+        placed = [[i for i, owner in enumerate(made.rank_of_stage) if owner == number] for number in range(world_size)]
+        stages = [PipelineStage(nn.Linear(2, 2), i, made.num_stages, "cpu") for i in placed[rank]]
+        schedule: Any = get_schedule_class(name)(stages, 8, nn.MSELoss())
+        simulated = simulate(made, [(1.0, 2.0, 1.0, 1.0)] * made.num_stages).ranks
+        for number, indices in enumerate(placed):
+            found = analyze(schedule, pp_rank=number, stage_indices=indices, granularity="stage_microbatch")
+            assert found.num_slots == simulated[number].peak_live_activations, name
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.distributed.pipelining, "analyze_pipeline_activation_liveness"), reason="torch 2.15 has it"
+)
+def test_torch_counts_the_activations_of_a_schedule() -> None:
+    run_ranks(_analyze, 2, "gloo")
+
+
+class _TwoMicrobatches(PipelineScheduleMulti):
+    def compute_plan(self, *, forward_only: bool) -> Plan:
+        return plan("GPipe", 1, 2, forward_only=forward_only)
+
+
+def _refuse_counts(rank: int, world_size: int) -> None:
+    for n_microbatches in (1, 4):
+        stage = PipelineStage(nn.Linear(2, 2), 0, 1, "cpu")
+        ordered = PipelineScheduleMulti([stage], n_microbatches, nn.MSELoss())
+        ordered.pipeline_order = {0: ["0F0", "0F1", "0B0", "0B1"]}
+        for schedule in (ordered, _TwoMicrobatches([stage], n_microbatches, nn.MSELoss())):
+            for step in (schedule.step, schedule.eval):
+                with pytest.raises(ValueError, match=f"has 2 microbatches, expected n_microbatches={n_microbatches}"):
+                    step(torch.ones(4, 2), target=torch.ones(4, 2))
+
+
+def test_a_plan_of_another_number_of_microbatches_is_refused() -> None:
+    run_ranks(_refuse_counts, 1, "gloo")
