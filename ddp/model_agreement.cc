@@ -8,6 +8,8 @@
 #include <torch/csrc/distributed/c10d/comm.hpp>
 #include <utility>
 
+#include "backend/common/digest.h"
+
 namespace farandole::ddp {
 namespace {
 
@@ -43,10 +45,10 @@ std::vector<Fact> parse(std::string_view table) {
   return facts;
 }
 
-int64_t fnv1a(std::string_view text) {
-  uint64_t hash = 14695981039346656037ULL;
-  for (unsigned char c : text) hash = (hash ^ c) * 1099511628211ULL;
-  return static_cast<int64_t>(hash);
+int64_t digestOf(std::string_view text) {
+  Digest digest;
+  digest.add(text);
+  return static_cast<int64_t>(digest.value());
 }
 
 // The first index at which the two differ; nothing when they are equal.
@@ -99,7 +101,7 @@ void checkAgreement(c10d::ProcessGroup& group, c10::Device device, const std::ve
   const std::string table = serialize(facts, refusal);
   at::Tensor digest = at::empty({2}, at::kLong);
   digest.mutable_data_ptr<int64_t>()[0] = static_cast<int64_t>(table.size());
-  digest.mutable_data_ptr<int64_t>()[1] = fnv1a(table);
+  digest.mutable_data_ptr<int64_t>()[1] = digestOf(table);
   bool agree = refusal.empty();
   for (const at::Tensor& theirs : gatherTensors(group, digest, device)) agree = agree && theirs.equal(digest);
   // All ranks see the same digests; only when all refuse alike does `refusal` decide, and then on every rank.

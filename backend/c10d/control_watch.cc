@@ -2,6 +2,7 @@
 
 #include <chrono>
 
+#include "backend/common/text.h"
 #include "backend/net/token_proof.h"
 
 namespace farandole::backend {
@@ -14,14 +15,7 @@ constexpr auto kAnswerLimit = 400ms;
 constexpr std::size_t kMostAnswers = 32;  // told in one error
 
 // Equal on all ranks, and new with each group.
-std::string groupKey(const std::string& token) {
-  std::string key = "group-";
-  for (const char byte : net::proofOf(token, "group").substr(0, 8)) {
-    key += "0123456789abcdef"[static_cast<unsigned char>(byte) >> 4];
-    key += "0123456789abcdef"[static_cast<unsigned char>(byte) & 15];
-  }
-  return key;
-}
+std::string groupKey(const std::string& token) { return "group-" + hexText(net::proofOf(token, "group").substr(0, 8)); }
 
 }  // namespace
 

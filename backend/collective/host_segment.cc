@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "backend/common/settings.h"
+#include "backend/common/text.h"
 
 namespace farandole::collective {
 namespace {
@@ -61,7 +62,7 @@ void HostSegment::abandon(int culprit, std::string_view reason) {
 
 void HostSegment::noteReason(std::string_view reason) {
   // Others may read the first one.
-  if (!std::exchange(hasReason_, true)) reason.copy(line(index_).reason, kReasonBytes - 1);
+  if (!std::exchange(hasReason_, true)) cutText(reason, kReasonBytes - 1).copy(line(index_).reason, kReasonBytes - 1);
 }
 
 void HostSegment::abort(int rank, std::string_view reason) {

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "backend/common/rank_name.h"
+#include "backend/common/text.h"
 #include "backend/net/group_tree.h"
 
 namespace farandole::net {
@@ -79,7 +80,7 @@ void ControlGroup::leave(bool isGone) {
 }
 
 void ControlGroup::abort(const std::string& reason) {
-  if (!leaving_) learn({FactKind::kAborted, rank_, rank_, reason.substr(0, kMaxReason)}, nullptr);
+  if (!leaving_) learn({FactKind::kAborted, rank_, rank_, std::string(cutText(reason, kMaxReason))}, nullptr);
 }
 
 void ControlGroup::drop() {
@@ -164,7 +165,7 @@ void ControlGroup::channelClosed(const ControlChannel::Ptr& channel, const Statu
   if (isGone(peer.rank)) return searchParent();
   // In order, so it has left, and that is on its way here.
   if (status.isOk()) return suspect(peer.rank, Status::internal("it ended the connection without leaving the group"));
-  learn({FactKind::kFailed, peer.rank, rank_, std::string(status.message()).substr(0, kMaxReason)}, nullptr);
+  learn({FactKind::kFailed, peer.rank, rank_, std::string(cutText(status.message(), kMaxReason))}, nullptr);
 }
 
 // The connection to a candidate ended before it was attached. Who took it and
@@ -193,7 +194,7 @@ void ControlGroup::suspect(int rank, const Status& status) {
   after(timer, times_.grace, [this, rank] {
     const auto suspect = suspects_.find(rank);
     if (suspect == suspects_.end() || isGone(rank) || leaving_) return;
-    learn({FactKind::kFailed, rank, rank_, std::string(suspect->second.message()).substr(0, kMaxReason)}, nullptr);
+    learn({FactKind::kFailed, rank, rank_, std::string(cutText(suspect->second.message(), kMaxReason))}, nullptr);
   });
   searchParent();
 }

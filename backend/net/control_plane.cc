@@ -8,6 +8,7 @@
 #include <new>
 #include <utility>
 
+#include "backend/common/text.h"
 #include "backend/net/control_plane_impl.h"
 #include "backend/net/token_proof.h"
 
@@ -21,12 +22,7 @@ constexpr std::size_t kMinToken = 16;
 // A name may be used again after the group was left; its token is new then, and
 // keeps the two apart on the wire.
 std::string wireKey(const std::string& group, const std::string& token) {
-  std::string key = group + '#';
-  for (const char byte : proofOf(token, "key").substr(0, 8)) {
-    key += "0123456789abcdef"[static_cast<unsigned char>(byte) >> 4];
-    key += "0123456789abcdef"[static_cast<unsigned char>(byte) & 15];
-  }
-  return key;
+  return group + '#' + hexText(proofOf(token, "key").substr(0, 8));
 }
 
 Status checkGroupArguments(const std::string& group, int rank, const std::vector<ControlMember>& members,

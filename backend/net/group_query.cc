@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "backend/common/text.h"
 #include "backend/net/control_group.h"
 
 namespace farandole::net {
@@ -14,7 +15,7 @@ constexpr std::size_t kMaxRoutes = 128;
 
 std::string GroupQuery::ownReport() const {
   const auto listener = group_.listener();
-  return listener != nullptr ? listener->report().substr(0, kMaxAnswer) : std::string();
+  return listener != nullptr ? std::string(cutText(listener->report(), kMaxAnswer)) : std::string();
 }
 
 void GroupQuery::ask(std::chrono::milliseconds limit, GroupAnswersHandler handler) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <span>
 
+#include "backend/common/digest.h"
 #include "pipeline/ir/message.h"
 #include "pipeline/ir/stage_graph.h"
 #include "pipeline/ir/text.h"
@@ -12,28 +13,16 @@ namespace farandole::pipeline {
 
 namespace {
 
-// FNV-1a over what makes two plans the same.
-class Digest {
- public:
-  void add(std::int64_t value) {
-    for (int shift = 0; shift < 64; shift += 8) {
-      hash_ = (hash_ ^ ((static_cast<std::uint64_t>(value) >> shift) & 0xff)) * 0x100000001b3ull;
-    }
-  }
-  void add(const Action& action) {
-    add(action.stage);
-    add(static_cast<std::int64_t>(action.kind));
-    add(action.microbatch);
-    add(action.other);
-    add(static_cast<std::int64_t>(action.parts.size()));
-    for (const Action& part : action.parts) add(part);
-  }
-  std::uint64_t value() const { return hash_; }
+void addTo(Digest& digest, const Action& action) {
+  digest.add(action.stage);
+  digest.add(static_cast<std::int64_t>(action.kind));
+  digest.add(action.microbatch);
+  digest.add(action.other);
+  digest.add(static_cast<std::int64_t>(action.parts.size()));
+  for (const Action& part : action.parts) addTo(digest, part);
+}
 
- private:
-  std::uint64_t hash_ = 0xcbf29ce484222325ull;
-};
-
+// Of what makes two plans the same.
 std::uint64_t digestOf(const Plan& plan) {
   Digest digest;
   digest.add(plan.numStages);
@@ -50,7 +39,7 @@ std::uint64_t digestOf(const Plan& plan) {
   }
   for (const std::vector<Action>& actions : plan.ranks) {
     digest.add(static_cast<std::int64_t>(actions.size()));
-    for (const Action& action : actions) digest.add(action);
+    for (const Action& action : actions) addTo(digest, action);
   }
   return digest.value();
 }

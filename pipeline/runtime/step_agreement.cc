@@ -3,7 +3,10 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <string_view>
 #include <torch/csrc/distributed/c10d/Types.hpp>
+
+#include "backend/common/text.h"
 
 namespace farandole::pipeline {
 
@@ -15,11 +18,10 @@ constexpr std::int64_t kReportHeaderBytes = 3 * sizeof(std::int64_t);
 
 at::Tensor encode(const FailureReport& report) {
   at::Tensor bytes = at::zeros({kReportBytes}, at::kByte);
-  const std::int64_t length =
-      std::min<std::int64_t>(static_cast<std::int64_t>(report.text.size()), kReportBytes - kReportHeaderBytes);
-  const std::int64_t header[3] = {report.failed, report.timeNs, length};
+  const std::string_view text = cutText(report.text, kReportBytes - kReportHeaderBytes);
+  const std::int64_t header[3] = {report.failed, report.timeNs, static_cast<std::int64_t>(text.size())};
   std::memcpy(bytes.data_ptr(), header, sizeof(header));
-  std::memcpy(bytes.data_ptr<std::uint8_t>() + sizeof(header), report.text.data(), length);
+  std::memcpy(bytes.data_ptr<std::uint8_t>() + sizeof(header), text.data(), text.size());
   return bytes;
 }
 

@@ -13,6 +13,8 @@
 #include <cstring>
 #include <fstream>
 
+#include "backend/common/text.h"
+
 namespace farandole::transport {
 namespace {
 
@@ -23,12 +25,7 @@ constexpr std::size_t kNumParts = 3;
 socklen_t nameOf(const ShmToken& token, sockaddr_un& address) {
   address = {};
   address.sun_family = AF_UNIX;
-  std::string name("\0farandole-", 11);
-  for (const char c : token) {
-    constexpr const char* kDigits = "0123456789abcdef";
-    name += kDigits[static_cast<unsigned char>(c) >> 4];
-    name += kDigits[static_cast<unsigned char>(c) & 15];
-  }
+  const std::string name = std::string("\0farandole-", 11) + hexText({token.data(), token.size()});
   std::memcpy(address.sun_path, name.data(), name.size());
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + name.size());
 }
