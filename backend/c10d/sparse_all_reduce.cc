@@ -148,6 +148,7 @@ bool SparseAllReduceWork::wait(milliseconds timeout) {
   } else {
     afterShapes();
   }
+  future_->wait();  // another thread may be about to complete it
   if (error_ != nullptr) std::rethrow_exception(error_);
   return true;
 }

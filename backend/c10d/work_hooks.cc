@@ -109,16 +109,20 @@ void WorkHooks::report(const WorkReport& report) {
 void WorkHooks::startAbortHooks() {
   {
     std::lock_guard lock(mutex_);
-    if (abortHooks_.empty() || numFailures_++ > 0) return;
+    if (abortHooks_.empty()) return;
+    isAbortDue_ = true;
+    if (std::exchange(isAborting_, true)) return;
   }
-  // One thread for all: a group that ends fails all that is pending.
+  // One thread for all, and one further run for all that fails meanwhile: a group that ends fails all that is pending.
   runBeforeExit([hooks = shared_from_this()] {
-    for (bool more = true; more;) {
+    std::unique_lock lock(hooks->mutex_);
+    while (std::exchange(hooks->isAbortDue_, false)) {
+      lock.unlock();
       hooks->runAbortHooks();
-      std::lock_guard lock(hooks->mutex_);
-      more = --hooks->numFailures_ > 0;
-      if (!more) hooks->idle_.notify_all();
+      lock.lock();
     }
+    hooks->isAborting_ = false;
+    hooks->idle_.notify_all();
   });
 }
 
@@ -133,7 +137,7 @@ void WorkHooks::runAbortHooks() {
 
 void WorkHooks::waitForFollowed() {
   std::unique_lock lock(mutex_);
-  idle_.wait(lock, [&] { return numFollowed_ == 0 && numFailures_ == 0; });
+  idle_.wait(lock, [&] { return numFollowed_ == 0 && !isAborting_; });
 }
 
 void WorkHooks::updateActive() {

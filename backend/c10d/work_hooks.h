@@ -99,7 +99,8 @@ class WorkHooks : public std::enable_shared_from_this<WorkHooks> {
   std::vector<Extension> extensions_;
   std::uint64_t nextExtension_ = 0;
   std::size_t numFollowed_ = 0;
-  std::size_t numFailures_ = 0;  // for which the abort hooks have yet to run, or do
+  bool isAborting_ = false;  // the abort hooks run, or are about to
+  bool isAbortDue_ = false;  // something failed that their runs so far did not follow
 };
 
 }  // namespace farandole::backend
