@@ -2,12 +2,10 @@
 
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <exception>
-#include <iterator>
 #include <utility>
 
 #include "ddp/abandonment.h"
@@ -15,12 +13,6 @@
 #include "ddp/round_trouble.h"
 
 namespace farandole::ddp {
-namespace {
-
-// True inside a node of an outer backward, e.g. of a reentrant checkpoint.
-bool insideBackwardNode() { return torch::autograd::get_current_node() != nullptr; }
-
-}  // namespace
 
 void GradReducer::setRequireSync(bool requireSync) {
   std::lock_guard lock(mutex_);
@@ -81,7 +73,7 @@ void GradReducer::watchOutputs(const std::vector<at::Tensor>& outputs) {
 }
 
 void GradReducer::startSync() {
-  std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   checkUsable();
   TORCH_CHECK(!inRound_,
               "farandole.ddp: start_grad_sync() while a synchronization is open: call finish_grad_sync() first");
@@ -91,16 +83,20 @@ void GradReducer::startSync() {
     gradients_.fill(parameter, true);
     markReady(parameter);
   }
-  issueReady();
+  const std::exception_ptr failure = issueReady();
+  lock.unlock();
+  if (failure) throwWithReason(failure);
 }
 
 void GradReducer::finishSync() {
+  bool isOpen = false;
   {
     std::lock_guard lock(mutex_);
     checkUsable();
-    if (!inRound_ && (options_.endsWithBackward || isFinished_)) return;
+    isOpen = inRound_;
+    if (!isOpen && (options_.endsWithBackward || isFinished_)) return;
   }
-  if (!inRound_) startSync();
+  if (!isOpen) startSync();
   finishRound(RoundEnd::kExplicit);
 }
 
@@ -166,7 +162,7 @@ void GradReducer::onGradReady(int parameter, const at::Tensor& brought) {
               named.name, "' would get a gradient that is part of a graph");
   TORCH_CHECK(!brought.defined() || named.tensor.grad().defined(), "farandole.ddp: the gradient of parameter '",
               named.name, "' was removed by a hook before it could be reduced");
-  std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   if (!abandoned_.empty()) return;
   TORCH_CHECK(!isExplicit_, "farandole.ddp: parameter '", named.name,
               "' got a gradient between start_grad_sync() and finish_grad_sync(), while gradients are reduced: call "
@@ -195,7 +191,11 @@ void GradReducer::onGradReady(int parameter, const at::Tensor& brought) {
   if (isCounting_ || arrived < expected_[parameter]) return;
   if (timeline_) timeline_->mark(Timeline::Kind::kReady, parameter);
   markReady(parameter);
-  if (options_.overlaps) issueReady();
+  if (!options_.overlaps) return;
+  if (const std::exception_ptr failure = issueReady()) {
+    lock.unlock();
+    throwWithReason(failure);
+  }
 }
 
 bool GradReducer::borrows(int parameter) const {
@@ -225,132 +225,16 @@ void GradReducer::markReady(int parameter) {
   issuer_.markReady(parameter);
 }
 
-void GradReducer::issueReady() {
+std::exception_ptr GradReducer::issueReady() {
   try {
     issuer_.issue([this](int bucket) {
       if (options_.checks.isEnabled() && finding_.empty()) finding_ = troubleIn(*buffers_, bucket, options_.checks);
       return gradients_.takeBorrowed(bucket);
     });
+    return nullptr;
   } catch (const std::exception&) {
-    rethrowWithReason();
+    return std::current_exception();
   }
-}
-
-void GradReducer::onBackwardEnd(int task) {
-  {
-    std::lock_guard lock(mutex_);
-    // The end of a backward inside the one of the forward, which may bring the other gradients.
-    if (readyCount_ < parameters_.size() && task != outputTask_ && insideBackwardNode()) return;
-  }
-  finishRound(RoundEnd::kBackward);
-}
-
-std::vector<int> GradReducer::issueRest(RoundEnd end) {
-  // Only a backward that has come to its end shows what one brings.
-  const bool counts = isCounting_ && hasArrivals_ && end != RoundEnd::kAbandoned;
-  std::vector<int> unused;
-  c10::NoGradGuard noGrad;
-  for (size_t p = 0; p < ready_.size(); ++p) {
-    const int parameter = static_cast<int>(p);
-    if (ready_[p]) continue;
-    if (arrived_[p] == 0) {
-      unused.push_back(parameter);
-      gradients_.fill(parameter, options_.unused != UnusedParameters::kSkip);
-      keep(parameter);
-    }
-    if (counts) expected_[p] = std::max(arrived_[p], 1);
-    markReady(parameter);
-  }
-  issueReady();
-  if (counts) isCounting_ = false;
-  return unused;
-}
-
-// What no rank has added to is not to be reduced once more, which would multiply a sum.
-void GradReducer::keep(int parameter) {
-  if (options_.unused != UnusedParameters::kSkip || touched_[parameter]) return;
-  if (options_.home == Gradients::Home::kGrad && !parameters_[parameter].tensor.grad().defined()) return;
-  kept_.emplace_back(parameter, buffers_->mainGrads()[parameter].clone());
-}
-
-void GradReducer::finishRound(RoundEnd end) {
-  std::vector<int> unused;
-  std::vector<int> idle;
-  std::string trouble;
-  std::exception_ptr failure;
-  try {
-    {
-      std::lock_guard lock(mutex_);
-      if (!inRound_) return;
-      unused = issueRest(end);
-      std::copy_if(unused.begin(), unused.end(), std::back_inserter(idle), [this](int p) { return !touched_[p]; });
-      trouble = troubleOf(unused, end);
-    }
-    trouble = awaitRound(idle, trouble);
-  } catch (...) {
-    failure = std::current_exception();
-  }
-  {
-    std::lock_guard lock(mutex_);
-    if (!failure && options_.unused == UnusedParameters::kSkip) {
-      for (int parameter : unused) {
-        if (report_.flag(parameter)) gradients_.show(parameter);
-      }
-      for (const auto& [parameter, grad] : kept_) {
-        if (!report_.flag(parameter)) buffers_->mainGrads()[parameter].copy_(grad);
-      }
-    }
-    resetRound();
-    synchronized_ = !failure;
-  }
-  if (failure) std::rethrow_exception(failure);
-  TORCH_CHECK(trouble.empty(), "farandole.ddp: ", trouble);
-}
-
-// Reports come after the buckets, so that a group that was given up has no more of them under way. What an explicit
-// round shows is no order of gradients; rank 0 says so, that all learn in the same round.
-std::string GradReducer::awaitRound(const std::vector<int>& idle, const std::string& trouble) {
-  const std::shared_ptr<Timeline> timeline = timeline_;  // stays what it is until the round's end
-  try {
-    const std::size_t wait = timeline ? timeline->begin(Timeline::Kind::kWait) : 0;
-    issuer_.await();
-    if (timeline) timeline->end(wait);
-    const std::size_t telling = timeline ? timeline->begin(Timeline::Kind::kReport) : 0;
-    std::vector<char> used(options_.unused == UnusedParameters::kSkip ? parameters_.size() : 0, 1);
-    if (!used.empty()) {
-      for (int parameter : idle) used[parameter] = 0;
-    }
-    report_.start(trouble, used);
-    if (!isOrderLearned_ && options_.overlaps) isOrderLearned_ = issuer_.learnOrder(report_, hasArrivals_);
-    std::string all = report_.finish();
-    if (timeline) timeline->end(telling);
-    return all;
-  } catch (const std::exception&) {
-    std::lock_guard lock(mutex_);
-    rethrowWithReason();
-  }
-}
-
-void GradReducer::resetRound() {
-  clearRound();
-  std::fill(touched_.begin(), touched_.end(), 0);
-  isFinished_ = true;
-  gradients_.markReduced();
-}
-
-void GradReducer::clearRound() {
-  issuer_.reset();
-  gradients_.dropBorrowed();
-  std::fill(ready_.begin(), ready_.end(), 0);
-  std::fill(arrived_.begin(), arrived_.end(), 0);
-  readyCount_ = 0;
-  hasArrivals_ = false;
-  finding_.clear();
-  kept_.clear();
-  inRound_ = isExplicit_ = false;
-  ++rounds_;
-  if (timeline_) timeline_->endRound();
-  takeTimeline();
 }
 
 void GradReducer::record(std::shared_ptr<Timeline> timeline) {
@@ -373,21 +257,6 @@ int GradReducer::rounds() {
 bool GradReducer::isInRound() {
   std::lock_guard lock(mutex_);
   return inRound_;
-}
-
-void GradReducer::rethrowWithReason() {
-  if (abandoned_.empty()) abandoned_ = abandonmentOf(group_);
-  checkUsable();
-  throw;
-}
-
-std::string GradReducer::troubleOf(const std::vector<int>& unused, RoundEnd end) const {
-  const std::string self = "rank " + std::to_string(group_.getRank()) + " of the group: ";
-  if (end == RoundEnd::kAbandoned) return self + describeAbandoned(parameters_, unused, options_.endsWithBackward);
-  if (!change_.empty()) return self + change_;
-  if (!finding_.empty()) return self + finding_;
-  if (unused.empty() || options_.unused != UnusedParameters::kError) return "";
-  return self + describeUnused(parameters_, unused);
 }
 
 }  // namespace farandole::ddp

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -127,8 +128,10 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   // With mutex_ held:
   void queueBackwardEnd();
   void markReady(int parameter);
-  std::vector<int> issueRest(RoundEnd end);
-  void issueReady();
+  // Those that have got nothing.
+  std::vector<int> markRest(RoundEnd end);
+  // What it failed with, for throwWithReason().
+  std::exception_ptr issueReady();
   void keep(int parameter);
   void resetRound();
   void clearRound();
@@ -138,8 +141,8 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   // Whether the gradient that has come need not be in its buffer to be reduced.
   bool borrows(int parameter) const;
   std::string troubleOf(const std::vector<int>& unused, RoundEnd end) const;
-  // Inside a catch block: throws why the group was abandoned if it was, else what was caught.
-  [[noreturn]] void rethrowWithReason();
+  // With mutex_ free, since the store is asked: throws why the group was abandoned if it was, else this.
+  [[noreturn]] void throwWithReason(const std::exception_ptr& failure);
 
   const DataParallelGroups groups_;
   const std::shared_ptr<ModelBuffers> buffers_;

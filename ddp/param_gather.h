@@ -39,8 +39,8 @@ class ParamGather {
   // Gathers that start from now on are recorded there; null: nowhere.
   void record(std::shared_ptr<Timeline> timeline);
 
-  // No group is stale or under way. Cheap.
-  bool isCurrent() const { return unfinished_.load(std::memory_order_relaxed) == 0; }
+  // No group is stale or under way. Cheap. Whoever is told so may read what another thread has awaited.
+  bool isCurrent() const { return unfinished_.load(std::memory_order_acquire) == 0; }
 
   // By trainable parameter, in registration order: the group that it comes with.
   const std::vector<int>& bucketGroupOf() const { return bucketGroupOf_; }

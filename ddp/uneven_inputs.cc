@@ -30,6 +30,7 @@ void GradReducer::shadowRound() {
     inRound_ = true;
   }
   try {
+    std::exception_ptr issued;
     {
       std::lock_guard lock(mutex_);
       c10::NoGradGuard noGrad;
@@ -38,8 +39,9 @@ void GradReducer::shadowRound() {
       }
       buffers_->zeroGrads();
       for (int parameter : unused) markReady(parameter);
-      issueReady();
+      issued = issueReady();
     }
+    if (issued) throwWithReason(issued);
     trouble = awaitRound(unused, "");
   } catch (...) {
     failure = std::current_exception();

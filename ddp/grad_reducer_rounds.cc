@@ -1,0 +1,164 @@
+// How the rounds of a GradReducer end.
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <algorithm>
+#include <exception>
+#include <iterator>
+#include <utility>
+
+#include "ddp/abandonment.h"
+#include "ddp/grad_reducer.h"
+#include "ddp/round_trouble.h"
+
+namespace farandole::ddp {
+namespace {
+
+// True inside a node of an outer backward, e.g. of a reentrant checkpoint.
+bool insideBackwardNode() { return torch::autograd::get_current_node() != nullptr; }
+
+}  // namespace
+
+void GradReducer::onBackwardEnd(int task) {
+  {
+    std::lock_guard lock(mutex_);
+    // The end of a backward inside the one of the forward, which may bring the other gradients.
+    if (readyCount_ < parameters_.size() && task != outputTask_ && insideBackwardNode()) return;
+  }
+  finishRound(RoundEnd::kBackward);
+}
+
+std::vector<int> GradReducer::markRest(RoundEnd end) {
+  // Only a backward that has come to its end shows what one brings.
+  const bool counts = isCounting_ && hasArrivals_ && end != RoundEnd::kAbandoned;
+  std::vector<int> unused;
+  c10::NoGradGuard noGrad;
+  for (size_t p = 0; p < ready_.size(); ++p) {
+    const int parameter = static_cast<int>(p);
+    if (ready_[p]) continue;
+    if (arrived_[p] == 0) {
+      unused.push_back(parameter);
+      gradients_.fill(parameter, options_.unused != UnusedParameters::kSkip);
+      keep(parameter);
+    }
+    if (counts) expected_[p] = std::max(arrived_[p], 1);
+    markReady(parameter);
+  }
+  if (counts) isCounting_ = false;
+  return unused;
+}
+
+// What no rank has added to is not to be reduced once more, which would multiply a sum.
+void GradReducer::keep(int parameter) {
+  if (options_.unused != UnusedParameters::kSkip || touched_[parameter]) return;
+  if (options_.home == Gradients::Home::kGrad && !parameters_[parameter].tensor.grad().defined()) return;
+  kept_.emplace_back(parameter, buffers_->mainGrads()[parameter].clone());
+}
+
+void GradReducer::finishRound(RoundEnd end) {
+  std::vector<int> unused;
+  std::vector<int> idle;
+  std::string trouble;
+  std::exception_ptr failure;
+  try {
+    std::exception_ptr issued;
+    {
+      std::lock_guard lock(mutex_);
+      if (!inRound_) return;
+      unused = markRest(end);
+      issued = issueReady();
+      std::copy_if(unused.begin(), unused.end(), std::back_inserter(idle), [this](int p) { return !touched_[p]; });
+      trouble = troubleOf(unused, end);
+    }
+    if (issued) throwWithReason(issued);
+    trouble = awaitRound(idle, trouble);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  {
+    std::lock_guard lock(mutex_);
+    if (!failure && options_.unused == UnusedParameters::kSkip) {
+      for (int parameter : unused) {
+        if (report_.flag(parameter)) gradients_.show(parameter);
+      }
+      for (const auto& [parameter, grad] : kept_) {
+        if (!report_.flag(parameter)) buffers_->mainGrads()[parameter].copy_(grad);
+      }
+    }
+    resetRound();
+    synchronized_ = !failure;
+  }
+  if (failure) std::rethrow_exception(failure);
+  TORCH_CHECK(trouble.empty(), "farandole.ddp: ", trouble);
+}
+
+// Reports come after the buckets, so that a group that was given up has no more of them under way. What an explicit
+// round shows is no order of gradients; rank 0 says so, that all learn in the same round.
+std::string GradReducer::awaitRound(const std::vector<int>& idle, const std::string& trouble) {
+  const std::shared_ptr<Timeline> timeline = timeline_;  // stays what it is until the round's end
+  try {
+    const std::size_t wait = timeline ? timeline->begin(Timeline::Kind::kWait) : 0;
+    issuer_.await();
+    if (timeline) timeline->end(wait);
+    const std::size_t telling = timeline ? timeline->begin(Timeline::Kind::kReport) : 0;
+    std::vector<char> used(options_.unused == UnusedParameters::kSkip ? parameters_.size() : 0, 1);
+    if (!used.empty()) {
+      for (int parameter : idle) used[parameter] = 0;
+    }
+    report_.start(trouble, used);
+    if (!isOrderLearned_ && options_.overlaps) isOrderLearned_ = issuer_.learnOrder(report_, hasArrivals_);
+    std::string all = report_.finish();
+    if (timeline) timeline->end(telling);
+    return all;
+  } catch (const std::exception&) {
+    throwWithReason(std::current_exception());
+  }
+}
+
+void GradReducer::resetRound() {
+  clearRound();
+  std::fill(touched_.begin(), touched_.end(), 0);
+  isFinished_ = true;
+  gradients_.markReduced();
+}
+
+void GradReducer::clearRound() {
+  issuer_.reset();
+  gradients_.dropBorrowed();
+  std::fill(ready_.begin(), ready_.end(), 0);
+  std::fill(arrived_.begin(), arrived_.end(), 0);
+  readyCount_ = 0;
+  hasArrivals_ = false;
+  finding_.clear();
+  kept_.clear();
+  inRound_ = isExplicit_ = false;
+  ++rounds_;
+  if (timeline_) timeline_->endRound();
+  takeTimeline();
+}
+
+void GradReducer::throwWithReason(const std::exception_ptr& failure) {
+  {
+    std::lock_guard lock(mutex_);
+    checkUsable();
+  }
+  const std::string why = abandonmentOf(group_);
+  {
+    std::lock_guard lock(mutex_);
+    if (abandoned_.empty()) abandoned_ = why;
+    checkUsable();
+  }
+  std::rethrow_exception(failure);
+}
+
+std::string GradReducer::troubleOf(const std::vector<int>& unused, RoundEnd end) const {
+  const std::string self = "rank " + std::to_string(group_.getRank()) + " of the group: ";
+  if (end == RoundEnd::kAbandoned) return self + describeAbandoned(parameters_, unused, options_.endsWithBackward);
+  if (!change_.empty()) return self + change_;
+  if (!finding_.empty()) return self + finding_;
+  if (unused.empty() || options_.unused != UnusedParameters::kError) return "";
+  return self + describeUnused(parameters_, unused);
+}
+
+}  // namespace farandole::ddp
