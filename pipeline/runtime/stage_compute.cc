@@ -8,76 +8,17 @@
 #include "pipeline/runtime/input_gradient.h"
 #include "pipeline/runtime/saved_tensor_hooks.h"
 #include "pipeline/runtime/shape_exchange.h"
+#include "pipeline/runtime/stage_outputs.h"
 
 namespace farandole::pipeline {
 
 namespace {
-
-// What an asynchronous functional collective returns stands for a tensor: a copy waits for that.
-void takeOwnMemory(at::Tensor& tensor) {
-  if (tensor.defined() && tensor.key_set().has(c10::DispatchKey::Python)) tensor = tensor.clone();
-}
-
-// What a stage may send: defined, dense, on its device, but for a packet at the end.
-Status checkSendable(const std::vector<at::Tensor>& outputs, at::Device stage, bool hasPacket) {
-  for (std::size_t i = 0; i < outputs.size(); ++i) {
-    const at::Tensor& output = outputs[i];
-    const at::Device device = hasPacket && i + 1 == outputs.size() ? at::Device(at::kCPU) : stage;
-    if (!output.defined() || output.layout() != at::kStrided || output.is_nested() || output.device() != device) {
-      return Status::invalidArgument("output " + std::to_string(i) + " is " +
-                                     (output.defined() ? (output.is_nested() ? "a nested " : "a ") +
-                                                             std::string(c10::str(output.layout())) + " tensor on " +
-                                                             output.device().str()
-                                                       : std::string("undefined")) +
-                                     ", expected a dense tensor on the stage's device " + stage.str());
-    }
-    if (output.key_set().has(c10::DispatchKey::Python)) {
-      return Status::invalidArgument("output " + std::to_string(i) +
-                                     " stands for other tensors, as a DTensor does, expected a plain tensor");
-    }
-  }
-  return Status::ok();
-}
-
-Status checkSelection(const std::map<std::int32_t, std::vector<std::int32_t>>& outputsTo, std::size_t numOutputs,
-                      bool hasPacket) {
-  for (const auto& [stage, outputs] : outputsTo) {
-    if (hasPacket) {
-      return Status::invalidArgument(
-          "the module returned more than tensors, expected a tensor or a tuple of tensors: "
-          "only some of the outputs go to stage " +
-          std::to_string(stage));
-    }
-    for (const std::int32_t output : outputs) {
-      if (output >= 0 && static_cast<std::size_t>(output) < numOutputs) continue;
-      return Status::invalidArgument("the module returned " + std::to_string(numOutputs) +
-                                     " tensors, expected more: output " + std::to_string(output) + " goes to stage " +
-                                     std::to_string(stage));
-    }
-  }
-  return Status::ok();
-}
-
-std::vector<TensorMeta> metasOf(const std::vector<at::Tensor>& tensors) {
-  std::vector<TensorMeta> metas;
-  metas.reserve(tensors.size());
-  for (const at::Tensor& tensor : tensors) metas.push_back(TensorMeta::of(tensor));
-  return metas;
-}
-
-bool endsWithPacket(const std::vector<TensorMeta>& metas) { return !metas.empty() && metas.back().isPacket; }
 
 void notePackets(const MicrobatchSlot& slot, PacketNotes& notes) {
   notes.returned = false;
   notes.inputs.clear();
   if (std::ranges::none_of(slot.into, [](const IncomingEdge& edge) { return endsWithPacket(edge.metas); })) return;
   for (const IncomingEdge& edge : slot.into) notes.inputs.push_back({edge.metas.size(), endsWithPacket(edge.metas)});
-}
-
-bool match(const std::vector<TensorMeta>& metas, const std::vector<at::Tensor>& tensors, bool hasPacket) {
-  bool same = metas.size() == tensors.size() && endsWithPacket(metas) == hasPacket;
-  for (std::size_t i = 0; same && i < tensors.size(); ++i) same = metas[i].matches(tensors[i]);
-  return same;
 }
 
 bool isFinite(const at::Tensor& tensor) { return at::isfinite(tensor).all().item<bool>(); }
@@ -142,33 +83,45 @@ void StageCompute::runForward(Stage& stage, std::int32_t microbatch) {
 
 void StageCompute::handOver(Stage& stage, std::int32_t microbatch) {
   MicrobatchSlot& slot = stage.slots[microbatch];
-  try {
-    stage.isLast() ? takeLoss(stage, microbatch) : checkOutputs(stage, microbatch);
-  } catch (...) {
-    failure_.fail(stage, microbatch, "what the module returned: " + config_.describeError());
-  }
-  if (!stage.isLast()) {
-    if (failure_.isFailed()) {
-      outputs_.clear();
-      slot.outputPoisoned = !slot.outputsKnown;
-      if (!slot.outputPoisoned) {
-        for (const TensorMeta& meta : slot.outputMetas) outputs_.push_back(meta.zeros(config_.device));
-      }
-    } else if (program_.hasBackward) {
-      for (std::size_t link = 0; link < slot.outOf.size(); ++link) {
-        for (const std::int32_t i : stage.outputsOver(link, outputs_.size())) {
-          if (outputs_[i].requires_grad()) slot.roots.push_back(torch::autograd::impl::gradient_edge(outputs_[i]));
-        }
-      }
+  if (!failure_.isFailed()) {
+    try {
+      stage.isLast() ? takeLoss(stage, microbatch) : giveOutputs(stage, microbatch);
+    } catch (...) {
+      failure_.fail(stage, microbatch, "what the module returned: " + config_.describeError());
     }
-    traffic_.setOutputs(stage, microbatch, outputs_);
   }
+  if (failure_.isFailed() && !stage.isLast()) giveZeros(stage, microbatch);
   outputs_.clear();
   if (!program_.hasBackward) traffic_.releaseInputs(slot);
 }
 
+void StageCompute::giveOutputs(Stage& stage, std::int32_t microbatch) {
+  MicrobatchSlot& slot = stage.slots[microbatch];
+  if (Status status = checkOutputs(stage.spec, config_.device, slot, outputs_); !status.isOk()) {
+    return failure_.fail(stage, microbatch, std::string(status.message()));
+  }
+  for (std::size_t link = 0; program_.hasBackward && link < slot.outOf.size(); ++link) {
+    for (const std::int32_t i : stage.outputsOver(link, outputs_.size())) {
+      if (outputs_[i].requires_grad()) slot.roots.push_back(torch::autograd::impl::gradient_edge(outputs_[i]));
+    }
+  }
+  traffic_.setOutputs(stage, microbatch, outputs_);
+}
+
+// What others wait for in a step that failed; where they do not know the shapes either, the header says so.
+void StageCompute::giveZeros(Stage& stage, std::int32_t microbatch) {
+  MicrobatchSlot& slot = stage.slots[microbatch];
+  slot.roots.clear();
+  outputs_.clear();
+  slot.outputPoisoned = !slot.outputsKnown;
+  if (!slot.outputPoisoned) {
+    for (const TensorMeta& meta : slot.outputMetas) outputs_.push_back(meta.zeros(config_.device));
+  }
+  traffic_.setOutputs(stage, microbatch, outputs_);
+}
+
 void StageCompute::takeLoss(Stage& stage, std::int32_t microbatch) {
-  if (failure_.isFailed() || !program_.hasBackward) return;
+  if (!program_.hasBackward) return;
   const at::Tensor& loss = outputs_.empty() ? at::Tensor() : outputs_[0];
   if (outputs_.size() != 1 || !loss.defined() || loss.numel() != 1 || !loss.requires_grad()) {
     return failure_.fail(
@@ -197,41 +150,6 @@ void StageCompute::seedLoss(MicrobatchSlot& slot, const at::Tensor& loss, double
   slot.lossSeedVersion = seed._version();
   slot.roots.push_back(torch::autograd::impl::gradient_edge(loss));
   slot.outputGrads.push_back(seed);
-}
-
-void StageCompute::checkOutputs(Stage& stage, std::int32_t microbatch) {
-  MicrobatchSlot& slot = stage.slots[microbatch];
-  if (failure_.isFailed()) return;
-  const bool hasPacket = stage.spec.packets && stage.spec.packets->returned;
-  for (at::Tensor& output : outputs_) takeOwnMemory(output);
-  if (Status status = checkSendable(outputs_, config_.device, hasPacket); !status.isOk()) {
-    return failure_.fail(stage, microbatch, std::string(status.message()));
-  }
-  if (!slot.outputsKnown) {
-    // Room to grow: what is in a packet may differ from step to step.
-    if (hasPacket) static_cast<void>(fitPacket(outputs_.back(), 2 * outputs_.back().numel()));
-    slot.outputMetas = metasOf(outputs_);
-    if (hasPacket) slot.outputMetas.back().isPacket = true;
-    Status fits = encodeHeader(slot.outputMetas).status();
-    if (fits.isOk()) fits = checkSelection(stage.spec.outputsTo, outputs_.size(), hasPacket);
-    if (fits.isOk() && stage.spec.declaredOutputs) {
-      fits = checkDeclared("outputs", *stage.spec.declaredOutputs, slot.outputMetas);
-    }
-    if (!fits.isOk()) failure_.fail(stage, microbatch, std::string(fits.message()));
-    slot.outputsKnown = fits.isOk();
-    return;
-  }
-  if (hasPacket && endsWithPacket(slot.outputMetas)) {
-    Status fits = fitPacket(outputs_.back(), slot.outputMetas.back().sizes[0]);
-    if (!fits.isOk()) return failure_.fail(stage, microbatch, std::string(fits.message()));
-  }
-  if (!match(slot.outputMetas, outputs_, hasPacket)) {
-    std::vector<TensorMeta> metas = metasOf(outputs_);
-    if (hasPacket) metas.back().isPacket = true;
-    failure_.fail(stage, microbatch,
-                  "the outputs are " + toString(metas) + ", expected " + toString(slot.outputMetas) +
-                      " as in the step before, whose inputs had the same shapes");
-  }
 }
 
 void StageCompute::backward(Stage& stage, const Step& step) {
@@ -308,23 +226,32 @@ void StageCompute::returnInputGrads(Stage& stage, std::int32_t microbatch) {
   for (const IncomingEdge& edge : slot.into) {
     if (edge.isPoisoned) continue;
     for (const TensorMeta& meta : edge.metas) {
-      at::Tensor grad;
-      if (meta.requiresGrad && !failure_.isFailed()) grad = takeInputGradient(slot.inputGradients[grads_.size()]);
-      takeOwnMemory(grad);
-      if (config_.checksForNan && grad.defined() && !isFinite(grad)) {
-        failure_.fail(stage, microbatch,
-                      "backward: the gradient of input " + std::to_string(grads_.size()) +
-                          " is NaN or infinite somewhere, expected finite numbers");
-        grad.reset();
-      }
+      at::Tensor grad = meta.requiresGrad ? takeInputGrad(stage, microbatch, grads_.size()) : at::Tensor();
       if (meta.requiresGrad && !grad.defined()) grad = meta.zeros(config_.device);
-      // Autograd may have given the same memory to a parameter, whose gradient later backwards add to.
-      if (grad.defined() && grad.has_storage() && grad.storage().use_count() > 1) grad = grad.clone();
       grads_.push_back(std::move(grad));
     }
   }
   traffic_.setInputGrads(stage, microbatch, grads_);
   grads_.clear();
+}
+
+at::Tensor StageCompute::takeInputGrad(const Stage& stage, std::int32_t microbatch, std::size_t input) {
+  if (failure_.isFailed()) return {};
+  const auto name = [input] { return "backward: the gradient of input " + std::to_string(input); };
+  try {
+    at::Tensor grad = takeInputGradient(stage.slots[microbatch].inputGradients[input]);
+    awaitCollective(grad);
+    if (config_.checksForNan && grad.defined() && !isFinite(grad)) {
+      failure_.fail(stage, microbatch, name() + " is NaN or infinite somewhere, expected finite numbers");
+      return {};
+    }
+    // Autograd may have given the same memory to a parameter, whose gradient later backwards add to.
+    const bool isShared = grad.defined() && grad.has_storage() && grad.storage().use_count() > 1;
+    return isShared ? grad.clone() : grad;
+  } catch (...) {
+    failure_.fail(stage, microbatch, name() + ": " + config_.describeError());
+    return {};
+  }
 }
 
 }  // namespace farandole::pipeline

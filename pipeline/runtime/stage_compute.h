@@ -37,11 +37,14 @@ class StageCompute {
   void runForward(Stage& stage, std::int32_t microbatch);
   void takeLoss(Stage& stage, std::int32_t microbatch);
   void seedLoss(MicrobatchSlot& slot, const at::Tensor& loss, double scale);
-  void checkOutputs(Stage& stage, std::int32_t microbatch);
+  void giveOutputs(Stage& stage, std::int32_t microbatch);
+  void giveZeros(Stage& stage, std::int32_t microbatch);
   void compute(Stage& stage, const Step& step);
   static void runWeight(MicrobatchSlot& slot);
   void takeUnsplittable(Stage& stage);
   void returnInputGrads(Stage& stage, std::int32_t microbatch);
+  // Undefined where nothing flowed, or in a step that failed.
+  at::Tensor takeInputGrad(const Stage& stage, std::int32_t microbatch, std::size_t input);
 
   const Program& program_;
   const ExecutorConfig& config_;

@@ -44,12 +44,13 @@ class MessageWriter {
   std::size_t count_ = 0;
 };
 
-// Whether its memory goes over another edge, too.
-bool goesOverOthers(Stage& stage, std::size_t link, const at::Tensor& output, const std::vector<at::Tensor>& outputs) {
+// Whether the memory of output `place` is another's that is handed over, on this edge or on others.
+bool goesTwice(Stage& stage, std::size_t link, std::int32_t place, const std::vector<at::Tensor>& outputs) {
   for (std::size_t other = 0; other < stage.program.outOf.size(); ++other) {
-    if (other == link) continue;
     const std::span<const std::int32_t> over = stage.outputsOver(other, outputs.size());
-    if (std::ranges::any_of(over, [&](std::int32_t i) { return outputs[i].is_alias_of(output); })) return true;
+    const bool isAgain = std::ranges::any_of(
+        over, [&](std::int32_t i) { return (other != link || i != place) && outputs[i].is_alias_of(outputs[place]); });
+    if (isAgain) return true;
   }
   return false;
 }
@@ -278,7 +279,7 @@ void StageTraffic::setOutputs(Stage& stage, std::int32_t microbatch, const std::
       edge.outputs.clear();
       for (const std::int32_t i : over) {
         // The stage may change it in place, but not a parameter, nor what others read, too.
-        const bool isShared = isOfLeaf(outputs[i]) || goesOverOthers(stage, link, outputs[i], outputs);
+        const bool isShared = isOfLeaf(outputs[i]) || goesTwice(stage, link, i, outputs);
         edge.outputs.push_back(isShared ? outputs[i].detach().clone() : outputs[i].detach());
       }
     } else {

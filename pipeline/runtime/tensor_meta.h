@@ -31,7 +31,7 @@ struct TensorMeta {
   bool operator==(const TensorMeta&) const = default;
 };
 
-// "float32[4, 16]"; with ", requires grad" when it does.
+// "float32[4, 16]"; with " requires grad" when it does.
 std::string toString(const TensorMeta& meta);
 
 // "(float32[4, 16], int64[4])"

@@ -26,6 +26,30 @@ class FailingBackward(torch.autograd.Function):
         raise ArithmeticError("backward broke")
 
 
+class Unreadable(torch.Tensor):
+    """A gradient that cannot be copied, as that of a collective that failed."""
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor) -> Unreadable:
+        return torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.view.default):
+            return cls(args[0])
+        raise ConnectionError("gradient broke")
+
+
+class UnreadableGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Unreadable(grad)
+
+
 class Fragile(nn.Module):
     """Fails at the n-th call, forward or in its backward."""
 
@@ -43,10 +67,21 @@ class Fragile(nn.Module):
             raise ValueError("forward broke")
         if fails and self.fail_in == "interrupt":
             raise KeyboardInterrupt
-        y = self.linear(x)
+        y = self.linear(UnreadableGradient.apply(x) if fails and self.fail_in == "gradient" else x)
         if fails and self.fail_in == "shape":
             return torch.cat([y, y])
         return FailingBackward.apply(y) if fails and self.fail_in == "backward" else y
+
+
+class Raises(nn.Linear):
+    def __init__(self, text: str) -> None:
+        super().__init__(4, 4)
+        self.text = text
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.text:
+            raise ValueError(self.text)
+        return super().forward(x)
 
 
 def _step(schedule, batch, target) -> BaseException | None:
@@ -95,6 +130,52 @@ def _fail_everywhere(rank: int, world_size: int) -> int:
 def test_a_failure_on_one_rank_reaches_all_and_the_next_step_runs(backend: str, world_size: int) -> None:
     cases = 2 * 2 * 2 * 3 * world_size
     assert run_ranks(_fail_everywhere, world_size, backend, timeout=120) == [cases] * world_size
+
+
+def _fail_in_what_is_handed_over(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    stages: list[nn.Module] = [Fragile() for _ in range(world_size)]
+    batch, target = torch.randn(2 * MICROBATCHES, 4), torch.randn(2 * MICROBATCHES, 4)
+    alone, _, _ = train_alone(copy.deepcopy(stages), nn.MSELoss(), batch, target, MICROBATCHES)
+    own = stages[rank]
+    for learned in (False, True):
+        schedule = Schedule1F1B(PipelineStage(own, rank, world_size, "cpu"), MICROBATCHES, nn.MSELoss())
+        if learned:
+            assert _step(schedule, batch, target) is None
+        own.calls, own.fail_in, own.fail_at = 0, "gradient", 2 if rank == 1 else -1
+        error = _step(schedule, batch, target)
+        assert "rank 1, stage 1, microbatch 2: backward: the gradient of input 0: ConnectionError" in str(error), error
+        own.fail_at = -1
+        own.zero_grad()
+        assert _step(schedule, batch, target) is None
+        assert_same_gradients(own, alone[rank], f"learned {learned}")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_gradient_that_cannot_be_sent_is_an_error_of_its_stage(backend: str) -> None:
+    run_ranks(_fail_in_what_is_handed_over, 3, backend)
+
+
+def _fail_at_length(rank: int, world_size: int) -> None:
+    # Of a byte more or less in front, one has the cut fall into a character.
+    for prefix in ("x", "xx"):
+        _fail_with(prefix + "\u00e9" * 3000, rank, world_size)
+
+
+def _fail_with(text: str, rank: int, world_size: int) -> None:
+    module = Raises(text if rank == 0 else "")
+    schedule = ScheduleGPipe(PipelineStage(module, rank, world_size, "cpu"), 2, nn.MSELoss())
+    error = _step(schedule, torch.randn(2, 4), torch.randn(2, 4))
+    assert type(error) is RuntimeError and f"stage 0, microbatch 0: forward: ValueError: {text[:9]}" in str(error), (
+        error
+    )
+    schedule = ScheduleGPipe(PipelineStage(Raises(""), rank, world_size, "cpu"), 2, nn.MSELoss())
+    assert _step(schedule, torch.randn(2, 4), torch.randn(2, 4)) is None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_long_error_is_cut_between_two_characters(backend: str) -> None:
+    run_ranks(_fail_at_length, 2, backend)
 
 
 def _fail_twice(rank: int, world_size: int) -> None:

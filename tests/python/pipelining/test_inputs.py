@@ -90,6 +90,51 @@ def test_a_stage_changes_its_own_of_what_several_read(backend: str, world_size: 
     run_ranks(_train, world_size, backend)
 
 
+class _GivesTwice(nn.Module):
+    def __init__(self, gives_view: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.gives_view = gives_view
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.linear(x)
+        return y, (y[:, :3] if self.gives_view else y)
+
+
+class _ChangesOne(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, again: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        return self.linear(x) * again.sum(1, keepdim=True)
+
+
+def _change_one_of_two(rank: int, world_size: int) -> None:
+    for gives_view in (False, True):
+        torch.manual_seed(7)
+        stages = [_GivesTwice(gives_view), _ChangesOne()]
+        alone = copy.deepcopy(stages)
+        batch, target = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+        for x, y in zip(batch.chunk(4), target.chunk(4), strict=True):
+            whole, again = alone[0](x)
+            (nn.functional.mse_loss(alone[1](whole.clone(), again.clone()), y) / 4).backward()
+        own = [PipelineStage(stages[i], i, 2, "cpu") for i in range(2) if i % world_size == rank]
+        schedule = get_schedule_class("Interleaved1F1B")(own, 4, nn.MSELoss())
+        for _ in range(2):
+            for stage in stages:
+                stage.zero_grad()
+            schedule.step(batch, target=target)
+            for stage in own:
+                assert_same_gradients(stage.submod, alone[stage.stage_index], f"view {gives_view}", tolerance=1e-5)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_two_outputs_over_one_edge_have_memory_of_their_own(world_size: int) -> None:
+    run_ranks(_change_one_of_two, world_size, "farandole")
+
+
 class _Hooks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
