@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 from farandole import _C
+from farandole._rank_names import rank_name
 
 
 class AbandonsGroup:
@@ -30,9 +31,7 @@ class AbandonsGroup:
         thread until the group's timeout. Over other backends ranks that already wait may do so until the timeout,
         and then raise with the reason.
         """
-        rank, group_rank = dist.get_rank(), dist.get_rank(self.process_group)
-        named = f"rank {group_rank}" + ("" if rank == group_rank else f" (global rank {rank})")
-        self._reducer.abandon(f"{named} abandoned the data-parallel group: {reason}")
+        self._reducer.abandon(f"{rank_name(self.process_group)} abandoned the data-parallel group: {reason}")
 
     @contextlib.contextmanager
     def abandon_on_error(self) -> Iterator[None]:

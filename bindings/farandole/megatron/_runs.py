@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 from farandole import _C
+from farandole._rank_names import rank_name
 from farandole.megatron._chunk import Call, Chunk
 from farandole.megatron._shapes import DeclaredShapes
 from farandole.pipelining import _plans
 from farandole.pipelining._devices import channel_of
-from farandole.pipelining._refusal import rank_name
 
 _KEPT = 8  # of each group; a batch size that ramps up leaves its earlier ones behind
 

@@ -10,17 +10,10 @@ from typing import Any
 import torch.distributed as dist
 
 from farandole import _C
+from farandole._rank_names import rank_name
 
 # Seconds for which a rank whose constructor failed waits for the others to come to their first step.
 PATIENCE = 60.0
-
-
-def rank_name(group: dist.ProcessGroup | None) -> str:
-    """Several pipelines have a rank 0: an error that crosses over to another one must tell which."""
-    if group is None:
-        return "rank 0"
-    rank = dist.get_rank()
-    return f"rank {group.rank()}" + ("" if rank == group.rank() else f" (global rank {rank})")
 
 
 @contextlib.contextmanager

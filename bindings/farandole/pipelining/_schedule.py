@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from farandole import _C
+from farandole._rank_names import rank_name
 from farandole.pipelining import _plans
 from farandole.pipelining._devices import channel_of, one_device
 from farandole.pipelining._forward_context import ForwardsInContext
@@ -18,7 +19,7 @@ from farandole.pipelining._grad_sync import GradSync
 from farandole.pipelining._inputs import Batch, Inputs, InputSplitter
 from farandole.pipelining._loss_weights import LossWeights, loss_scales
 from farandole.pipelining._microbatches import merge_outputs
-from farandole.pipelining._refusal import RefusesOnAllRanks, rank_name, refusal
+from farandole.pipelining._refusal import RefusesOnAllRanks, refusal
 from farandole.pipelining._sendable import StageCall, plain_loss
 from farandole.pipelining._stage import PipelineStage
 from farandole.pipelining._stage_edges import Edge, Ends, outputs_by_stage, pairs_of, selected_outputs

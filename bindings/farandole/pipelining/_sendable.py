@@ -94,6 +94,11 @@ def plain_loss(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a DTensor, what this rank has of it; any other tensor itself."""
+    return next((one.to_local() for one in _dtensors([tensor])), tensor)
+
+
 def as_sent(tensor: torch.Tensor) -> Any:
     """What is sent in a tensor's place, itself where it has memory.
 
@@ -113,7 +118,8 @@ def as_sent(tensor: torch.Tensor) -> Any:
             tuple(mesh.shape),
             getattr(mesh, "_layout", None),
         )
-    if isinstance(tensor, sys.modules["torch.distributed._functional_collectives"].AsyncCollectiveTensor):
+    functional: Any = sys.modules.get("torch.distributed._functional_collectives")  # of who makes such tensors
+    if functional is not None and isinstance(tensor, functional.AsyncCollectiveTensor):
         return tensor.clone()  # which waits, and is differentiated
     raise TypeError(
         f"the module returned a {type(tensor).__name__}, expected a torch.Tensor or a DTensor: of other classes with a "

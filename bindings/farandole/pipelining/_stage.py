@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from farandole.pipelining._devices import stage_device
 from farandole.pipelining._forward_context import Contexts, PipelineStageInfo
 from farandole.pipelining._refusal import RefusesOnAllRanks
-from farandole.pipelining._sendable import GetMesh, Meshes
+from farandole.pipelining._sendable import GetMesh, Meshes, local_part
 from farandole.pipelining._stage_edges import Edge
 
 if TYPE_CHECKING:
@@ -103,8 +103,8 @@ class PipelineStage(metaclass=RefusesOnAllRanks):
             raise ValueError(
                 f"num_stages is {num_stages}, expected at least {self.group_size}: the group has that many ranks"
             )
-        self.declared_inputs = _declared(input_args, "input_args")
-        self.declared_outputs = _declared(output_args, "output_args")
+        self.declared_inputs = _declared(input_args, "input_args", arrives=stage_index > 0)
+        self.declared_outputs = _declared(output_args, "output_args", arrives=stage_index < num_stages - 1)
         self.meshes = Meshes(submodule, [*_listed(input_args), *_listed(output_args)], get_mesh)
         self.edges: Sequence[Edge] | None = None  # of the traced model that it is a stage of
         self.arguments: TracedArguments | None = None
@@ -151,13 +151,14 @@ def _check_module(submodule: nn.Module, device: torch.device) -> None:
             raise ValueError(f"{name} of submodule is on {tensor.device}, expected the stage's device {device}")
 
 
-def _declared(args: Any, name: str) -> Declared | None:
+def _declared(args: Any, name: str, *, arrives: bool) -> Declared | None:
+    """What is compared for each microbatch: of what goes between stages the local parts, of what the user has all."""
     if args is None:
         return None
     listed = _listed(args)
     if not all(isinstance(arg, torch.Tensor) for arg in listed):
         raise TypeError(f"{name} is {args!r}, expected a tensor or a tuple of tensors")
-    return [(list(arg.shape), arg.dtype) for arg in listed]
+    return [(list((local_part(arg) if arrives else arg).shape), arg.dtype) for arg in listed]
 
 
 def _listed(args: Any) -> list[Any]:

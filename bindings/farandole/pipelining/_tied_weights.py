@@ -42,17 +42,18 @@ class TiedWeights:
         _compare(self._parameters, group)
         for parameter in self._parameters:
             dist.broadcast(parameter.data, dist.get_global_rank(group, source), group=group)
-        self._flat: dict[torch.dtype, torch.Tensor] = {}
+        self._flat: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
     def sum_gradients(self) -> None:
         """Makes each ``.grad`` the sum over the group; a collective, once before each step of the optimizer.
 
         A parameter without a gradient counts as zeros, and has one after it.
         """
-        for dtype, parameters in self._by_dtype().items():
-            flat = self._flat.get(dtype)
+        for (dtype, device), parameters in self._alike().items():
+            flat = self._flat.get((dtype, device))
             if flat is None:
-                flat = self._flat[dtype] = torch.empty(sum(p.numel() for p in parameters), dtype=dtype)
+                flat = torch.empty(sum(p.numel() for p in parameters), dtype=dtype, device=device)
+                self._flat[dtype, device] = flat
             parts = flat.split([p.numel() for p in parameters])
             for parameter, part in zip(parameters, parts, strict=True):
                 part.zero_() if parameter.grad is None else part.copy_(_dense(parameter.grad).reshape(-1))
@@ -62,11 +63,11 @@ class TiedWeights:
                     parameter.grad = torch.empty_like(parameter)
                 parameter.grad.copy_(part.view(parameter.shape))
 
-    def _by_dtype(self) -> dict[torch.dtype, list[nn.Parameter]]:
-        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    def _alike(self) -> dict[tuple[torch.dtype, torch.device], list[nn.Parameter]]:
+        alike: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
         for parameter in self._parameters:
-            by_dtype.setdefault(parameter.dtype, []).append(parameter)
-        return by_dtype
+            alike.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+        return alike
 
 
 def _dense(grad: torch.Tensor) -> torch.Tensor:

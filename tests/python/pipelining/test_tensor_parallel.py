@@ -14,7 +14,7 @@ from torch import nn
 
 from farandole.pipelining import PipelineStage, Schedule1F1B, get_schedule_class, plan
 from pipelining.pipeline_support import BACKENDS, train_alone
-from support.processes import await_all, run_ranks
+from support.processes import run_ranks
 
 RANKS, SHARDS, WIDTH, N = 2, 2, 8, 4
 SINGLE = ["GPipe", "1F1B", "ZB-H1"]
@@ -63,8 +63,13 @@ def _train(rank: int, world_size: int, seed: int) -> None:
     rng = random.Random(seed)
     for name in rng.sample(SINGLE + MULTI, 4):
         layout = rng.choice([Replicate(), Shard(0), Shard(1)])
-        gives_dtensor, is_named, gets_mesh = (rng.random() < share for share in (0.5, 0.3, 0.5))
-        where = f"seed {seed}, {name}, {layout}, gives_dtensor={gives_dtensor}, is_named={is_named}, rank {rank}"
+        gives_dtensor, is_named, gets_mesh, declares = (rng.random() < share for share in (0.5, 0.3, 0.5, 0.5))
+        where = (
+            f"seed {seed}, {name}, {layout}, gives_dtensor={gives_dtensor}, is_named={is_named}, declares={declares}, "
+            f"rank {rank}"
+        )
+        example = distribute_tensor(torch.zeros(4, WIDTH), mesh, [layout])
+        example = example if gives_dtensor else example.to_local()
         num_stages = RANKS * (1 if name in SINGLE else 2)
         torch.manual_seed(seed)
         modules: list[Any] = [_Mlp() for _ in range(num_stages)]
@@ -76,6 +81,8 @@ def _train(rank: int, world_size: int, seed: int) -> None:
                 _parallelize(modules[index], mesh, layout, gives_dtensor)
                 module = _Named(modules[index], index == 0, index == num_stages - 1) if is_named else modules[index]
                 given: dict[str, Any] = {"get_mesh": lambda names, _: meshes[names]} if gets_mesh else {}
+                if declares and not is_named:
+                    given.update(input_args=example, output_args=(example,))
                 stages.append(
                     PipelineStage(module, index, num_stages, "cpu", group=meshes["pipeline"].get_group(), **given)
                 )
@@ -152,6 +159,24 @@ class _Holder:
         self.tensor = tensor
 
 
+def _step_fails(schedule: Any, message: str) -> None:
+    x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+    for step in (schedule.step, schedule.eval):
+        with pytest.raises((RuntimeError, TypeError), match=message):
+            step(x, target=y)
+
+
+def _refuse_unknown(rank: int, world_size: int) -> None:
+    """In a process that has no DTensors."""
+    module = _Returns(WIDTH, WIDTH)
+    schedule = Schedule1F1B(PipelineStage(module, rank, world_size, "cpu"), 2, nn.MSELoss())
+    if rank == 0:
+        module.what = lambda tensor: _Elsewhere(tensor.detach())
+    _step_fails(schedule, "TypeError: .*returned a _Elsewhere, expected a torch.Tensor or a DTensor")
+    module.what = None
+    schedule.step(torch.randn(4, WIDTH), target=torch.randn(4, WIDTH))
+
+
 def _refuse(rank: int, world_size: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate
@@ -165,7 +190,6 @@ def _refuse(rank: int, world_size: int) -> None:
         return DTensor.from_local(tensor, mesh, [Replicate()])
 
     for what, message in (
-        (lambda tensor: _Elsewhere(tensor.detach()), "returned a _Elsewhere, expected a torch.Tensor or a DTensor"),
         (lambda tensor: _Holder(dtensor(tensor)), "a DTensor is inside another object, expected it in tuples"),
         (
             dtensor,
@@ -173,14 +197,12 @@ def _refuse(rank: int, world_size: int) -> None:
         ),
     ):
         module.what = what if rank == 0 else None
-        for step in (schedule.step, schedule.eval):
-            with pytest.raises((RuntimeError, TypeError), match=message):
-                step(x, target=y)
-            await_all(rank, world_size, f"after {message} {step.__name__}")
+        _step_fails(schedule, message)
     module.what = None
     schedule.step(x, target=y)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_has_no_memory_to_send_is_an_error_of_all_ranks(backend: str) -> None:
-    run_ranks(_refuse, 2, backend)
+    for refuse in (_refuse_unknown, _refuse):
+        run_ranks(refuse, 2, backend)
