@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <future>
 #include <mutex>
 #include <stdexcept>
 #include <type_traits>
@@ -114,6 +115,29 @@ TEST(WorkHooks, CompletionHooksHearNothingOfAFailure) {
     EXPECT_EQ(heard.keys.size(), 1U);
     group.unregisterAbortHook(1);
     group.unregisterCompletionHook(1);
+  });
+}
+
+TEST(WorkHooks, AbortHooksRunOnceMoreForAllThatFailsMeanwhile) {
+  runRanks(2, 30s, [](ProcessGroupFarandole& group) {
+    std::atomic<int> calls{0};
+    std::promise<void> allFailed;
+    group.registerAbortHook(1, [&, done = allFailed.get_future().share()] {
+      ++calls;
+      EXPECT_EQ(done.wait_for(20s), std::future_status::ready);
+    });
+    if (group.getRank() == 0) {
+      for (int i = 0; i < 5; ++i) {
+        std::vector<at::Tensor> into{at::zeros({1})};
+        EXPECT_THROW(group.recv(into, 1, 7)->wait(20ms), c10::Error);  // rank 1 sends nothing
+      }
+      allFailed.set_value();
+      group.waitForPendingWorks();
+      EXPECT_EQ(calls, 2);
+    }
+    at::Tensor ones = at::ones({1});
+    allReduce(group, ones)->wait();
+    group.unregisterAbortHook(1);
   });
 }
 
