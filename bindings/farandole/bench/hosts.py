@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 
-from farandole._hosts import INTERFACE, Hosts, NoHostsError
+from farandole.bench._namespaces import INTERFACE, Hosts, NoHostsError
 from farandole.bench._peers import SAMPLES, Peer, measure_peers, on_ranks, usual_count
 from farandole.bench._ranks import RankPair, Ranks
 from farandole.bench._series import Report, Series, Skipped, Target, ratio, size_name

@@ -14,6 +14,7 @@ _IGNORED = "_ddp_ignored"
 
 
 def ignored_in(module: torch.nn.Module) -> frozenset[str]:
+    """The names, in ``module``, of what it is marked to keep as each rank's own."""
     return frozenset(getattr(module, _NAMES, ()))
 
 
@@ -39,6 +40,7 @@ def named_parameters(module: torch.nn.Module, ignored: Collection[str]) -> Itera
 
 
 def named_buffers(module: torch.nn.Module, ignored: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """As :func:`named_parameters`."""
     if not ignored:
         return module.named_buffers()
     return _without(module.named_buffers(remove_duplicate=False), ignored)

@@ -12,12 +12,14 @@ from torch import nn
 
 @torch.no_grad()
 def update_expert_bias(model: Sequence[nn.Module], rate: float, groups: Sequence[Any]) -> None:
-    """Moves each expert's bias towards the mean load (https://arxiv.org/abs/2408.15664): by ``rate``, up or down.
+    """Moves each expert's bias by ``rate``, up where it gets less than the mean load, down where it gets more
+    (https://arxiv.org/abs/2408.15664).
 
     Args:
-        model: the rank's chunks. Routers that do not train, or have ``frozen_expert_bias``, are left alone.
-        rate: of the move.
-        groups: their sums, one after the other, count the tokens of all ranks.
+        model: the rank's chunks. Routers that do not train, or have ``frozen_expert_bias``, are left alone. The others
+            have ``expert_bias`` and ``local_tokens_per_expert``, both [experts].
+        rate: ``moe_router_bias_update_rate`` of Megatron's config, in the unit of the bias.
+        groups: the tokens of all ranks are counted by a sum over each of these, one after the other.
     """
     routers = [
         module
@@ -39,7 +41,14 @@ def update_expert_bias(model: Sequence[nn.Module], rate: float, groups: Sequence
 
 @torch.no_grad()
 def update_quantile_bias(model: Sequence[nn.Module], decay: float, group: Any) -> None:
-    """Blends each router's ``qb_beta`` with the mean of the step's, over the group, and centers it."""
+    """Blends each router's ``qb_beta`` with the mean of the step's, over the group, and centers it.
+
+    Args:
+        model: the rank's chunks; routers that do not train are left alone. The others have ``qb_beta`` and
+            ``qb_beta_accum``, both [experts], and the number of what was accumulated, ``qb_beta_count``.
+        decay: the part of the old value that stays, 0 to 1.
+        group: the ranks that saw other tokens; None is this one alone.
+    """
     routers = [module for module in _modules(model) if _has_quantiles(module) and module.training]
     if not routers:
         return
@@ -54,7 +63,12 @@ def update_quantile_bias(model: Sequence[nn.Module], decay: float, group: Any) -
 
 @torch.no_grad()
 def reset_counts(model: Sequence[nn.Module], has_expert_bias: bool) -> None:
-    """What routers have counted begins anew."""
+    """What routers have counted begins anew.
+
+    Args:
+        model: the rank's chunks.
+        has_expert_bias: of Megatron's config; tokens are counted anew only then.
+    """
     for module in _modules(model):
         if has_expert_bias and getattr(module, "expert_bias", None) is not None:
             module.local_tokens_per_expert.zero_()

@@ -22,7 +22,8 @@ _PATIENCE = 1.0
 
 
 class JointSteps:
-    """
+    """What all ranks that train together do at the same time: each exchange tells every rank who has failed.
+
     Args:
         group: all ranks that train together. None is this rank alone.
         device: where tensors for the group have to be.

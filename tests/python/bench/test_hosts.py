@@ -7,15 +7,15 @@ import time
 
 import pytest
 
-from farandole import _hosts
-from farandole._hosts import enter_namespace
+from farandole.bench import _namespaces
+from farandole.bench._namespaces import enter_namespace
 from support.hosts import Hosts
 
 PORT = 7777
 DELAY = 5e-3  # seconds, of each of the two links on the way
 ROUND_TRIP = 4 * DELAY
 RATE = 40e6 / 8  # bytes a second
-BURST = 2**18  # what _hosts lets each of the two links send at once
+BURST = 2**18  # what _namespaces lets each of the two links send at once
 BYTES = 2 * 2**20
 
 
@@ -58,7 +58,7 @@ def _exchange(hosts: Hosts, host: int, connect) -> list[float]:
 @pytest.mark.parametrize("in_kernel", [True, False])
 def test_a_round_trip_takes_four_delays_and_a_stream_the_rate(in_kernel, monkeypatch):
     if not in_kernel:
-        monkeypatch.setattr(_hosts, "_has_netem", lambda space: False)
+        monkeypatch.setattr(_namespaces, "_has_netem", lambda space: False)
     with Hosts(2, rate="40mbit", delay=DELAY) as hosts, contextlib.ExitStack() as stack:
         if hosts.delays_itself == in_kernel:
             pytest.skip("the kernel has no netem")

@@ -30,7 +30,7 @@ ALLOWED = {
     "pipeline/schedules": (*PLANNING, "pipeline/ir", "pipeline/passes"),
     "pipeline/runtime": (*COMMON, "pipeline"),
     "pipeline/train": (*COMMON, "pipeline"),
-    "pipeline/sparse": (*COMMON, "pipeline/runtime"),
+    "pipeline/sparse": (),
     "ddp": (*COMMON, "backend/extension"),
     "bindings": ("backend", "pipeline", "ddp"),
     "examples": ("backend", "pipeline", "ddp"),
@@ -39,7 +39,8 @@ ALLOWED = {
 # Free of torch, so that they build once for all its versions and are tested under sanitizers.
 TORCH_FREE = (
     "backend/common", "backend/observe", "backend/p2p", "backend/net", "backend/transport", "backend/collective",
-    "pipeline/ir", "pipeline/passes", "pipeline/schedules", "ddp/bucket_layout",
+    "pipeline/ir", "pipeline/passes", "pipeline/schedules", "pipeline/sparse",
+    "ddp/bucket_groups", "ddp/bucket_layout", "ddp/bucket_tuning", "ddp/issue_queue", "ddp/reduction_cost",
 )  # fmt: skip
 
 

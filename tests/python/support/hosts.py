@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 import pytest
 
-from farandole import _hosts
-from farandole._hosts import INTERFACE
+from farandole.bench import _namespaces
+from farandole.bench._namespaces import INTERFACE
 
 __all__ = ["INTERFACE", "Hosts", "PretendHost"]
 
 
-class Hosts(_hosts.Hosts):
+class Hosts(_namespaces.Hosts):
     """Skips the test, with the reason, where the machine lacks something that is asked for."""
 
     def __init__(self, count: int, rate: str | None = None, delay: float | None = None) -> None:
         try:
             super().__init__(count, rate, delay)
-        except _hosts.NoHostsError as error:
+        except _namespaces.NoHostsError as error:
             pytest.skip(str(error))
 
 

@@ -1,4 +1,4 @@
-"""A cable with a delay, for ``_hosts``: two TAP interfaces, and a process that carries frames from one to the other.
+"""A cable with a delay, for ``_namespaces``: two TAP interfaces, and a process that carries frames from one to the other.
 
 For kernels that cannot delay packets themselves (no netem). Frames keep their segmentation offload, so that a TCP
 stream of 1 Gbit/s is some thousands of them a second. A rate is not its business: tc's tbf on the interfaces limits it.

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from farandole._delay_line import DelayLine, open_tap
+from farandole.bench._delay_line import DelayLine, open_tap
 
 INTERFACE = "eth0"  # of every host, beside its loopback
 
