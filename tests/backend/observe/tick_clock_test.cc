@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-#include <cstdlib>
+#include <chrono>
 #include <thread>
 
 namespace farandole::observe {
@@ -27,13 +27,18 @@ TEST(TickClockTest, TicksOfThePastBecomeTheTimeOfDayAtWhichTheyWereRead) {
 
 TEST(TickClockTest, DistancesAreInNanoseconds) {
   const TickClock clock;
+  using Clock = std::chrono::steady_clock;
+  const auto beforeFirst = Clock::now();
   const auto first = clock.now();
-  const auto start = std::chrono::steady_clock::now();
+  const auto afterFirst = Clock::now();
   std::this_thread::sleep_for(50ms);
+  const auto beforeSecond = Clock::now();
   const auto second = clock.now();
-  const std::int64_t slept = std::chrono::nanoseconds(std::chrono::steady_clock::now() - start).count();
+  const auto afterSecond = Clock::now();
   const TickClock::Converter convert(clock);
-  EXPECT_LT(std::llabs(convert(second) - convert(first) - slept), 5'000'000);
+  const std::chrono::nanoseconds distance(convert(second) - convert(first));
+  EXPECT_GE(distance, beforeSecond - afterFirst - 1ms);
+  EXPECT_LE(distance, afterSecond - beforeFirst + 1ms);
 }
 
 }  // namespace

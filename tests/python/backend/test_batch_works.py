@@ -23,7 +23,7 @@ def _wait_in_vain(rank, world_size):
         result = work.get_future_result()
         start = time.monotonic()
         with pytest.raises(dist.DistBackendError, match=r"recv from rank 1 .*not done after its timeout of \d+ ms"):
-            work.wait(datetime.timedelta(milliseconds=400))
+            work.wait(datetime.timedelta(seconds=1))
         seconds = time.monotonic() - start
         assert work.is_completed() and not work.is_success()
         assert result.wait() == 1  # TIMEOUT
@@ -35,7 +35,7 @@ def _wait_in_vain(rank, world_size):
 
 def test_a_time_limit_is_for_all_peers_of_a_batch_together():
     seconds = run_ranks(_wait_in_vain, 4, "farandole")[0]
-    assert 0.4 <= seconds < 0.8, seconds  # one after the other: 1.2
+    assert 1 <= seconds < 2.5, seconds  # one after the other: 3
 
 
 def _facts(rank, world_size):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.processes import run_ranks
+from support.processes import await_all, run_ranks
 
 
 def _still_works(rank, world_size):
@@ -140,8 +140,7 @@ def _abort(rank, world_size):
             work.wait()
         with pytest.raises(RuntimeError, match="aborted"):
             dist.all_reduce(torch.zeros(1))
-    else:
-        time.sleep(4)  # leaving would end the wait as well
+    await_all(rank, world_size)  # leaving would end the wait as well
     return True
 
 
@@ -183,7 +182,7 @@ def _different_calls(rank, world_size, calls):
         else:
             dtype, numel, op = call
             dist.all_reduce(torch.zeros(numel, dtype=dtype), op=op)
-    time.sleep(1)  # leaving would be another error
+    await_all(rank, world_size)  # leaving would be another error
     return str(error.value)
 
 

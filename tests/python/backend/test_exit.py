@@ -63,7 +63,7 @@ try:
     dist.irecv(torch.zeros(1), 1 - rank, tag=1).wait(datetime.timedelta(seconds=0.2))
 except RuntimeError as error:
     assert "not done after its timeout of 200 ms" in str(error), error
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 3
 dist.barrier()  # not before both were told: who leaves ends what waits for him
 """
 

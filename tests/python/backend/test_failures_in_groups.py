@@ -224,15 +224,18 @@ def test_a_member_that_leaves_instead_of_joining_is_named_too(transport):
 
 
 def _destroy_instead(rank, world_size):
+    store = dist.distributed_c10d._get_default_store()
     dist.barrier()
     if rank == VICTIM:
         dist.destroy_process_group()
-        time.sleep(3)
+        store.wait([f"told {other}" for other in range(world_size) if other != VICTIM])  # its process lives on
         return None
     start = time.monotonic()
     with pytest.raises(dist.DistBackendError) as error:
         dist.new_group(list(range(world_size)), timeout=datetime.timedelta(seconds=50))
-    return time.monotonic() - start, str(error.value)
+    seconds = time.monotonic() - start
+    store.set(f"told {rank}", "")
+    return seconds, str(error.value)
 
 
 @pytest.mark.parametrize("transport", [*TRANSPORTS, "two hosts"])
@@ -244,12 +247,14 @@ def test_a_member_that_destroys_its_groups_instead_of_joining_is_named_too(trans
 def _come_late(rank, world_size, members):
     dist.barrier()
     if rank == VICTIM or rank not in members:
-        time.sleep(4)
+        await_all(rank, world_size)
         return None
     start = time.monotonic()
     with pytest.raises(dist.DistBackendError) as error:
         dist.new_group(members, timeout=datetime.timedelta(seconds=1))
-    return time.monotonic() - start, str(error.value)
+    seconds = time.monotonic() - start
+    await_all(rank, world_size)
+    return seconds, str(error.value)
 
 
 @pytest.mark.parametrize("members", [[0, 1, 2], [1, 2]], ids=str)
@@ -293,7 +298,7 @@ def test_a_rank_that_dies_in_init_process_group_is_named_where_it_had_come(hosts
     )
     _check_named(outcomes, [0, 2], r"rank 1 \(host [^,]*, pid \d+\) (failed|is gone): its process ")
     if moment == "while another one is late":  # who comes late, or is on another host, is told why by rank 0
-        assert outcomes[0][0] < 2.5 < 3 < outcomes[2][0] < 3.5
+        assert outcomes[0][0] < 2.5 < 3 < outcomes[2][0] < 5
         assert "rank 0 has given the group up: " in outcomes[2][1] and "its process died" in outcomes[2][1]
 
 

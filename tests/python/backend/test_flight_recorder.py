@@ -60,12 +60,15 @@ def _miss(rank, world_size):
     _set_timeout(1)
     dist.all_reduce(torch.ones(3))
     if rank == 2:
-        time.sleep(2.5)
-        return farandole.dump_flight_recorder()
+        await_all(rank, world_size)
+        path = farandole.dump_flight_recorder()
+        await_all(rank, world_size, "to the last one's dump")
+        return path
     with pytest.raises(dist.DistBackendError, match="rank 2"):
         dist.all_reduce(torch.ones(4, 2))
     entry = _await_dump(rank)["entries"][-1]
-    time.sleep(2)  # the last rank shall not see this one leave
+    await_all(rank, world_size)
+    await_all(rank, world_size, "to the last one's dump")  # which shall not see this one leave
     return entry
 
 

@@ -95,7 +95,7 @@ def test_over_a_slow_link_messages_take_its_delay_and_another_plan_is_chosen() -
     print(reason, costs.transfers, seconds, seconds_without)
     assert results[1][:2] == results[0][:2], "all ranks know the same"
     for took in costs.transfers.by_edge[0, 1]:
-        assert 2 * DELAY <= took < 2 * DELAY + 0.02  # out of one host, and into the other
+        assert 2 * DELAY <= took < 4 * DELAY  # out of one host, and into the other
     assert "where messages take" in reason
     assert not reason.startswith(f"{name_without} takes")
     assert seconds < 0.9 * seconds_without
