@@ -36,7 +36,7 @@ BOOST = re.compile(r"^\s*#\s*include\s+<(boost/[^>]+)>", re.MULTILINE)
 OLD_BOOST_NEEDS = ("cstdint", "cstdlib", "cstring", "functional", "memory", "stdexcept", "string", "utility")
 LIMIT = 60_000_000  # bytes in all
 # Of the pinned packages: what the build, the tests and the benchmarks on a GPU import.
-WANTED = ("numpy", "rich", "pytest", "pytest-timeout", "hypothesis", "scikit-build-core")
+WANTED = ("numpy", "rich", "pytest", "pytest-timeout", "scikit-build-core")
 CUDA_HEADERS = "nvidia-cuda-crt"
 MANYLINUX = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_24", "manylinux_2_17", "manylinux2014")
 # UCX's libraries come three times each, as lib.so, lib.so.0 and lib.so.0.0.0: the loader takes the second.
