@@ -7,7 +7,7 @@
 
 #include "backend/c10d/contract.h"
 #include "tests/backend/collective/communicators.h"
-#include "tests/backend/random_seed.h"
+#include "tests/random_seed.h"
 
 namespace farandole::backend {
 namespace {

@@ -13,14 +13,10 @@
 #include <vector>
 
 #include "tests/backend/net/control_cluster.h"
+#include "tests/random_seed.h"
 
 namespace farandole::net {
 namespace {
-
-std::uint64_t seed() {
-  const char* const given = std::getenv("FARANDOLE_TEST_SEED");
-  return given != nullptr ? std::stoull(given) : std::random_device()();
-}
 
 std::string listed(ControlCluster& cluster, int rank) {
   std::string text;
@@ -29,7 +25,7 @@ std::string listed(ControlCluster& cluster, int rank) {
 }
 
 TEST(ControlPlane, TellsEveryOtherRankOnceWhoDied) {
-  const std::uint64_t first = seed();
+  const std::uint64_t first = testing::someSeed();
   for (std::uint64_t round = 0; round < 12; ++round) {
     SCOPED_TRACE("seed " + std::to_string(first + round));
     std::mt19937_64 random(first + round);
@@ -73,7 +69,7 @@ TEST(ControlPlane, MissesARankThatDiesBeforeItJoins) {
 }
 
 TEST(ControlPlane, NamesNobodyTwiceAndNoLivingRankWhenSeveralDie) {
-  const std::uint64_t first = seed();
+  const std::uint64_t first = testing::someSeed();
   for (std::uint64_t round = 0; round < 8; ++round) {
     SCOPED_TRACE("seed " + std::to_string(first + round));
     std::mt19937_64 random(first + round);
@@ -124,7 +120,7 @@ TEST(ControlPlane, TellsEveryOtherRankWhoAborted) {
 }
 
 TEST(ControlPlane, TakesRanksThatLeaveInAnyOrderForNoFailureAndStillCarriesNotices) {
-  const std::uint64_t first = seed();
+  const std::uint64_t first = testing::someSeed();
   for (std::uint64_t round = 0; round < 12; ++round) {
     SCOPED_TRACE("seed " + std::to_string(first + round));
     std::mt19937_64 random(first + round);
@@ -193,7 +189,7 @@ TEST(ControlPlane, TellsWhoHasLeftItsLastGroupAndNotWhoIsInAnotherOne) {
 }
 
 TEST(ControlPlane, IsTornDownByAllRanksAtOnceWithoutOneReport) {
-  const std::uint64_t first = seed();
+  const std::uint64_t first = testing::someSeed();
   for (std::uint64_t round = 0; round < 15; ++round) {
     SCOPED_TRACE("seed " + std::to_string(first + round));
     std::mt19937_64 random(first + round);

@@ -17,8 +17,8 @@
 #include <thread>
 
 #include "backend/p2p/message_tag.h"
-#include "tests/backend/random_seed.h"
 #include "tests/backend/transport/conformance.h"
+#include "tests/random_seed.h"
 
 namespace farandole::transport {
 namespace {

@@ -8,6 +8,7 @@
 #include "pipeline/passes/lower.h"
 #include "pipeline/schedules/registry.h"
 #include "tests/pipeline/ir/plan_fixtures.h"
+#include "tests/random_seed.h"
 
 namespace farandole::pipeline {
 namespace {
@@ -84,7 +85,7 @@ TEST(Csv, MessagesThatSkipStagesSurviveTheRoundTrip) {
 }
 
 TEST(Csv, EveryScheduleOnAnyGraphSurvivesTheRoundTrip) {
-  const std::uint64_t seed = testSeed();
+  const std::uint64_t seed = farandole::testing::someSeed();
   SCOPED_TRACE("FARANDOLE_TEST_SEED=" + std::to_string(seed));
   std::mt19937_64 random(seed);
   int numRanges = 0;

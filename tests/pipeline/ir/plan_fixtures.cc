@@ -3,9 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <fstream>
-#include <random>
 #include <sstream>
 
 #include "pipeline/ir/csv.h"
@@ -101,11 +99,6 @@ std::string rankText(const Plan& plan, std::int32_t rank) {
     text += toString(action);
   }
   return text;
-}
-
-std::uint64_t testSeed() {
-  if (const char* seed = std::getenv("FARANDOLE_TEST_SEED")) return std::strtoull(seed, nullptr, 10);
-  return std::random_device{}();
 }
 
 }  // namespace farandole::pipeline

@@ -36,7 +36,4 @@ std::string edgesText(const std::vector<StageEdge>& edges);
 // All actions of a rank as text, separated by spaces.
 std::string rankText(const Plan& plan, std::int32_t rank);
 
-// FARANDOLE_TEST_SEED from the environment, or a new one: print it with SCOPED_TRACE.
-std::uint64_t testSeed();
-
 }  // namespace farandole::pipeline

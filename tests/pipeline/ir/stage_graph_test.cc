@@ -8,6 +8,7 @@
 #include <random>
 
 #include "tests/pipeline/ir/plan_fixtures.h"
+#include "tests/random_seed.h"
 
 namespace farandole::pipeline {
 namespace {
@@ -38,7 +39,7 @@ TEST(StageGraph, IsTheChainWhereNoneIsGiven) {
 }
 
 TEST(StageGraph, ListsTheEdgesOfEveryStage) {
-  const std::uint64_t seed = testSeed();
+  const std::uint64_t seed = farandole::testing::someSeed();
   SCOPED_TRACE("FARANDOLE_TEST_SEED=" + std::to_string(seed));
   std::mt19937_64 random(seed);
   for (int i = 0; i < 200; ++i) {

@@ -12,6 +12,7 @@
 #include "pipeline/schedules/auto_plan.h"
 #include "pipeline/schedules/registry.h"
 #include "tests/pipeline/ir/plan_fixtures.h"
+#include "tests/random_seed.h"
 
 namespace farandole::pipeline {
 namespace {
@@ -41,7 +42,7 @@ TEST(TransferTimes, OfEachEdgeCountInASimulatedStep) {
 }
 
 TEST(TransferTimes, ThatAreTheSameForAllAreAsOneNumber) {
-  const std::uint64_t seed = testSeed();
+  const std::uint64_t seed = farandole::testing::someSeed();
   SCOPED_TRACE("FARANDOLE_TEST_SEED=" + std::to_string(seed));
   std::mt19937_64 random(seed);
   for (const std::string_view name : {"1F1B", "ZB-H1", "ZBV", "Interleaved1F1B"}) {

@@ -12,6 +12,7 @@
 #include "pipeline/schedules/registry.h"
 #include "tests/pipeline/ir/plan_fixtures.h"
 #include "tests/pipeline/ir/random_runner.h"
+#include "tests/random_seed.h"
 
 namespace farandole::pipeline {
 namespace {
@@ -168,14 +169,14 @@ void mutate(Plan& plan, std::mt19937_64& random) {
 std::string textOf(const Plan& plan) { return toCsv(plan) + (plan.edges ? edgesText(*plan.edges) + "\n" : ""); }
 
 TEST(ValidateRandom, TheOracleFinishesWhatIsKnownToBeRight) {
-  const std::uint64_t seed = testSeed();
+  const std::uint64_t seed = farandole::testing::someSeed();
   SCOPED_TRACE("FARANDOLE_TEST_SEED=" + std::to_string(seed));
   std::mt19937_64 random(seed);
   for (const Plan& plan : basePlans(random)) EXPECT_EQ(runRandomly(plan, ChannelModel::kTagged, random), "");
 }
 
 TEST(ValidateRandom, RefusesExactlyWhatARandomRunDoesNotFinish) {
-  const std::uint64_t seed = testSeed();
+  const std::uint64_t seed = farandole::testing::someSeed();
   SCOPED_TRACE("FARANDOLE_TEST_SEED=" + std::to_string(seed));
   std::mt19937_64 random(seed);
   const std::vector<Plan> bases = basePlans(random);
@@ -209,7 +210,7 @@ TEST(ValidateRandom, RefusesExactlyWhatARandomRunDoesNotFinish) {
 }
 
 TEST(ValidateRandom, WhatOneQueueAcceptsTheOthersAcceptToo) {
-  const std::uint64_t seed = testSeed();
+  const std::uint64_t seed = farandole::testing::someSeed();
   SCOPED_TRACE("FARANDOLE_TEST_SEED=" + std::to_string(seed));
   std::mt19937_64 random(seed);
   const std::vector<Plan> bases = basePlans(random);

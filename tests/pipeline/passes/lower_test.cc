@@ -8,8 +8,8 @@
 #include "pipeline/passes/fuse_batches.h"
 #include "pipeline/passes/insert_communication.h"
 #include "pipeline/schedules/registry.h"
-#include "tests/backend/random_seed.h"
 #include "tests/pipeline/ir/plan_fixtures.h"
+#include "tests/random_seed.h"
 
 namespace farandole::pipeline {
 namespace {

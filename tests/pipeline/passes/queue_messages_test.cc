@@ -12,6 +12,7 @@
 #include "pipeline/schedules/registry.h"
 #include "tests/pipeline/ir/plan_fixtures.h"
 #include "tests/pipeline/ir/random_runner.h"
+#include "tests/random_seed.h"
 
 namespace farandole::pipeline {
 namespace {
@@ -40,7 +41,7 @@ void checkRuns(const Plan& compute, std::mt19937_64& random) {
 }
 
 TEST(QueueMessages, EveryScheduleRunsWithOneQueueForEachRank) {
-  const std::uint64_t seed = testSeed();
+  const std::uint64_t seed = farandole::testing::someSeed();
   SCOPED_TRACE("FARANDOLE_TEST_SEED=" + std::to_string(seed));
   std::mt19937_64 random(seed);
   std::map<std::string_view, int> counts;
@@ -112,7 +113,7 @@ Plan randomPlan(std::int32_t numRanks, std::int32_t numMicrobatches, std::mt1993
 }
 
 TEST(QueueMessages, SoDoesAnyPlanThatCanRunAtAll) {
-  const std::uint64_t seed = testSeed();
+  const std::uint64_t seed = farandole::testing::someSeed();
   SCOPED_TRACE("FARANDOLE_TEST_SEED=" + std::to_string(seed));
   std::mt19937_64 random(seed);
   int numNeeded = 0;

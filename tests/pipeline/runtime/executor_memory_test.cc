@@ -5,8 +5,8 @@
 #include <random>
 
 #include "pipeline/ir/action_kind.h"
-#include "tests/backend/random_seed.h"
 #include "tests/pipeline/runtime/executor_model.h"
+#include "tests/random_seed.h"
 
 namespace farandole::pipeline {
 namespace {

@@ -3,8 +3,8 @@
 #include <random>
 
 #include "pipeline/ir/csv.h"
-#include "tests/backend/random_seed.h"
 #include "tests/pipeline/runtime/executor_model.h"
+#include "tests/random_seed.h"
 
 namespace farandole::pipeline {
 namespace {

@@ -9,7 +9,7 @@
 #include <map>
 #include <random>
 
-#include "tests/backend/random_seed.h"
+#include "tests/random_seed.h"
 
 namespace farandole::pipeline {
 namespace {

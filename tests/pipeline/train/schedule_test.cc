@@ -6,8 +6,8 @@
 
 #include "pipeline/passes/lower.h"
 #include "pipeline/schedules/registry.h"
-#include "tests/backend/random_seed.h"
 #include "tests/pipeline/train/training.h"
+#include "tests/random_seed.h"
 
 namespace farandole::pipeline {
 namespace {

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <random>
 
-#include "tests/backend/random_seed.h"
+#include "tests/random_seed.h"
 
 namespace farandole::transport {
 namespace {

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <random>
 
-#include "tests/backend/random_seed.h"
 #include "tests/backend/transport/nccl/device_groups.h"
+#include "tests/random_seed.h"
 
 namespace farandole::transport {
 namespace {
