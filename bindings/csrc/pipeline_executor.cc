@@ -174,8 +174,8 @@ class PythonExecutor {
   // [(action, start, end)] in seconds.
   py::list lastStepTrace() const {
     py::list trace;
-    for (const pipeline::TimedStep& time : executor_->lastTrace().steps) {
-      trace.append(py::make_tuple(executor_->program().labels[time.step], time.start, time.end));
+    for (const pipeline::TimedInstruction& time : executor_->lastTrace().instructions) {
+      trace.append(py::make_tuple(executor_->program().labels[time.instruction], time.start, time.end));
     }
     return trace;
   }

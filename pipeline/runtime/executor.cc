@@ -57,7 +57,7 @@ Executor::Executor(Program program, const c10::intrusive_ptr<c10d::Backend>& bac
   for (std::size_t i = 0; i < config_.stages.size(); ++i) {
     stages_.emplace_back(std::move(config_.stages[i]), program_.stages[i], program_.numMicrobatches);
   }
-  trace_.steps.reserve(program_.steps.size());
+  trace_.instructions.reserve(program_.instructions.size());
   if (!config_.areShapesDeclared) return;
   for (Stage& stage : stages_) stage.takeDeclaredShapes(program_.hasBackward);
   learned_ = true;
@@ -70,7 +70,7 @@ Status Executor::step(bool relearn, std::span<const double> lossScales) {
                   std::to_string(program_.numMicrobatches) + ", one for each microbatch");
   }
   began_ = std::chrono::steady_clock::now();
-  trace_.steps.clear();
+  trace_.instructions.clear();
   trace_.computeSeconds = trace_.seconds = 0;
   agreed_ = false;
   failure_.beginStep();
@@ -81,10 +81,10 @@ Status Executor::step(bool relearn, std::span<const double> lossScales) {
     agreement_.postVote({false, relearn || !learned_, program_.digest});
     compute_.beginStep(stages_, lossScales);
     if (Status status = replay(); !status.isOk()) return status;
-    at = static_cast<std::uint32_t>(program_.steps.size());
+    at = static_cast<std::uint32_t>(program_.instructions.size());
     return conclude();
   } catch (...) {
-    at = std::max<std::uint32_t>(at, static_cast<std::uint32_t>(trace_.steps.size()));
+    at = std::max<std::uint32_t>(at, static_cast<std::uint32_t>(trace_.instructions.size()));
     if (!agreed_) return transportBroke("the beginning of the step");
     return transportBroke(at < program_.labels.size() ? "action " + program_.labels[at] : "the end of the step");
   }
@@ -133,28 +133,30 @@ Status Executor::agree() {
 }
 
 Status Executor::replay() {
-  for (std::uint32_t i = 0; i < program_.steps.size(); ++i) {
-    const Step& step = program_.steps[i];
+  for (std::uint32_t i = 0; i < program_.instructions.size(); ++i) {
+    const Instruction& instruction = program_.instructions[i];
     at::RecordFunction range(at::RecordScope::USER_SCOPE);
     if (range.isActive()) range.before("PP:" + program_.labels[i]);  // as torch's runtime names them
-    TimedStep time{i, now(), 0};
-    switch (step.op) {
-      case StepOp::kForward: FARANDOLE_RETURN_IF_ERROR(forward(step, time)); break;
-      case StepOp::kBackward:
-      case StepOp::kBackwardInput: traffic_.awaitGradients(stages_[step.stage], step.microbatch); [[fallthrough]];
-      case StepOp::kBackwardWeight:
+    TimedInstruction time{i, now(), 0};
+    switch (instruction.op) {
+      case InstructionOp::kForward: FARANDOLE_RETURN_IF_ERROR(forward(instruction, time)); break;
+      case InstructionOp::kBackward:
+      case InstructionOp::kBackwardInput:
+        traffic_.awaitGradients(stages_[instruction.stage], instruction.microbatch);
+        [[fallthrough]];
+      case InstructionOp::kBackwardWeight:
         time.start = now();
-        compute_.backward(stages_[step.stage], step);
+        compute_.backward(stages_[instruction.stage], instruction);
         break;
-      case StepOp::kPost:
+      case InstructionOp::kPost:
         FARANDOLE_RETURN_IF_ERROR(agree());
-        traffic_.post(step);
+        traffic_.post(instruction);
         break;
-      case StepOp::kWaitSend: traffic_.waitSends(step); break;
+      case InstructionOp::kWaitSend: traffic_.waitSends(instruction); break;
     }
     time.end = now();
-    trace_.steps.push_back(time);
-    if (isCompute(step.op)) trace_.computeSeconds += time.end - time.start;
+    trace_.instructions.push_back(time);
+    if (isCompute(instruction.op)) trace_.computeSeconds += time.end - time.start;
   }
   return agree();
 }
@@ -170,26 +172,26 @@ Status Executor::conclude() {
   return Status::internal("the step failed, its gradients are undefined: " + text);
 }
 
-Status Executor::forward(const Step& step, TimedStep& time) {
-  Stage& stage = stages_[step.stage];
+Status Executor::forward(const Instruction& instruction, TimedInstruction& time) {
+  Stage& stage = stages_[instruction.stage];
   if (!stage.isFirst()) {
     FARANDOLE_RETURN_IF_ERROR(agree());
-    if (Status status = traffic_.awaitActivations(stage, step.microbatch); !status.isOk()) {
+    if (Status status = traffic_.awaitActivations(stage, instruction.microbatch); !status.isOk()) {
       broken_ = status;  // what else is on the wire is unknown
       failure_.abandon(failure_.rankName() + ": " + status.toString());
       return status;
     }
-    const MicrobatchSlot& slot = stage.slots[step.microbatch];
+    const MicrobatchSlot& slot = stage.slots[instruction.microbatch];
     if (slot.isInputPoisoned() || slot.isPacketMissing()) failure_.stopAt(stage);
   }
   time.start = now();
-  compute_.forward(stage, step.microbatch, learning_);
+  compute_.forward(stage, instruction.microbatch, learning_);
   if (!agreed_) {
     const double before = now();
     FARANDOLE_RETURN_IF_ERROR(agree());
     time.start += now() - before;
   }
-  compute_.handOver(stage, step.microbatch);
+  compute_.handOver(stage, instruction.microbatch);
   return Status::ok();
 }
 

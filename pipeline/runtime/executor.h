@@ -21,13 +21,13 @@ namespace farandole::pipeline {
 
 // When an action of the last step ran, in seconds since the step began. Of a
 // compute action only the computation counts, not the wait for its tensors.
-struct TimedStep {
-  std::uint32_t step = 0;  // of Program::steps
+struct TimedInstruction {
+  std::uint32_t instruction = 0;  // of Program::instructions
   double start = 0, end = 0;
 };
 
 struct StepTrace {
-  std::vector<TimedStep> steps;
+  std::vector<TimedInstruction> instructions;
   double seconds = 0;         // of the whole step
   double computeSeconds = 0;  // of its forwards and backwards
 };
@@ -83,7 +83,7 @@ class Executor {
   Status replay();
   Status agree();
   Status conclude();
-  Status forward(const Step& step, TimedStep& time);
+  Status forward(const Instruction& instruction, TimedInstruction& time);
   Status transportBroke(const std::string& during);
   double now() const;
 

@@ -69,16 +69,16 @@ class Compiler {
  private:
   Status add(const Action& action) {
     switch (action.kind) {
-      case ActionKind::kForward: return addStep(action, StepOp::kForward);
-      case ActionKind::kBackward: return addStep(action, StepOp::kBackward);
-      case ActionKind::kBackwardInput: return addStep(action, StepOp::kBackwardInput);
-      case ActionKind::kBackwardWeight: return addStep(action, StepOp::kBackwardWeight);
+      case ActionKind::kForward: return addInstruction(action, InstructionOp::kForward);
+      case ActionKind::kBackward: return addInstruction(action, InstructionOp::kBackward);
+      case ActionKind::kBackwardInput: return addInstruction(action, InstructionOp::kBackwardInput);
+      case ActionKind::kBackwardWeight: return addInstruction(action, InstructionOp::kBackwardWeight);
       case ActionKind::kWaitSend:
       case ActionKind::kWaitSendF:
       case ActionKind::kWaitSendB:
-        FARANDOLE_RETURN_IF_ERROR(addStep(action, StepOp::kWaitSend));
-        program_.steps.back().activation = action.kind != ActionKind::kWaitSendB;
-        program_.steps.back().gradient = action.kind != ActionKind::kWaitSendF;
+        FARANDOLE_RETURN_IF_ERROR(addInstruction(action, InstructionOp::kWaitSend));
+        program_.instructions.back().activation = action.kind != ActionKind::kWaitSendB;
+        program_.instructions.back().gradient = action.kind != ActionKind::kWaitSendF;
         return Status::ok();
       case ActionKind::kSendF:
       case ActionKind::kRecvF:
@@ -140,26 +140,26 @@ class Compiler {
     return stage;
   }
 
-  Status addStep(const Action& action, StepOp op) {
+  Status addInstruction(const Action& action, InstructionOp op) {
     Result<std::int32_t> stage = localStage(action);
     if (!stage) return stage.status();
-    Step step;
-    step.op = op;
-    step.stage = *stage;
-    step.microbatch = action.microbatch;
-    if (op == StepOp::kBackward || op == StepOp::kBackwardInput) program_.hasBackward = true;
-    if (op == StepOp::kBackwardInput) program_.stages[*stage].splitsBackward = true;
-    program_.steps.push_back(step);
+    Instruction instruction;
+    instruction.op = op;
+    instruction.stage = *stage;
+    instruction.microbatch = action.microbatch;
+    if (op == InstructionOp::kBackward || op == InstructionOp::kBackwardInput) program_.hasBackward = true;
+    if (op == InstructionOp::kBackwardInput) program_.stages[*stage].splitsBackward = true;
+    program_.instructions.push_back(instruction);
     program_.labels.push_back(toString(action));
     return Status::ok();
   }
 
   Status addPost(const Action& action, std::span<const Action> parts) {
-    Step step;
-    step.op = StepOp::kPost;
-    step.firstTransfer = static_cast<std::uint32_t>(program_.transfers.size());
-    step.numTransfers = static_cast<std::uint32_t>(parts.size());
-    step.peer = -1;
+    Instruction instruction;
+    instruction.op = InstructionOp::kPost;
+    instruction.firstTransfer = static_cast<std::uint32_t>(program_.transfers.size());
+    instruction.numTransfers = static_cast<std::uint32_t>(parts.size());
+    instruction.peer = -1;
     for (const Action& part : parts) {
       Result<std::int32_t> stage = localStage(part);
       if (!stage) return stage.status();
@@ -168,29 +168,29 @@ class Compiler {
         return Status::invalidArgument("action " + toString(part) + " of rank " + std::to_string(program_.rank) +
                                        ": there is no stage on another rank to talk to");
       }
-      if (step.peer >= 0 && step.peer != peerRank(plan_, part)) {
+      if (instruction.peer >= 0 && instruction.peer != peerRank(plan_, part)) {
         return Status::invalidArgument("action " + toString(action) + ": expected a single peer in a batch");
       }
-      step.peer = peerRank(plan_, part);
+      instruction.peer = peerRank(plan_, part);
       const ProgramStage& own = program_.stages[*stage];
       const std::int32_t link = findLink(isWhereEdgeBegins(part.kind) ? own.outOf : own.into, edge);
       program_.transfers.push_back({part.kind, *stage, part.microbatch, link});
     }
-    program_.steps.push_back(step);
+    program_.instructions.push_back(instruction);
     program_.labels.push_back(toString(action));
     return Status::ok();
   }
 
   void markLastBackwards() {
     std::vector<bool> ended(program_.stages.size(), false), inputsEnded(program_.stages.size(), false);
-    for (std::size_t i = program_.steps.size(); i-- > 0;) {
-      Step& step = program_.steps[i];
-      const bool isWhole = step.op == StepOp::kBackward;
-      if ((isWhole || step.op == StepOp::kBackwardWeight) && !ended[step.stage]) {
-        ended[step.stage] = step.lastBackward = true;
+    for (std::size_t i = program_.instructions.size(); i-- > 0;) {
+      Instruction& instruction = program_.instructions[i];
+      const bool isWhole = instruction.op == InstructionOp::kBackward;
+      if ((isWhole || instruction.op == InstructionOp::kBackwardWeight) && !ended[instruction.stage]) {
+        ended[instruction.stage] = instruction.lastBackward = true;
       }
-      if ((isWhole || step.op == StepOp::kBackwardInput) && !inputsEnded[step.stage]) {
-        inputsEnded[step.stage] = step.lastInputBackward = true;
+      if ((isWhole || instruction.op == InstructionOp::kBackwardInput) && !inputsEnded[instruction.stage]) {
+        inputsEnded[instruction.stage] = instruction.lastInputBackward = true;
       }
     }
   }

@@ -9,13 +9,13 @@
 
 namespace farandole::pipeline {
 
-enum class StepOp : std::uint8_t { kForward, kBackward, kBackwardInput, kBackwardWeight, kPost, kWaitSend };
+enum class InstructionOp : std::uint8_t { kForward, kBackward, kBackwardInput, kBackwardWeight, kPost, kWaitSend };
 
-constexpr bool isCompute(StepOp op) { return op != StepOp::kPost && op != StepOp::kWaitSend; }
+constexpr bool isCompute(InstructionOp op) { return op != InstructionOp::kPost && op != InstructionOp::kWaitSend; }
 
 // One instruction of a rank. `stage` counts the rank's own stages from 0.
-struct Step {
-  StepOp op = StepOp::kForward;
+struct Instruction {
+  InstructionOp op = InstructionOp::kForward;
   bool lastBackward = false;       // of B and W: the stage's gradients are complete after it
   bool lastInputBackward = false;  // of B and I: no gradient of the stage's inputs is left after it
   bool activation = true;          // of kWaitSend: waits for SEND_F
@@ -30,7 +30,7 @@ struct Step {
 // One edge of one microbatch: a send or receive of all its tensors.
 struct TransferRef {
   ActionKind kind = ActionKind::kSendF;  // kSendF, kRecvF, kSendB or kRecvB
-  std::int32_t stage = 0;                // as in Step
+  std::int32_t stage = 0;                // as in Instruction
   std::int32_t microbatch = 0;
   std::int32_t link = 0;  // of the stage's outOf for kSendF and kRecvB, of its into for the others
 };
@@ -42,7 +42,7 @@ struct StageLink {
   std::int32_t edge = 0;            // its number in the graph
   std::int32_t other = 0;           // the stage at the other end
   std::int32_t rank = 0;            // where that one lives
-  std::int32_t local = kElsewhere;  // as in Step, where that is here
+  std::int32_t local = kElsewhere;  // as in Instruction, where that is here
   std::int32_t place = 0;           // the link's place in that one's list
 
   bool isLocal() const { return local != kElsewhere; }
@@ -61,9 +61,9 @@ struct Program {
   std::int32_t numMicrobatches = 0;
   bool hasBackward = false;
   std::vector<ProgramStage> stages;  // the rank's, ascending
-  std::vector<Step> steps;
+  std::vector<Instruction> instructions;
   std::vector<TransferRef> transfers;
-  std::vector<std::string> labels;  // [steps] the action's text
+  std::vector<std::string> labels;  // [instructions] the action's text
   std::uint64_t digest = 0;         // of the whole plan: equal on all ranks
 };
 

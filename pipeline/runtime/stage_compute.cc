@@ -23,10 +23,10 @@ void notePackets(const MicrobatchSlot& slot, PacketNotes& notes) {
 
 bool isFinite(const at::Tensor& tensor) { return at::isfinite(tensor).all().item<bool>(); }
 
-const char* nameOf(StepOp op) {
+const char* nameOf(InstructionOp op) {
   switch (op) {
-    case StepOp::kBackwardInput: return "backward for the inputs: ";
-    case StepOp::kBackwardWeight: return "backward for the weights: ";
+    case InstructionOp::kBackwardInput: return "backward for the inputs: ";
+    case InstructionOp::kBackwardWeight: return "backward for the weights: ";
     default: return "backward: ";
   }
 }
@@ -152,49 +152,49 @@ void StageCompute::seedLoss(MicrobatchSlot& slot, const at::Tensor& loss, double
   slot.outputGrads.push_back(seed);
 }
 
-void StageCompute::backward(Stage& stage, const Step& step) {
-  MicrobatchSlot& slot = stage.slots[step.microbatch];
+void StageCompute::backward(Stage& stage, const Instruction& instruction) {
+  MicrobatchSlot& slot = stage.slots[instruction.microbatch];
   if (!failure_.isFailed()) {
     try {
-      compute(stage, step);
+      compute(stage, instruction);
     } catch (...) {
-      failure_.fail(stage, step.microbatch, nameOf(step.op) + config_.describeError());
+      failure_.fail(stage, instruction.microbatch, nameOf(instruction.op) + config_.describeError());
     }
   }
   if (failure_.isFailed()) {
     slot.deferred = {};
     slot.deferredWeight = nullptr;
   }
-  if (step.op == StepOp::kBackwardWeight) return;
+  if (instruction.op == InstructionOp::kBackwardWeight) return;
   slot.roots.clear();
-  returnInputGrads(stage, step.microbatch);
+  returnInputGrads(stage, instruction.microbatch);
   traffic_.releaseInputs(slot);
 }
 
-void StageCompute::compute(Stage& stage, const Step& step) {
-  MicrobatchSlot& slot = stage.slots[step.microbatch];
-  if (step.op == StepOp::kBackwardInput && !stage.isInputBackwardWhole()) {
+void StageCompute::compute(Stage& stage, const Instruction& instruction) {
+  MicrobatchSlot& slot = stage.slots[instruction.microbatch];
+  if (instruction.op == InstructionOp::kBackwardInput && !stage.isInputBackwardWhole()) {
     split_.analyze(slot.roots, slot.inputGradients, slot.hookedOps);
     if (split_.unsplittable() != nullptr) takeUnsplittable(stage);
     if (stage.isBackwardWhole) split_.clear();
   }
-  const bool isLast = stage.isInputBackwardWhole() ? step.lastInputBackward : step.lastBackward;
-  if (stage.spec.aroundBackward) stage.spec.aroundBackward(step.microbatch, true);
+  const bool isLast = stage.isInputBackwardWhole() ? instruction.lastInputBackward : instruction.lastBackward;
+  if (stage.spec.aroundBackward) stage.spec.aroundBackward(instruction.microbatch, true);
   if (isLast && stage.spec.requireGradSync) stage.spec.requireGradSync(true);
-  if (step.op == StepOp::kBackwardWeight) {
+  if (instruction.op == InstructionOp::kBackwardWeight) {
     runWeight(slot);
-  } else if (step.op == StepOp::kBackwardInput && !stage.isInputBackwardWhole()) {
+  } else if (instruction.op == InstructionOp::kBackwardInput && !stage.isInputBackwardWhole()) {
     split_.runInput(slot.roots, slot.outputGrads, slot.deferred);
     stage.isSplit = true;
   } else if (!slot.roots.empty()) {
     runBackward(slot.roots, slot.outputGrads);
   }
-  if (stage.spec.buildWeightBackward && step.op != StepOp::kBackwardWeight) {
+  if (stage.spec.buildWeightBackward && instruction.op != InstructionOp::kBackwardWeight) {
     slot.deferredWeight = stage.spec.buildWeightBackward();
-    if (step.op == StepOp::kBackward) runWeight(slot);
+    if (instruction.op == InstructionOp::kBackward) runWeight(slot);
   }
   if (isLast && stage.spec.finishGradSync) stage.spec.finishGradSync();
-  if (stage.spec.aroundBackward) stage.spec.aroundBackward(step.microbatch, false);
+  if (stage.spec.aroundBackward) stage.spec.aroundBackward(instruction.microbatch, false);
 }
 
 void StageCompute::runWeight(MicrobatchSlot& slot) {

@@ -31,7 +31,7 @@ class StageCompute {
   void handOver(Stage& stage, std::int32_t microbatch);
 
   // B, I or W.
-  void backward(Stage& stage, const Step& step);
+  void backward(Stage& stage, const Instruction& instruction);
 
  private:
   void runForward(Stage& stage, std::int32_t microbatch);
@@ -39,7 +39,7 @@ class StageCompute {
   void seedLoss(MicrobatchSlot& slot, const at::Tensor& loss, double scale);
   void giveOutputs(Stage& stage, std::int32_t microbatch);
   void giveZeros(Stage& stage, std::int32_t microbatch);
-  void compute(Stage& stage, const Step& step);
+  void compute(Stage& stage, const Instruction& instruction);
   static void runWeight(MicrobatchSlot& slot);
   void takeUnsplittable(Stage& stage);
   void returnInputGrads(Stage& stage, std::int32_t microbatch);

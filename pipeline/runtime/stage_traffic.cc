@@ -86,11 +86,11 @@ void StageTraffic::beginStep(bool learning) {
   if (learning) reset(true);
 }
 
-void StageTraffic::post(const Step& step) {
-  for (std::uint32_t i = 0; i < step.numTransfers; ++i) {
-    addToBatch(program_.transfers[step.firstTransfer + i], step.peer);
+void StageTraffic::post(const Instruction& instruction) {
+  for (std::uint32_t i = 0; i < instruction.numTransfers; ++i) {
+    addToBatch(program_.transfers[instruction.firstTransfer + i], instruction.peer);
   }
-  flushBatch(step.peer);
+  flushBatch(instruction.peer);
   releaseSent();
 }
 
@@ -313,16 +313,16 @@ void StageTraffic::setInputGrads(Stage& stage, std::int32_t microbatch, std::vec
   }
 }
 
-void StageTraffic::waitSends(const Step& step) {
+void StageTraffic::waitSends(const Instruction& instruction) {
   // A step that learns posts the receives of data late, where the plan was not
   // proven for waiting here: finishStep() waits instead.
   if (learning_) return;
-  MicrobatchSlot& slot = stages_[step.stage].slots[step.microbatch];
+  MicrobatchSlot& slot = stages_[instruction.stage].slots[instruction.microbatch];
   for (OutgoingEdge& edge : slot.outOf) {
-    if (step.activation) edge.sendActivation.wait();
+    if (instruction.activation) edge.sendActivation.wait();
   }
   for (IncomingEdge& edge : slot.into) {
-    if (step.gradient) edge.sendGradient.wait();
+    if (instruction.gradient) edge.sendGradient.wait();
   }
 }
 

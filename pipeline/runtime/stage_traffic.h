@@ -28,7 +28,7 @@ class StageTraffic {
   // In a step that learns, shapes come with headers and known ones are forgotten.
   void beginStep(bool learning);
 
-  void post(const Step& step);
+  void post(const Instruction& instruction);
 
   // Sets the slot's inputs, unless one of its edges is poisoned. An error when a header makes no sense.
   Status awaitActivations(Stage& stage, std::int32_t microbatch);
@@ -41,7 +41,7 @@ class StageTraffic {
   void setOutputs(Stage& stage, std::int32_t microbatch, const std::vector<at::Tensor>& outputs);
   void setInputGrads(Stage& stage, std::int32_t microbatch, std::vector<at::Tensor>& grads);
 
-  void waitSends(const Step& step);
+  void waitSends(const Instruction& instruction);
 
   // Receive buffers go back to the store.
   void releaseInputs(MicrobatchSlot& slot);

@@ -215,10 +215,10 @@ TEST(Executor, CallsWhatIsAroundEachBackward) {
     all.stepOk();
     model.expectGradients();
     std::vector<std::string> expected;
-    for (const Step& step : all.executors[0]->program().steps) {
-      if (step.op == StepOp::kForward || !isCompute(step.op)) continue;
+    for (const Instruction& instruction : all.executors[0]->program().instructions) {
+      if (instruction.op == InstructionOp::kForward || !isCompute(instruction.op)) continue;
       for (const char* what : {" begins ", " ends "}) {
-        expected.push_back(std::to_string(step.stage) + what + std::to_string(step.microbatch));
+        expected.push_back(std::to_string(instruction.stage) + what + std::to_string(instruction.microbatch));
       }
     }
     EXPECT_EQ(events, expected) << name;

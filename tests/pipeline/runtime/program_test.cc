@@ -20,20 +20,20 @@ TEST(Program, KeepsEveryActionOfTheRankInOrder) {
   for (int rank = 0; rank < 3; ++rank) {
     const Result<Program> program = compileProgram(plan, rank);
     ASSERT_TRUE(program) << program.status().toString();
-    ASSERT_EQ(program.value().steps.size(), plan.ranks[rank].size());
+    ASSERT_EQ(program.value().instructions.size(), plan.ranks[rank].size());
     std::size_t transfers = 0;
     for (std::size_t i = 0; i < plan.ranks[rank].size(); ++i) {
       const Action& action = plan.ranks[rank][i];
-      const Step& step = program.value().steps[i];
-      EXPECT_EQ(step.op == StepOp::kForward, action.kind == ActionKind::kForward);
-      EXPECT_EQ(step.op == StepOp::kBackward, action.kind == ActionKind::kBackward);
-      if (step.op == StepOp::kPost) {
-        EXPECT_EQ(step.firstTransfer, transfers);
-        transfers += step.numTransfers;
-        EXPECT_EQ(step.numTransfers, std::max<std::size_t>(1, action.parts.size()));
-        EXPECT_TRUE(step.peer == rank - 1 || step.peer == rank + 1);
+      const Instruction& instruction = program.value().instructions[i];
+      EXPECT_EQ(instruction.op == InstructionOp::kForward, action.kind == ActionKind::kForward);
+      EXPECT_EQ(instruction.op == InstructionOp::kBackward, action.kind == ActionKind::kBackward);
+      if (instruction.op == InstructionOp::kPost) {
+        EXPECT_EQ(instruction.firstTransfer, transfers);
+        transfers += instruction.numTransfers;
+        EXPECT_EQ(instruction.numTransfers, std::max<std::size_t>(1, action.parts.size()));
+        EXPECT_TRUE(instruction.peer == rank - 1 || instruction.peer == rank + 1);
       } else {
-        EXPECT_EQ(step.microbatch, action.microbatch);
+        EXPECT_EQ(instruction.microbatch, action.microbatch);
       }
     }
     EXPECT_EQ(program.value().transfers.size(), transfers);
@@ -43,11 +43,11 @@ TEST(Program, KeepsEveryActionOfTheRankInOrder) {
 TEST(Program, MarksTheLastBackwardOfEachStageOnly) {
   const Program program = *compileProgram(lowered("GPipe", 2, 4), 1);
   int marked = 0;
-  for (const Step& step : program.steps) {
-    if (!step.lastBackward) continue;
+  for (const Instruction& instruction : program.instructions) {
+    if (!instruction.lastBackward) continue;
     ++marked;
-    EXPECT_EQ(step.op, StepOp::kBackward);
-    EXPECT_EQ(step.microbatch, 3);
+    EXPECT_EQ(instruction.op, InstructionOp::kBackward);
+    EXPECT_EQ(instruction.microbatch, 3);
   }
   EXPECT_EQ(marked, 1);
 }
@@ -85,11 +85,11 @@ TEST(Program, MarksTheLastBackwardsOfAStageOfBothHalvesAndWhole) {
   const Program program = *compileProgram(plan, 0);
   EXPECT_TRUE(program.hasBackward);
   EXPECT_TRUE(program.stages[0].splitsBackward);
-  const std::vector<Step>& steps = program.steps;
-  EXPECT_FALSE(steps[2].lastInputBackward);
-  EXPECT_TRUE(steps[3].lastInputBackward);
-  EXPECT_FALSE(steps[3].lastBackward);
-  EXPECT_TRUE(steps[4].lastBackward);
+  const std::vector<Instruction>& instructions = program.instructions;
+  EXPECT_FALSE(instructions[2].lastInputBackward);
+  EXPECT_TRUE(instructions[3].lastInputBackward);
+  EXPECT_FALSE(instructions[3].lastBackward);
+  EXPECT_TRUE(instructions[4].lastBackward);
 }
 
 TEST(MessageTag, IsPositiveAndDistinctAtAllLimits) {
