@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <cassert>
-#include <ranges>
-#include <thread>
 #include <utility>
 
 #include "backend/collective/program.h"
@@ -95,84 +93,6 @@ std::string Communicator::describePendingHere() const {
   return oldest->describe() + (count == 1 ? " is" : " and " + std::to_string(count - 1) + " more are") + " pending";
 }
 
-Status Communicator::connectHost(transport::Clock::time_point deadline, std::size_t windowBytes) {
-  const std::vector<int>& here = localRanks();
-  if (here.size() == 1) return Status::ok();
-  {
-    ProgressEngine::Access access(engine());
-    for (const int rank : here) {
-      if (rank == rank_) continue;
-      const Result<transport::PeerId> peer = peerOf(rank);
-      if (!peer) return peer.status().wrap(describe(rank));
-      hostNeighbours_.push_back(*peer);
-    }
-  }
-  Result<transport::SharedMemory> memory = meetHost(deadline, windowBytes);
-  if (!memory) {
-    return memory.status().wrap("sharing memory among the " + std::to_string(here.size()) + " ranks of host " +
-                                members_[rank_].host);
-  }
-  memory->closeDescriptor();
-  auto host =
-      std::make_unique<HostSegment>(std::move(memory).value(), layout_.indexOf(rank_), static_cast<int>(here.size()));
-  FARANDOLE_RETURN_IF_ERROR(agreeOnReading(*host, deadline));
-  ProgressEngine::Access access(engine());  // the loop looks at it
-  if (!aborted_) return aborted_;
-  host_ = std::move(host);
-  topology_.segment = host_.get();
-  return Status::ok();
-}
-
-// The first rank of the host makes the memory and passes it to the others, who know it by their number for the group.
-Result<transport::SharedMemory> Communicator::meetHost(transport::Clock::time_point deadline, std::size_t windowBytes) {
-  const std::vector<int>& here = localRanks();
-  const int size = static_cast<int>(here.size());
-  const int first = here[0];
-  if (rank_ == first) {
-    Result<transport::SharedMemory> memory = HostSegment::create(size, windowBytes);
-    for (std::size_t i = 1; memory && i < here.size(); ++i) {
-      ProgressEngine::Access access(engine());
-      const Result<transport::PeerId> peer = peerOf(here[i]);
-      if (!peer) return peer.status();
-      FARANDOLE_RETURN_IF_ERROR(access.transport()
-                                    .shareMemory(*peer, members_[here[i]].group, memory->descriptor())
-                                    .wrapUnlessOk(describe(here[i])));
-    }
-    return memory;
-  }
-  while (transport::Clock::now() < deadline) {
-    {
-      ProgressEngine::Access access(engine());
-      const Result<transport::PeerId> peer = peerOf(first);
-      if (!peer) return peer.status();
-      transport::Descriptor descriptor = access.transport().takeSharedMemory(*peer, members_[rank_].group);
-      if (descriptor) return HostSegment::open(std::move(descriptor), size);
-      FARANDOLE_RETURN_IF_ERROR(access.transport().failure(*peer).wrapUnlessOk(describe(first)));
-    }
-    std::this_thread::sleep_for(std::chrono::microseconds(50));
-  }
-  return Status::timeout(describe(first) + " passed none in time");
-}
-
-Status Communicator::agreeOnReading(HostSegment& host, transport::Clock::time_point deadline) {
-  const auto readingOf = [&](transport::PeerId peer) { return engine().transport().reading(peer); };
-  while (transport::Clock::now() < deadline) {
-    {
-      ProgressEngine::Access access(engine());
-      host.tellReading(std::ranges::min(hostNeighbours_ | std::views::transform(readingOf)));
-      if (host.reading() != transport::Reading::kUnknown) return Status::ok();
-      for (const int rank : localRanks()) {
-        if (rank == rank_) continue;
-        FARANDOLE_RETURN_IF_ERROR(access.transport().failure(peers_[rank].id).wrapUnlessOk(describe(rank)));
-      }
-    }
-    std::this_thread::sleep_for(std::chrono::microseconds(50));
-  }
-  int silent = 0;
-  while (silent + 1 < host.size() && host.toldBy(silent) != transport::Reading::kUnknown) ++silent;
-  return Status::timeout(describe(rankOnHost(silent)) + " has not heard of all other ranks of its host in time");
-}
-
 bool Communicator::begin(ProgramOperation& operation) {
   if (turns_.empty()) engine().addPoller(*this);
   if (turns_.empty() || turns_.front() != &operation) turns_.push_back(&operation);
@@ -185,41 +105,6 @@ void Communicator::end(ProgramOperation& operation) {
   (void)operation;
   turns_.pop_front();
   if (turns_.empty()) engine().removePoller(*this);
-}
-
-void Communicator::signal(std::uint64_t value) {
-  host_->signal(value);
-  nudgeHost();
-}
-
-Status Communicator::readFrom(int index, void* to, const void* from, std::size_t bytes) {
-  const int rank = rankOnHost(index);
-  Status status = engine().transport().readMemory(peers_[rank].id, to, from, bytes);
-  // It counts only if the other one had not given up by then, and gone on to use its memory.
-  if (Status there = canCome(index); !there) return there;
-  if (status.code() != StatusCode::kPeerFailed) return status.wrapUnlessOk("receiving from " + describe(rank));
-  noteLost(rank);
-  return Status(StatusCode::kPeerFailed, "its process died").wrap(describe(rank) + " failed");
-}
-
-void Communicator::nudgeHost() {
-  for (const transport::PeerId peer : hostNeighbours_) engine().transport().nudge(peer);
-}
-
-Status Communicator::canCome(int index) const {
-  // Before whether it aborted: who does so gives up afterwards.
-  const bool isAbandoned = host_->isAbandoned(index);
-  if (const int by = host_->abortedBy(); by != HostSegment::kNobody) return abortOf(by);
-  const int rank = rankOnHost(index);
-  // Asked with every look at who has not come yet: nothing is described for nobody.
-  if (!isAbandoned) return peers_[rank].failure ? Status::ok() : peers_[rank].failure.wrap(describe(rank) + " is gone");
-  // Why it gave up, also when it has left since. It may have seen a death before this rank did: the dead one is to be
-  // named.
-  const int culprit = host_->culpritOf(index);
-  if (culprit == HostSegment::kNobody) {
-    return Status::aborted(describe(rank) + " has left or given up the group: " + host_->reasonOf(index));
-  }
-  return deathSeen().wrap(describe(culprit) + " failed");
 }
 
 bool Communicator::poll() {
