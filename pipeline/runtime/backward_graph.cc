@@ -15,12 +15,12 @@ bool needsWholeBackward(const Node& node) {
   return name == "CompiledFunctionBackward" || name == "CheckpointFunctionBackward";
 }
 
+}  // namespace
+
 bool hasHooks(Node& node) {
   return !node.pre_hooks().empty() || !node.tensor_pre_hooks().empty() || !node.retains_grad_hooks().empty() ||
          !node.post_hooks().empty();
 }
-
-}  // namespace
 
 void BackwardGraph::build(const torch::autograd::edge_list& roots, const torch::autograd::edge_list& inputs,
                           std::span<const std::uint64_t> hookedOps) {

@@ -13,6 +13,9 @@ namespace farandole::pipeline {
 
 using torch::autograd::Node;
 
+// Whether anybody's code runs as the node does.
+bool hasHooks(Node& node);
+
 // The backward graph of one microbatch of a stage, seen as what splits it into I and W.
 //
 // A node is on the input path when a gradient of the stage's inputs depends on it. All others, the weights' side, fall

@@ -7,12 +7,13 @@
 #include <string>
 #include <utility>
 
+#include "pipeline/runtime/backward_graph.h"
+
 namespace farandole::pipeline {
 
 namespace {
 
 using torch::autograd::Edge;
-using torch::autograd::Node;
 using torch::autograd::variable_list;
 
 // The end of a backward. Where autograd's own for leaves adds to a tensor's .grad, this one keeps what comes.
@@ -32,9 +33,7 @@ class InputGradient final : public Node {
 // Whether an earlier input's node is as a new one: its graph is gone, nobody holds it or has hooks on it.
 bool isFree(const Edge& edge) {
   if (!edge.is_valid() || edge.function.use_count() > 1) return false;
-  Node& node = *edge.function;
-  return node.pre_hooks().empty() && node.tensor_pre_hooks().empty() && node.retains_grad_hooks().empty() &&
-         node.post_hooks().empty();
+  return !hasHooks(*edge.function);
 }
 
 // Newer torch counts nodes itself, older by std::shared_ptr.
