@@ -39,8 +39,19 @@ def create_backend(options: Any, backend_options: Any = None) -> Any:
     if backend_options is not None and not isinstance(backend_options, _C.ProcessGroupFarandole.Options):
         raise ValueError(f"pg_options is {backend_options!r}; expected None or ProcessGroupFarandole.Options")
     _leave_with_multiprocessing()
+    _settle_devices()
     _flight_recorder.settle_who_records()
     return _C.create_backend(options)
+
+
+def _settle_devices() -> None:
+    """Where there is no GPU, what asks torch for the backend's devices is told of the CPU alone.
+
+    A ShardedTensor takes another one than the CPU for its messages where the backend has one. It is not known earlier:
+    the backend is registered while torch is imported.
+    """
+    if torch.cuda.device_count() == 0:
+        dist.Backend.backend_capability["farandole"] = ["cpu"]
 
 
 def batch_p2p(ops: Sequence[dist.P2POp], label: str = "") -> dict[int, dist.Work]:

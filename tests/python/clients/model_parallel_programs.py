@@ -74,6 +74,18 @@ class _Block(nn.Module):
         return torch.tanh(self.linear(x))
 
 
+def sharded_tensor(rank, world_size, folder):
+    from torch.distributed._shard import sharded_tensor
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+
+    spec = ChunkShardingSpec(dim=0, placements=[f"rank:{peer}/cpu" for peer in range(world_size)])
+    values = sharded_tensor.rand(spec, 10, 4)
+    torch.nn.init.constant_(values, rank + 1.0)
+    whole = torch.empty(10, 4) if rank == 1 else None
+    values.gather(dst=1, out=whole)
+    return whole, values.local_tensor()
+
+
 def _schedule(name, rank, world_size, microbatches):
     from torch.distributed import pipelining
 

@@ -20,6 +20,11 @@ def test_tensor_parallelism_and_redistributed_dtensors(tmp_path):
     compare_backends("clients.model_parallel_programs", ["tensor_parallel", "dtensor"], tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_sharded_tensors_come_together_where_they_lie(tmp_path):
+    compare_backends("clients.model_parallel_programs", ["sharded_tensor"], tmp_path)
+
+
 def test_every_schedule_of_torch_pipelining(tmp_path):
     compare_backends("clients.model_parallel_programs", ["pipelines"], tmp_path)
 
