@@ -197,3 +197,36 @@ def _complex_and_empty(rank: int, world_size: int) -> None:
 
 def test_complex_and_empty_parameters_are_reduced():
     run_ranks(_complex_and_empty, 2, "gloo")
+
+
+class _TwoHeads(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.first(x), self.second(x)
+
+
+def _losses_one_by_one(rank: int, world_size: int) -> None:
+    batches = [torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * step + rank)) for step in range(STEPS)]
+
+    def train(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in batches:
+            optimizer.zero_grad()
+            for output in model(batch):
+                output.square().mean().backward()
+            optimizer.step()
+        return list(model.parameters())
+
+    expected = train(TorchDdp(_TwoHeads(), process_group=dist.new_group(backend="gloo")))
+    for told in ({"unused_parameters": "skip"}, {"unused_parameters": "zero_fill"}, {"find_unused_parameters": True}):
+        assert all(map(torch.equal, expected, train(DistributedDataParallel(_TwoHeads(), **told)))), told
+    with pytest.raises(RuntimeError, match=r"'second.weight', 'second.bias'.*pass unused_parameters='zero_fill' or"):
+        train(DistributedDataParallel(_TwoHeads()))
+
+
+def test_losses_of_one_forward_are_differentiated_one_by_one_where_that_is_told():
+    run_ranks(_losses_one_by_one, 2, "farandole", timeout=60)
