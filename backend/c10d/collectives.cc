@@ -1,3 +1,6 @@
+#include <set>
+#include <utility>
+
 #include "backend/c10d/errors.h"
 #include "backend/c10d/process_group.h"
 #include "backend/c10d/program_calls.h"
@@ -25,6 +28,17 @@ void checkSameSize(const char* operation, const char* argument, const Tensors& t
     TORCH_CHECK_VALUE(tensor.numel() == like.numel(), operation, ": ", argument, " has a tensor of ", tensor.numel(),
                       " elements; expected ", like.numel(), " as the other argument");
   }
+}
+
+// A tensor that is listed again is the same one: it is reduced once, as where all are copied into one buffer first.
+std::vector<std::size_t> firstMentions(const Tensors& tensors) {
+  std::set<std::pair<const void*, std::size_t>> seen;
+  std::vector<std::size_t> indices;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const bool isNew = tensors[i].numel() == 0 || seen.emplace(tensors[i].const_data_ptr(), tensors[i].nbytes()).second;
+    if (isNew) indices.push_back(i);
+  }
+  return indices;
 }
 
 // PREMUL_SUM: what a rank gives is multiplied before the sum, in the tensor itself or in a copy; on CUDA by NCCL.
@@ -128,12 +142,11 @@ WorkPtr ProcessGroupFarandole::allreduce_coalesced(Tensors& tensors, const ::c10
     checkDense("all_reduce_coalesced", "tensors", tensor);
     reducings.push_back(reducingFor("all_reduce_coalesced", opts.reduceOp, tensor));
   }
-  for (const at::Tensor& tensor : tensors) premultiply(opts.reduceOp, tensor);
+  const std::vector<std::size_t> listed = firstMentions(tensors);
+  for (const std::size_t i : listed) premultiply(opts.reduceOp, tensors[i]);
   return runCollective(OpType::ALLREDUCE_COALESCED, "farandole:all_reduce_coalesced", opts, tensors, {},
                        [&](CollectiveCalls& calls) {
-                         for (std::size_t i = 0; i < tensors.size(); ++i) {
-                           calls.allReduce(reducings[i], sliceOf(tensors[i]));
-                         }
+                         for (const std::size_t i : listed) calls.allReduce(reducings[i], sliceOf(tensors[i]));
                        });
 }
 
@@ -155,26 +168,28 @@ WorkPtr ProcessGroupFarandole::reduce(Tensors& tensors, const ::c10d::ReduceOpti
 
 WorkPtr ProcessGroupFarandole::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                          const ::c10d::AllgatherOptions& opts) {
-  const at::Tensor& input = checkSingleDense("all_gather", "tensor", inputs);
+  Tensors given = withoutGaps(inputs);
+  const at::Tensor& input = checkSingleDense("all_gather", "tensor", given);
   const Tensors& list = checkSingleList("all_gather", "tensor_list", outputs);
   checkList("all_gather", "tensor_list", list, size_, input);
   checkFlat("all_gather", "tensor_list of this rank", list[rank_], input, 1);
   const auto slices = slicesOf(list);
   const collective::Slice own = sliceOf(input);
   checkApart("all_gather", slices, {&own, 1}, rank_);
-  return runCollective(OpType::ALLGATHER, "farandole:all_gather", opts, list, inputs,
+  return runCollective(OpType::ALLGATHER, "farandole:all_gather", opts, list, given,
                        [&](CollectiveCalls& calls) { calls.allGather(own, slices, Layout::kList); });
 }
 
 WorkPtr ProcessGroupFarandole::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                const ::c10d::AllgatherOptions& opts) {
-  checkTensor("all_gather_into_tensor", "input_tensor", input);
+  const at::Tensor given = inOrder(input);
+  checkTensor("all_gather_into_tensor", "input_tensor", given);
   checkTensor("all_gather_into_tensor", "output_tensor", output);
-  checkFlat("all_gather_into_tensor", "output_tensor", output, input, size_);
+  checkFlat("all_gather_into_tensor", "output_tensor", output, given, size_);
   const auto slices = equalSlices(output, size_);
-  const collective::Slice own = sliceOf(input);
+  const collective::Slice own = sliceOf(given);
   checkApart("all_gather_into_tensor", slices, {&own, 1}, rank_);
-  return runCollective(OpType::_ALLGATHER_BASE, "farandole:_all_gather_base", opts, {output}, {input},
+  return runCollective(OpType::_ALLGATHER_BASE, "farandole:_all_gather_base", opts, {output}, {given},
                        [&](CollectiveCalls& calls) { calls.allGather(own, slices, Layout::kFlat); });
 }
 
@@ -184,35 +199,38 @@ WorkPtr ProcessGroupFarandole::allgather_coalesced(std::vector<Tensors>& outputs
   const auto size = static_cast<std::size_t>(size_);
   TORCH_CHECK_VALUE(outputs.size() == size, "all_gather_coalesced: output lists number ", outputs.size(), "; expected ",
                     size_, ", one for each rank");
+  const Tensors given = inOrder(inputs);
   Tensors all;
   for (const Tensors& list : outputs) {
-    checkFlats("all_gather_coalesced", "output", list, "input", inputs, 1);
+    checkFlats("all_gather_coalesced", "output", list, "input", given, 1);
     all.insert(all.end(), list.begin(), list.end());
   }
-  return runCollective(OpType::ALLGATHER_COALESCED, "farandole:all_gather_coalesced", opts, all, inputs,
+  return runCollective(OpType::ALLGATHER_COALESCED, "farandole:all_gather_coalesced", opts, all, given,
                        [&](CollectiveCalls& calls) {
                          std::vector<Slice> slices(size);
-                         for (std::size_t j = 0; j < inputs.size(); ++j) {
+                         for (std::size_t j = 0; j < given.size(); ++j) {
                            for (std::size_t i = 0; i < size; ++i) slices[i] = sliceOf(outputs[i][j]);
-                           calls.allGather(sliceOf(inputs[j]), slices, Layout::kList);
+                           calls.allGather(sliceOf(given[j]), slices, Layout::kList);
                          }
                        });
 }
 
 WorkPtr ProcessGroupFarandole::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                const ::c10d::AllgatherOptions& opts) {
-  checkFlats("all_gather_into_tensor_coalesced", "outputs", outputs, "inputs", inputs, size_);
-  return runCollective(OpType::_ALLGATHER_BASE, "farandole:all_gather_into_tensor_coalesced", opts, outputs, inputs,
+  const Tensors given = inOrder(inputs);
+  checkFlats("all_gather_into_tensor_coalesced", "outputs", outputs, "inputs", given, size_);
+  return runCollective(OpType::_ALLGATHER_BASE, "farandole:all_gather_into_tensor_coalesced", opts, outputs, given,
                        [&](CollectiveCalls& calls) {
-                         for (std::size_t i = 0; i < inputs.size(); ++i) {
-                           calls.allGather(sliceOf(inputs[i]), equalSlices(outputs[i], size_), Layout::kFlat);
+                         for (std::size_t i = 0; i < given.size(); ++i) {
+                           calls.allGather(sliceOf(given[i]), equalSlices(outputs[i], size_), Layout::kFlat);
                          }
                        });
 }
 
 WorkPtr ProcessGroupFarandole::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                                       const ::c10d::GatherOptions& opts) {
-  const at::Tensor& input = checkSingleDense("gather", "tensor", inputs);
+  Tensors given = withoutGaps(inputs);
+  const at::Tensor& input = checkSingleDense("gather", "tensor", given);
   checkRank("gather", "dst", opts.rootRank, size_);
   Tensors list;
   if (rank_ == opts.rootRank) {
@@ -223,7 +241,7 @@ WorkPtr ProcessGroupFarandole::gather(std::vector<Tensors>& outputs, Tensors& in
     TORCH_CHECK_VALUE(outputs.empty(), "gather: gather_list is given on rank ", rank_, "; expected on rank ",
                       opts.rootRank, " only");
   }
-  return runCollective(OpType::GATHER, "farandole:gather", opts, list, inputs, [&](CollectiveCalls& calls) {
+  return runCollective(OpType::GATHER, "farandole:gather", opts, list, given, [&](CollectiveCalls& calls) {
     calls.gather(static_cast<int>(opts.rootRank), sliceOf(input), slicesOf(list));
   });
 }
@@ -250,7 +268,7 @@ WorkPtr ProcessGroupFarandole::scatter(Tensors& outputs, std::vector<Tensors>& i
   checkRank("scatter", "src", opts.rootRank, size_);
   Tensors list;
   if (rank_ == opts.rootRank) {
-    list = checkSingleList("scatter", "scatter_list", inputs);
+    list = withoutGaps(checkSingleList("scatter", "scatter_list", inputs));
     checkList("scatter", "scatter_list", list, size_, output);
     checkSameSize("scatter", "scatter_list", list, output);
   } else {
@@ -265,7 +283,7 @@ WorkPtr ProcessGroupFarandole::scatter(Tensors& outputs, std::vector<Tensors>& i
 WorkPtr ProcessGroupFarandole::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                               const ::c10d::ReduceScatterOptions& opts) {
   const at::Tensor& output = checkSingleDense("reduce_scatter", "output", outputs);
-  const Tensors& list = checkSingleList("reduce_scatter", "input_list", inputs);
+  const Tensors list = withoutGaps(checkSingleList("reduce_scatter", "input_list", inputs));
   checkList("reduce_scatter", "input_list", list, size_, output);
   TORCH_CHECK_VALUE(list[rank_].numel() == output.numel(), "reduce_scatter: input_list[", rank_, "] has ",
                     list[rank_].numel(), " elements; expected ", output.numel(), " as output");
@@ -278,11 +296,12 @@ WorkPtr ProcessGroupFarandole::reduce_scatter(Tensors& outputs, std::vector<Tens
 
 WorkPtr ProcessGroupFarandole::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                     const ::c10d::ReduceScatterOptions& opts) {
+  const at::Tensor given = inOrder(input);
   checkTensor("reduce_scatter_tensor", "output", output);
-  checkTensor("reduce_scatter_tensor", "input", input);
-  checkFlat("reduce_scatter_tensor", "input", input, output, size_);
+  checkTensor("reduce_scatter_tensor", "input", given);
+  checkFlat("reduce_scatter_tensor", "input", given, output, size_);
   const Reducing reducing = reducingFor("reduce_scatter_tensor", opts.reduceOp, output);
-  const at::Tensor data = premultiplied(opts.reduceOp, input);
+  const at::Tensor data = premultiplied(opts.reduceOp, given);
   return runCollective(OpType::_REDUCE_SCATTER_BASE, "farandole:_reduce_scatter_base", opts, {output}, {data},
                        [&](CollectiveCalls& calls) {
                          calls.reduceScatter(reducing, sliceOf(output), equalSlices(data, size_), Layout::kFlat);
@@ -291,13 +310,14 @@ WorkPtr ProcessGroupFarandole::_reduce_scatter_base(at::Tensor& output, at::Tens
 
 WorkPtr ProcessGroupFarandole::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                const ::c10d::ReduceScatterOptions& opts) {
-  checkFlats("reduce_scatter_tensor_coalesced", "inputs", inputs, "outputs", outputs, size_);
+  const Tensors given = inOrder(inputs);
+  checkFlats("reduce_scatter_tensor_coalesced", "inputs", given, "outputs", outputs, size_);
   std::vector<Reducing> reducings;
   reducings.reserve(outputs.size());
   for (const at::Tensor& output : outputs) {
     reducings.push_back(reducingFor("reduce_scatter_tensor_coalesced", opts.reduceOp, output));
   }
-  const Tensors data = premultiplied(opts.reduceOp, inputs);
+  const Tensors data = premultiplied(opts.reduceOp, given);
   return runCollective(OpType::_REDUCE_SCATTER_BASE, "farandole:reduce_scatter_tensor_coalesced", opts, outputs, data,
                        [&](CollectiveCalls& calls) {
                          for (std::size_t i = 0; i < data.size(); ++i) {
@@ -326,12 +346,13 @@ WorkPtr ProcessGroupFarandole::alltoall_base(at::Tensor& output, at::Tensor& inp
 
 WorkPtr ProcessGroupFarandole::alltoall(Tensors& outputs, Tensors& inputs, const ::c10d::AllToAllOptions& opts) {
   TORCH_CHECK_VALUE(!inputs.empty(), "all_to_all: input_tensor_list is empty; expected one tensor for each rank");
-  checkList("all_to_all", "input_tensor_list", inputs, size_, inputs[0]);
-  checkList("all_to_all", "output_tensor_list", outputs, size_, inputs[0]);
+  const Tensors given = withoutGaps(inputs);
+  checkList("all_to_all", "input_tensor_list", given, size_, given[0]);
+  checkList("all_to_all", "output_tensor_list", outputs, size_, given[0]);
   const auto to = slicesOf(outputs);
-  const auto from = slicesOf(inputs);
+  const auto from = slicesOf(given);
   checkApart("all_to_all", to, from, rank_);
-  return runCollective(OpType::ALLTOALL, "farandole:all_to_all", opts, outputs, inputs,
+  return runCollective(OpType::ALLTOALL, "farandole:all_to_all", opts, outputs, given,
                        [&](CollectiveCalls& calls) { calls.allToAll(to, from); });
 }
 

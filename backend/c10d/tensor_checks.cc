@@ -54,7 +54,38 @@ at::Tensor& single(const char* operation, const char* argument, std::vector<at::
   return tensors[0];
 }
 
+at::Tensor contiguousCopy(const at::Tensor& tensor) {
+  const at::AutoDispatchBelowADInplaceOrView noAutograd;
+  return tensor.contiguous();
+}
+
+template <typename Function>
+std::vector<at::Tensor> each(const std::vector<at::Tensor>& tensors, Function function) {
+  std::vector<at::Tensor> results;
+  results.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) results.push_back(function(tensor));
+  return results;
+}
+
 }  // namespace
+
+at::Tensor withoutGaps(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.is_non_overlapping_and_dense()) return tensor;
+  return contiguousCopy(tensor);
+}
+
+std::vector<at::Tensor> withoutGaps(const std::vector<at::Tensor>& tensors) {
+  return each(tensors, [](const at::Tensor& tensor) { return withoutGaps(tensor); });
+}
+
+at::Tensor inOrder(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.is_contiguous()) return tensor;
+  return contiguousCopy(tensor);
+}
+
+std::vector<at::Tensor> inOrder(const std::vector<at::Tensor>& tensors) {
+  return each(tensors, [](const at::Tensor& tensor) { return inOrder(tensor); });
+}
 
 void checkTensor(const char* operation, const char* argument, const at::Tensor& tensor) {
   checkStrided(operation, argument, tensor);

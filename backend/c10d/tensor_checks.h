@@ -21,6 +21,13 @@ void checkDense(const char* operation, const char* argument, const at::Tensor& t
 at::Tensor& checkSingle(const char* operation, const char* argument, std::vector<at::Tensor>& tensors);
 // A list of exactly one tensor as checkDense wants it; returns it.
 at::Tensor& checkSingleDense(const char* operation, const char* argument, std::vector<at::Tensor>& tensors);
+// What is only read may have gaps or overlaps in memory: then its values in a tensor of their own, else the tensor
+// itself. Anything else that is wrong with it is left to the checks.
+at::Tensor withoutGaps(const at::Tensor& tensor);
+std::vector<at::Tensor> withoutGaps(const std::vector<at::Tensor>& tensors);
+// The same where its dimensions must be in order, too.
+at::Tensor inOrder(const at::Tensor& tensor);
+std::vector<at::Tensor> inOrder(const std::vector<at::Tensor>& tensors);
 // Tensors of the dtype of `like`, `count` of them: all contiguous, or all with the strides of `like`.
 void checkList(const char* operation, const char* argument, const std::vector<at::Tensor>& tensors, std::size_t count,
                const at::Tensor& like);

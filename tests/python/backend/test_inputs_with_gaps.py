@@ -1,0 +1,121 @@
+"""What a collective only reads may have gaps in memory, as a column or a chunk of the last dimension has."""
+
+from itertools import chain
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support.processes import run_ranks
+
+ROWS = 4
+
+
+def _matrix(rank, columns):
+    return torch.arange(float(ROWS * columns)).view(ROWS, columns) + 100 * rank
+
+
+def _column(rank):
+    return _matrix(rank, 2)[:, 1]
+
+
+def _chunks(rank, world_size):
+    return list(_matrix(rank, 3 * world_size).chunk(world_size, dim=1))
+
+
+def _all_gather(rank, world_size):
+    outputs = [torch.zeros(ROWS) for _ in range(world_size)]
+    dist.all_gather(outputs, _column(rank))
+    return outputs, [_column(peer) for peer in range(world_size)]
+
+
+def _all_gather_into_tensor(rank, world_size):
+    output = torch.zeros(ROWS * world_size)
+    dist.all_gather_into_tensor(output, _column(rank))
+    return [output], [torch.cat([_column(peer) for peer in range(world_size)])]
+
+
+def _all_gather_several(rank, world_size):
+    outputs = [[torch.zeros(ROWS), torch.zeros(ROWS, 3)] for _ in range(world_size)]
+    dist.distributed_c10d.all_gather_coalesced(outputs, [_column(rank), _chunks(rank, world_size)[1]])
+    expected = [[_column(peer), _chunks(peer, world_size)[1]] for peer in range(world_size)]
+    return [*chain(*outputs)], [*chain(*expected)]
+
+
+def _gather(rank, world_size):
+    outputs = [torch.zeros(ROWS) for _ in range(world_size)] if rank == 1 else None
+    dist.gather(_column(rank), outputs, dst=1)
+    return outputs or [], [_column(peer) for peer in range(world_size)] if rank == 1 else []
+
+
+def _scatter(rank, world_size):
+    output = torch.zeros(ROWS, 3)
+    dist.scatter(output, _chunks(1, world_size) if rank == 1 else None, src=1)
+    return [output], [_chunks(1, world_size)[rank]]
+
+
+def _reduce_scatter(rank, world_size):
+    output = torch.zeros(ROWS, 3)
+    dist.reduce_scatter(output, _chunks(rank, world_size))
+    return [output], [sum(_chunks(peer, world_size)[rank] for peer in range(world_size))]
+
+
+def _reduce_scatter_tensor(rank, world_size):
+    output = torch.zeros(ROWS // world_size)
+    dist.reduce_scatter_tensor(output, _column(rank))
+    return [output], [sum(_column(peer) for peer in range(world_size)).chunk(world_size)[rank]]
+
+
+def _all_to_all(rank, world_size):
+    outputs = [torch.zeros(ROWS, 3) for _ in range(world_size)]
+    dist.all_to_all(outputs, _chunks(rank, world_size))
+    return outputs, [_chunks(peer, world_size)[rank] for peer in range(world_size)]
+
+
+def _broadcast_row(rank, world_size):
+    """Overlaps: the same row for each."""
+    output = torch.zeros(world_size * 6)
+    dist.all_gather_into_tensor(output, torch.full((3,), float(rank)).expand(2, 3))
+    return [output], [torch.arange(float(world_size)).repeat_interleave(6)]
+
+
+CALLS = [
+    _all_gather,
+    _all_gather_into_tensor,
+    _all_gather_several,
+    _gather,
+    _scatter,
+    _reduce_scatter,
+    _reduce_scatter_tensor,
+    _all_to_all,
+    _broadcast_row,
+]
+
+
+def _run(rank, world_size):
+    for call in CALLS:
+        outputs, expected = call(rank, world_size)
+        assert len(outputs) == len(expected), call
+        assert all(torch.equal(*pair) for pair in zip(outputs, expected)), call
+    return True
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_inputs_with_gaps_and_overlaps_arrive_as_their_values(world_size):
+    assert all(run_ranks(_run, world_size, "farandole", timeout=60))
+
+
+def _listed_twice(rank, world_size):
+    results = []
+    for group in (dist.group.WORLD, dist.new_group(backend="gloo")):
+        twice, once = torch.full((5,), float(rank + 1)), torch.full((3,), float(rank))
+        dist.distributed_c10d.all_reduce_coalesced([twice, once, twice], group=group)
+        results.append((twice.tolist(), once.tolist()))
+    return results
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_tensor_that_is_listed_twice_is_reduced_once_as_by_gloo():
+    for ours, theirs in run_ranks(_listed_twice, 3, "farandole", timeout=60):
+        assert ours == theirs == ([6.0] * 5, [3.0] * 3)
