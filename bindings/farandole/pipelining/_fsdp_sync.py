@@ -21,18 +21,12 @@ class FsdpSync:
     def __init__(self, root: Any):
         self._root = root
         self._groups = {group for module in _fsdp_modules(root) for group in _process_groups(module)}
-        self.keeps_parameters = self._keeps_parameters()
-        """Whether forwards leave parameters unsharded: else W would need what a later forward has let go."""
         self._is_manual = hasattr(root, "finalize_backward")  # torch before that is told when backwards end
         self._is_unfinished = False  # a step began and did not come to its end
 
     def require(self, required: bool) -> None:
         if required:
             return  # finish() does it
-        if self.keeps_parameters and not self._keeps_parameters():
-            raise RuntimeError(
-                "reshard_after_forward was switched on, expected it as it was when the schedule was made"
-            )
         if self._is_unfinished and hasattr(self._root, "reset_iter_state") and self._state._is_root:
             self._root.reset_iter_state()
         self._is_unfinished = True
@@ -65,7 +59,8 @@ class FsdpSync:
         for group in self._groups:
             _C.abandon_group(group, f"global rank {dist.get_rank()} abandoned the group: {reason}")
 
-    def _keeps_parameters(self) -> bool:
+    def keeps_parameters(self) -> bool:
+        """Whether forwards leave parameters unsharded: else W would need what a later forward has let go."""
         return all(
             (module is self._root and getattr(module._get_fsdp_state(), "_auto_reshard_after_forward", False))
             or all(group.post_forward_mesh_info is None for group in _param_groups(module._get_fsdp_state()))

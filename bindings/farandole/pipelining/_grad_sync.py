@@ -18,7 +18,7 @@ class _Wrapper:
     require: Callable[[bool], None]
     abandon: Callable[[str], None]
     finish: Callable[[bool], None] | None = None
-    may_split: bool = True  # with finish: I and W may be apart
+    may_split: Callable[[], bool] = lambda: True  # with finish: whether I and W may be apart
 
 
 class GradSync:
@@ -52,8 +52,8 @@ class GradSync:
 
     @property
     def is_never_split(self) -> bool:
-        """Whether the stage's backwards may not be taken apart, whatever they are made of."""
-        return self.must_finish and not all(wrapper.finish and wrapper.may_split for wrapper in self._wrappers)
+        """Whether the stage's backwards may not be taken apart, whatever they are made of; it may change between steps."""
+        return self.must_finish and not all(wrapper.finish and wrapper.may_split() for wrapper in self._wrappers)
 
     def require(self, required: bool) -> None:
         """Called with False before the first forward of a step and with True before its last backward."""

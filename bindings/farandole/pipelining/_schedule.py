@@ -73,13 +73,8 @@ class PipelineSchedule(metaclass=RefusesOnAllRanks):
         if loss_fn is not None and not callable(loss_fn):
             raise TypeError(f"loss_fn is a {type(loss_fn).__name__}, expected a callable")
         self._stages = sorted(stages, key=lambda stage: stage.stage_index)
-        self._grad_syncs = [GradSync.of(stage.submod) for stage in self._stages]
-        for stage, sync in zip(self._stages, self._grad_syncs, strict=True):
-            if stage.dw_builder is not None and sync is not None:
-                raise NotImplementedError(
-                    f"stage {stage.stage_index} has a dw_builder and is wrapped for data parallelism, expected one of "
-                    "them: a reduction does not see what is added to .grad after a backward"
-                )
+        self._take_modules()
+        self._never_split: list[bool] = []  # of the stages in what is compiled
         self._device = one_device([stage.device for stage in self._stages])
         self._n_microbatches = n_microbatches
         self._loss_fn = loss_fn
@@ -98,6 +93,18 @@ class PipelineSchedule(metaclass=RefusesOnAllRanks):
                 if getattr(stage, "group", None) is not None:
                     return stage.group
         return None
+
+    def _take_modules(self) -> None:
+        """The stages' modules as they are now, which may have been wrapped or sharded since."""
+        self._modules = [stage.submod for stage in self._stages]
+        self._grad_syncs = [GradSync.of(module) for module in self._modules]
+        for stage, sync in zip(self._stages, self._grad_syncs, strict=True):
+            if stage.dw_builder is not None and sync is not None:
+                raise NotImplementedError(
+                    f"stage {stage.stage_index} has a dw_builder and is wrapped for data parallelism, expected one of "
+                    "them: a reduction does not see what is added to .grad after a backward"
+                )
+            stage.meshes.learn(stage.submod)
 
     def compute_plan(self, *, forward_only: bool) -> _C.Plan:
         """What each rank runs in which order, with or without communication; the same on all ranks."""
@@ -159,10 +166,7 @@ class PipelineSchedule(metaclass=RefusesOnAllRanks):
             ValueError: this rank's arguments do not fit. Other ranks raise RuntimeError.
         """
         batch = Batch(args, kwargs, target, loss_kwargs, arg_mbs, kwarg_mbs, target_mbs)
-        for sync in self._grad_syncs:
-            if sync is not None:
-                sync.finalizes = finalize_gradients
-        return self._run(self._loss_fn is not None, batch, losses, return_outputs, loss_weights)
+        return self._run(self._loss_fn is not None, batch, losses, return_outputs, loss_weights, finalize_gradients)
 
     def eval(
         self,
@@ -227,9 +231,13 @@ class PipelineSchedule(metaclass=RefusesOnAllRanks):
         losses: list[Any] | None,
         return_outputs: bool,
         loss_weights: LossWeights | None = None,
+        finalize_gradients: bool = True,
     ) -> Any:
         with refusal(self._stages[0].group):
             run = self._last_run = self._compiled(train)
+        for sync in self._grad_syncs:
+            if sync is not None:
+                sync.finalizes = finalize_gradients
         try:
             if train and self._config.backward_requires_autograd and not torch.is_grad_enabled():
                 raise RuntimeError("step() was called with gradients disabled, expected them enabled: or call eval()")
@@ -268,6 +276,13 @@ class PipelineSchedule(metaclass=RefusesOnAllRanks):
         )
 
     def _compiled(self, train: bool) -> _Run:
+        replaced = any(stage.submod is not taken for stage, taken in zip(self._stages, self._modules, strict=True))
+        if replaced or self._last_run is None:
+            self._take_modules()
+        never_split = [sync is not None and sync.is_never_split for sync in self._grad_syncs]
+        if replaced or never_split != self._never_split:
+            self._runs.clear()
+            self._never_split = never_split
         if train not in self._runs:
             plan = self.plan(forward_only=not train)
             ends, outputs_to = Ends.of(plan), outputs_by_stage(self._selected, plan)

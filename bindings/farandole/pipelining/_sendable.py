@@ -32,9 +32,14 @@ class _Distributed:
 class Meshes:
     """The meshes that a stage's DTensors are on: those of the stages before are on other ranks, with the same names."""
 
-    def __init__(self, module: nn.Module, examples: Sequence[Any], get_mesh: GetMesh | None):
+    def __init__(self, examples: Sequence[Any], get_mesh: GetMesh | None):
         self._get_mesh = get_mesh
-        tensors = (*examples, *module.parameters(), *module.buffers())
+        self._examples = examples
+        self._known: list[Any] = []
+
+    def learn(self, module: nn.Module) -> None:
+        """Those of the module's parameters and buffers, as it is when it is about to run."""
+        tensors = (*self._examples, *module.parameters(), *module.buffers())
         self._known = list({id(tensor.device_mesh): tensor.device_mesh for tensor in _dtensors(tensors)}.values())
 
     def of(self, sent: _Distributed) -> Any:

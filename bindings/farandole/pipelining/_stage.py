@@ -39,6 +39,7 @@ class PipelineStage(metaclass=RefusesOnAllRanks):
             The last stage returns anything that the loss takes. It may be wrapped for data parallelism by
             ``farandole.ddp.DistributedDataParallel`` or torch's, or sharded by ``fully_shard`` (FSDP2). Of a DTensor,
             alone or in tuples, lists and dicts, the local part is sent, and the next stage is called with a DTensor.
+            It may be on the meta device until the first step, and ``submod`` be set to another module between steps.
         stage_index: from 0; which stages live on which rank, the schedule says.
         num_stages: of the whole pipeline.
         device: where the submodule lives: cpu, or a GPU ("cuda": the current one), the same for all stages of a rank.
@@ -105,7 +106,7 @@ class PipelineStage(metaclass=RefusesOnAllRanks):
             )
         self.declared_inputs = _declared(input_args, "input_args", arrives=stage_index > 0)
         self.declared_outputs = _declared(output_args, "output_args", arrives=stage_index < num_stages - 1)
-        self.meshes = Meshes(submodule, [*_listed(input_args), *_listed(output_args)], get_mesh)
+        self.meshes = Meshes([*_listed(input_args), *_listed(output_args)], get_mesh)
         self.edges: Sequence[Edge] | None = None  # of the traced model that it is a stage of
         self.arguments: TracedArguments | None = None
         self.forward_contexts: Contexts = OrderedDict()
@@ -147,7 +148,7 @@ def _check_module(submodule: nn.Module, device: torch.device) -> None:
         if isinstance(module, fsdp.FullyShardedDataParallel):
             raise NotImplementedError("submodule contains a FullyShardedDataParallel, expected fully_shard (FSDP2)")
     for name, tensor in [*submodule.named_parameters(), *submodule.named_buffers()]:
-        if tensor.device != device:
+        if tensor.device != device and not tensor.is_meta:
             raise ValueError(f"{name} of submodule is on {tensor.device}, expected the stage's device {device}")
 
 

@@ -28,7 +28,6 @@ def _construct_badly(rank: int, world_size: int) -> None:
         (lambda: stage(module, 0, 1, "cpu"), ValueError, "num_stages is 1, expected at least 2"),
         (lambda: stage(module, 0, 2, "mps"), NotImplementedError, "device is mps, expected cpu or cuda"),
         (lambda: stage(module, 0, 2, "cuda:99"), ValueError, "device is cuda:99, expected one of the "),
-        (lambda: stage(module.to("meta"), 0, 2, "cpu"), ValueError, "weight of submodule is on meta"),
         (lambda: stage(nn.Linear(2, 2), 0, 2, "cpu", "x"), TypeError, "input_args is 'x'"),
         (lambda: stage(nn.Linear(2, 2), 0, 2, "cpu", get_mesh=3), TypeError, "get_mesh is a int, expected a callable"),
         (

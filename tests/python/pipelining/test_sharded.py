@@ -155,11 +155,18 @@ def _profile(rank: int, world_size: int, how: str) -> tuple[int, list[int], list
         return [sum(one.start <= start <= one.end for start in products) for one in ranges]
 
     texts = [str(warning.message) for warning in warned if "cannot be split" in str(warning.message)]
-    if how == "unsharded":
+    result = place, within("I"), within("W"), texts
+    if how == "unsharded":  # as when a loss switches it on for a head that it runs itself
+        before = [parameter.grad.to_local().clone() for parameter in sharded.parameters()]
         sharded.set_reshard_after_forward(True)  # type: ignore[operator]
-        with pytest.raises(RuntimeError, match="reshard_after_forward was switched on"):
+        sharded.zero_grad()
+        with torch.profiler.profile() as profile:
             schedule.step(batch, target=target)
-    return place, within("I"), within("W"), texts
+        products = [event.time_range.start for event in profile.events() if event.name == "aten::mm"]
+        assert place == 0 or not any(within("W")), "W ran without its parameters"
+        for parameter, gradient in zip(sharded.parameters(), before, strict=True):
+            assert torch.allclose(parameter.grad.to_local(), gradient / 2), "gradients differ"
+    return result
 
 
 @pytest.mark.sample(1)
