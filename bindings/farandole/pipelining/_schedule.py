@@ -13,7 +13,7 @@ import torch
 from farandole import _C
 from farandole._rank_names import rank_name
 from farandole.pipelining import _plans
-from farandole.pipelining._devices import channel_of, one_device
+from farandole.pipelining._devices import channel_of, is_dry, one_device
 from farandole.pipelining._forward_context import ForwardsInContext
 from farandole.pipelining._grad_sync import GradSync
 from farandole.pipelining._inputs import Batch, Inputs, InputSplitter
@@ -76,6 +76,7 @@ class PipelineSchedule(metaclass=RefusesOnAllRanks):
         self._take_modules()
         self._never_split: list[bool] = []  # of the stages in what is compiled
         self._device = one_device([stage.device for stage in self._stages])
+        self._is_dry = is_dry(self._stages[0].group)
         self._n_microbatches = n_microbatches
         self._loss_fn = loss_fn
         self._config = config
@@ -252,7 +253,7 @@ class PipelineSchedule(metaclass=RefusesOnAllRanks):
         if run.last_microbatches:
             inputs.outputs = [None] * self._n_microbatches if return_outputs else None
             inputs.losses = [None] * self._n_microbatches if losses is not None else None
-        relearn = inputs.signature != run.signature
+        relearn = inputs.signature != run.signature and not self._is_dry
         run.signature = None
         for forward in run.forwards:
             forward.begin_step()
@@ -287,6 +288,8 @@ class PipelineSchedule(metaclass=RefusesOnAllRanks):
             plan = self.plan(forward_only=not train)
             ends, outputs_to = Ends.of(plan), outputs_by_stage(self._selected, plan)
             first = self._stages[0]
+            if self._is_dry:
+                self._check_declared(ends)
             forwards = [ForwardsInContext(stage, plan) for stage in self._stages]
             indices = ", ".join(str(stage.stage_index) for stage in self._stages)
             described = f"{type(self).__name__} {'step' if train else 'forward only'}, stage {indices}"
@@ -303,6 +306,7 @@ class PipelineSchedule(metaclass=RefusesOnAllRanks):
                 description=f"{described}, n_microbatches={self._n_microbatches}",
                 device=self._device,
                 rank_name=rank_name(first.group),
+                shapes_declared=self._is_dry,
                 checks_for_nan=self._config.check_for_nan_in_loss_and_grad,
             )
             last = ends.microbatches_that_end_in([stage.stage_index for stage in self._stages])
@@ -341,6 +345,18 @@ class PipelineSchedule(metaclass=RefusesOnAllRanks):
             finish_grad_sync=sync.finish if sync is not None and sync.must_finish else None,
             is_never_split=sync is not None and sync.is_never_split,
         )
+
+    def _check_declared(self, ends: Ends) -> None:
+        for stage in self._stages:
+            for name, declared, is_end in (
+                ("input_args", stage.declared_inputs, stage.stage_index in ends.first),
+                ("output_args", stage.declared_outputs, stage.stage_index in ends.last),
+            ):
+                if declared is None and not is_end:
+                    raise ValueError(
+                        f"{name} of stage {stage.stage_index} is None, expected example tensors of a microbatch: the "
+                        'backend of the pipeline\'s group is "fake", over which no shapes can be learned'
+                    )
 
     def _check_placement(self, plan: _C.Plan) -> None:
         first, name = self._stages[0], type(self).__name__
