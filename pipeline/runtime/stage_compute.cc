@@ -83,11 +83,13 @@ void StageCompute::runForward(Stage& stage, std::int32_t microbatch) {
 
 void StageCompute::handOver(Stage& stage, std::int32_t microbatch) {
   MicrobatchSlot& slot = stage.slots[microbatch];
+  const bool wereKnown = slot.outputsKnown;
   if (!failure_.isFailed()) {
     try {
       stage.isLast() ? takeLoss(stage, microbatch) : giveOutputs(stage, microbatch);
     } catch (...) {
       failure_.fail(stage, microbatch, "what the module returned: " + config_.describeError());
+      slot.outputsKnown = wereKnown;  // zeros of these shapes may have no room either
     }
   }
   if (failure_.isFailed() && !stage.isLast()) giveZeros(stage, microbatch);

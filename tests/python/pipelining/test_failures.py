@@ -178,6 +178,44 @@ def test_a_long_error_is_cut_between_two_characters(backend: str) -> None:
     run_ranks(_fail_at_length, 2, backend)
 
 
+class Boundless(nn.Module):
+    """Returns at its n-th call what has no memory of its own, and more elements than there is memory for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.fail_at, self.calls = -1, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        self.calls += 1
+        return y.sum().expand(2**50) if self.calls - 1 == self.fail_at else y
+
+
+def _fail_to_hand_over(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    modules: list[nn.Module] = [Boundless() for _ in range(world_size)]
+    batch, target = torch.randn(2 * MICROBATCHES, 4), torch.randn(2 * MICROBATCHES, 4)
+    alone, _, _ = train_alone(copy.deepcopy(modules), nn.MSELoss(), batch, target, MICROBATCHES)
+    own = modules[rank]
+    for schedule_class in (ScheduleGPipe, Schedule1F1B):
+        for microbatch in (0, MICROBATCHES - 1):
+            where = (schedule_class.__name__, microbatch)
+            schedule = schedule_class(PipelineStage(own, rank, world_size, "cpu"), MICROBATCHES, nn.MSELoss())
+            own.calls, own.fail_at = 0, microbatch if rank == 0 else -1
+            error = str(_step(schedule, batch, target))
+            assert f"rank 0, stage 0, microbatch {microbatch}: what the module returned: " in error, error
+            own.fail_at = -1
+            own.zero_grad()
+            assert _step(schedule, batch, target) is None, where
+            assert_same_gradients(own, alone[rank], where)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_outputs_that_cannot_be_sent_fail_their_stage_and_the_next_step_runs(backend: str) -> None:
+    run_ranks(_fail_to_hand_over, 3, backend)
+
+
 def _fail_twice(rank: int, world_size: int) -> None:
     stage = Fragile()
     schedule = ScheduleGPipe(PipelineStage(stage, rank, world_size, "cpu"), 3, nn.MSELoss())
