@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -66,29 +67,84 @@ def _counted_before(mine: list[_Key], group: dist.ProcessGroup | None) -> set[_K
     return {key for keys in ranks[: group.rank()] for key in keys}
 
 
-def total_norm(
+def norm_groups_of(models: Sequence[DistributedDataParallel]) -> dict[torch.Tensor, str]:
+    """The parameters with a ``grad_norm_group``, Megatron-core's mark of those whose norm is one of its own."""
+    return {
+        parameter: str(group)
+        for model in models
+        for parameter in model._trainable.values()
+        if (group := getattr(parameter, "grad_norm_group", None)) is not None
+    }
+
+
+class NormGroups:
+    """The norms that there are: that of all parameters that are in no group, and one for each group.
+
+    Making it is a collective of ``model_parallel_group``. Replicas must have the same groups.
+    """
+
+    def __init__(self, group_of: dict[torch.Tensor, str], model_parallel_group: dist.ProcessGroup | None) -> None:
+        mine = sorted(set(group_of.values()))
+        ranks = [mine]
+        if model_parallel_group is not None and model_parallel_group.size() > 1:
+            ranks = [[] for _ in range(model_parallel_group.size())]
+            dist.all_gather_object(ranks, mine, group=model_parallel_group)
+        self.names = sorted({name for names in ranks for name in names})
+        self._index_of = {parameter: 1 + self.names.index(name) for parameter, name in group_of.items()}
+
+    def parts(
+        self, runs: Sequence[Run | GradShard], left_out: Collection[torch.Tensor] = ()
+    ) -> Iterator[tuple[int, torch.Tensor, Run | GradShard]]:
+        """Gradients of these runs, by norm: 0, or 1 + that of its name in ``names``. But for what is ``left_out``."""
+        for run in runs:
+            grad = run.tensor.grad
+            assert grad is not None
+            indices = [
+                None if piece.parameter in left_out else self._index_of.get(piece.parameter, 0) for piece in run.pieces
+            ]
+            if len(set(indices)) == 1:
+                parts = [(indices[0], grad)]
+            else:
+                parts = [(index, piece.of(grad)) for index, piece in zip(indices, run.pieces, strict=True)]
+            yield from ((index, part, run) for index, part in parts if index is not None)
+
+    def check_finite(self, totals: torch.Tensor, norm_type: float) -> None:
+        for name, total in zip((None, *self.names), totals.tolist(), strict=True):
+            if not math.isfinite(total):
+                which = "" if name is None else f" with grad_norm_group '{name}'"
+                raise RuntimeError(
+                    f"the norm of the gradients{which}, of order {norm_type}, is {total}: expected a finite one"
+                )
+
+
+def total_norms(
     runs: Sequence[Run | GradShard],
     norm_type: float,
     weight_of: Callable[[Run | GradShard], float],
     left_out: set[torch.Tensor],
+    groups: NormGroups,
     device: torch.device,
 ) -> torch.Tensor:
-    """The norm to the power of norm_type (for infinity the norm itself) of the gradients of these runs.
+    """The norms to the power of norm_type (for infinity the norms themselves) of the gradients of these runs.
 
     But for the parameters that are ``left_out``. ``weight_of`` a run: what part of it this rank counts, for runs that
     several ranks hold.
     """
     is_infinite = norm_type == torch.inf
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for run in runs:
-        grad = run.tensor.grad
-        assert grad is not None
-        counted = [grad]
-        if any(piece.parameter in left_out for piece in run.pieces):
-            counted = [piece.of(grad) for piece in run.pieces if piece.parameter not in left_out]
-        for part in counted:
-            if part.numel() == 0:
-                continue
-            norm = torch.linalg.vector_norm(part, norm_type, dtype=torch.promote_types(part.dtype, torch.float32))
-            total = torch.maximum(total, norm) if is_infinite else total + norm.double() ** norm_type * weight_of(run)
-    return total
+    totals = [torch.zeros((), dtype=torch.float64, device=device) for _ in range(1 + len(groups.names))]
+    for index, part, run in groups.parts(runs, left_out):
+        if part.numel() == 0:
+            continue
+        norm = torch.linalg.vector_norm(part, norm_type, dtype=torch.promote_types(part.dtype, torch.float32)).double()
+        total = totals[index]
+        totals[index] = torch.maximum(total, norm) if is_infinite else total + norm**norm_type * weight_of(run)
+    return torch.stack(totals)
+
+
+def scale(runs: Sequence[Run | GradShard], factors: torch.Tensor, groups: NormGroups) -> None:
+    """Multiplies the gradients of each norm by its factor."""
+    grads: dict[int, list[torch.Tensor]] = {}
+    for index, part, _ in groups.parts(runs):
+        grads.setdefault(index, []).append(part)
+    for index, parts in grads.items():
+        torch._foreach_mul_(parts, factors[index])

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from farandole.ddp import _optimizer_state as saved
 from farandole.ddp._agreement import Facts, raising_together
 from farandole.ddp._expert_names import expert_suffix, trainable_of
-from farandole.ddp._norms import total_norm, uncounted
+from farandole.ddp._norms import NormGroups, norm_groups_of, scale, total_norms, uncounted
 from farandole.ddp._options import group_of as checked_group
 from farandole.ddp._overflow import OverflowFlag
 from farandole.ddp._runs import Cut, GradShard, Run, whole_runs_of
@@ -120,10 +120,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"overlap_param_gather_with_optimizer_step=True: expected {needed}")
             prefixes = ["" if len(models) == 1 else f"{index}." for index in range(len(models))]
             group_of, self._names = groups_of(optimizer, models, prefixes)
+            norm_group_of = norm_groups_of(models)
             facts += [("optimizer", type(optimizer).__name__)]
+            facts += [("parameters' grad_norm_group", ", ".join(sorted(set(norm_group_of.values()))))]
             facts += [(f"param group {index}", ", ".join(names)) for index, names in enumerate(self._names)]
         self._expert_suffix = expert_suffix(models)
         self._uncounted = uncounted(models, model_parallel_group, tensor_parallel_group)
+        self._norm_groups = NormGroups(norm_group_of, model_parallel_group)
+        self.grad_norms_by_group: dict[str, torch.Tensor] = {}
         cuts = [
             Cut(one, trainable_of(one, prefix, self._expert_suffix), group_of)
             for one, prefix in zip(models, prefixes, strict=True)
@@ -184,24 +188,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> torch.Tensor:
         """Scales all gradients down so that their norm, over all ranks, is at most ``max_norm``; returns the norm.
 
-        The same on all ranks of the data-parallel and the model-parallel groups. A collective of these.
+        The same on all ranks of the data-parallel and the model-parallel groups. A collective of these. As in
+        Megatron-core parameters with a ``grad_norm_group`` ("mtp") do not count in it, and are scaled by the norm of
+        their group, which ``grad_norms_by_group`` has then.
         """
         self._take_grads("clip_grad_norm_()")
-        total = self._total_norm(float(norm_type))
-        if error_if_nonfinite and not torch.isfinite(total):
-            raise RuntimeError(
-                f"the norm of the gradients, of order {norm_type}, is {total.item()}: expected a finite one"
-            )
-        factor = (max_norm / (total + _CLIP_EPSILON)).clamp(max=1.0)
-        if self._graded:  # a rank may own padding only
-            torch._foreach_mul_([one.tensor.grad for one in self._graded], factor)
-        return total
+        totals = self._total_norms(float(norm_type))
+        if error_if_nonfinite:
+            self._norm_groups.check_finite(totals, norm_type)
+        scale(self._graded, (max_norm / (totals + _CLIP_EPSILON)).clamp(max=1.0), self._norm_groups)
+        self.grad_norms_by_group = dict(zip(self._norm_groups.names, totals[1:], strict=True))
+        return totals[0]
 
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
-        """The norm of the gradients over all ranks. A collective."""
+        """The norm of the gradients over all ranks, but for those with a ``grad_norm_group``. A collective."""
         with torch.no_grad():
             self._take_grads("grad_norm()")
-            return self._total_norm(float(norm_type))
+            return self._total_norms(float(norm_type))[0]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -322,22 +325,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
         copy_settings(self._inner.param_groups, self.param_groups)
         self._settings = settings_of(self.param_groups)
 
-    def _total_norm(self, norm_type: float) -> torch.Tensor:
-        """The weights: a sharded run is this rank's alone, any other is every replica's."""
+    def _total_norms(self, norm_type: float) -> torch.Tensor:
+        """By norm group. The weights: a sharded run is this rank's alone, any other is every replica's."""
         first = self._models[0]
         copies = {False: first.replicas.group.size(), True: first.experts.group.size()}
-        total = total_norm(
+        totals = total_norms(
             self._graded,
             norm_type,
             lambda run: 1.0 if self._is_sharded else 1.0 / copies[run.is_expert],
             self._uncounted,
+            self._norm_groups,
             self._device,
         )
         op = dist.ReduceOp.MAX if norm_type == torch.inf else dist.ReduceOp.SUM
         for group in (first.replicas.group, self._model_parallel_group):
             if group is not None and group.size() > 1:
-                dist.all_reduce(total, op, group=group)
-        return total if norm_type == torch.inf else total ** (1.0 / norm_type)
+                dist.all_reduce(totals, op, group=group)
+        return totals if norm_type == torch.inf else totals ** (1.0 / norm_type)
 
     def _take_grads(self, what: str) -> None:
         for model in self._models:

@@ -151,3 +151,81 @@ def _embeddings(rank: int, world_size: int) -> None:
 
 def test_parts_of_an_embedding_are_told_from_its_copies():
     run_ranks(_embeddings, 4, BACKENDS[-1], timeout=60)
+
+
+class _Heads(torch.nn.Module):
+    """A trunk; the last stage has heads whose norms are their own, beside a weight that is neighbour to both."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        self.trunk = _weight(2, stage)
+        if stage == 1:
+            self.first, self.between, self.second = _weight(3), _weight(4), _weight(5)
+            self.first.grad_norm_group = "mtp"
+            self.second.grad_norm_group = "other"
+
+    def forward(self, replica: int) -> torch.Tensor:
+        # The second head's gradients are small ones.
+        return sum(
+            (weight * _weight(6, i, replica).detach()).square().sum() * (1e-4 if i == 3 else 1.0)
+            for i, weight in enumerate(self.parameters())
+        )
+
+
+def _clipped_apart(rank: int, world_size: int) -> None:
+    stage, replica = divmod(rank, 2)
+    replicas = [dist.new_group([0, 1]), dist.new_group([2, 3])][stage]
+    stages = [dist.new_group([0, 2]), dist.new_group([1, 3])][replica]
+    for norm_type, (sharded, whole), bucket_size in itertools.product(
+        NORMS, ((False, False), (True, False), (True, True)), (1, None)
+    ):
+        where = f"norm {norm_type} sharded {sharded} whole {whole} bucket_size {bucket_size} rank {rank}: "
+        want = [_Heads(0), _Heads(1)]
+        (sum(module(0) + module(1) for module in want) / 2).backward()
+        clip = torch.nn.utils.clip_grad_norm_
+        norm = clip([want[0].trunk, want[1].trunk, want[1].between], 1.0, norm_type)
+        of_groups = [clip(weight, 1.0, norm_type) for weight in (want[1].first, want[1].second)]
+        assert of_groups[0] > 1 > of_groups[1]
+        torch.optim.SGD([*want[0].parameters(), *want[1].parameters()], lr=1.0).step()
+
+        model = DistributedDataParallel(
+            _Heads(stage), process_group=replicas, use_distributed_optimizer=sharded, bucket_size=bucket_size
+        )
+        optimizer = DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0), model, model_parallel_group=stages, is_elementwise=not whole
+        )
+        optimizer.zero_grad()
+        model(replica).backward()
+        assert optimizer.grad_norm(norm_type).item() == pytest.approx(norm.item(), rel=1e-9), where
+        assert optimizer.clip_grad_norm_(1.0, norm_type).item() == pytest.approx(norm.item(), rel=1e-9), where
+        got = {name: value.item() for name, value in optimizer.grad_norms_by_group.items()}
+        assert got == pytest.approx({"mtp": of_groups[0].item(), "other": of_groups[1].item()}, rel=1e-9), where
+        optimizer.step()
+        for (name, mine), parameter in zip(model.module.named_parameters(), want[stage].parameters(), strict=True):
+            assert torch.allclose(mine, parameter, rtol=1e-6, atol=1e-9), where + name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parameters_with_a_grad_norm_group_are_measured_and_clipped_apart(backend):
+    run_ranks(_clipped_apart, 4, backend, timeout=60)
+
+
+def _unlike_groups(rank: int, world_size: int) -> None:
+    module = torch.nn.Linear(2, 2)
+    if rank == 0:
+        module.bias.grad_norm_group = "mtp"
+    model = DistributedDataParallel(module)
+    with pytest.raises(ValueError, match=r"grad_norm_group.*mtp"):
+        DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    if rank == 1:
+        module.bias.grad_norm_group = "mtp"
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+    optimizer.zero_grad()
+    (model(torch.ones(1, 2)).sum() + module.bias.sum() * torch.nan).backward()
+    assert torch.isfinite(optimizer.grad_norm())
+    with pytest.raises(RuntimeError, match=r"with grad_norm_group 'mtp', of order 2\.0, is nan: expected a finite one"):
+        optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+def test_replicas_that_do_not_agree_on_norm_groups_are_refused_and_a_group_that_is_not_finite_is_named():
+    run_ranks(_unlike_groups, 2, BACKENDS[-1], timeout=60)
