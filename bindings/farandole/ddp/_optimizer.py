@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -156,12 +157,27 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._is_provisional = False  # the state was made to be loaded into, and was not
         self._taken: list[int] | None = None  # the rounds, by model, whose gradients the runs have
         super().__init__([dict(group) for group in optimizer.param_groups], optimizer.defaults)
-        self.state = optimizer.state
         for index, group in enumerate(self.param_groups):
             group["params"] = [one.tensor for one in self._graded if one.group == index and one.is_seen_by_scalers]
         self._flag = OverflowFlag(self._device, [*self._replica_groups, model_parallel_group], self._unscale_rest)
         self.param_groups[-1]["params"].append(self._flag)
         self._settings = settings_of(self.param_groups)
+
+    @property
+    def state(self) -> Any:
+        """That of the optimizer that it was made of."""
+        if sys._getframe(1).f_globals.get("__name__") == saved.BY_PARAMETER:
+            raise NotImplementedError(
+                f"{saved.BY_PARAMETER}: expected an optimizer of the model's own parameters, a DistributedOptimizer has "
+                "parts of them: pass it itself to torch.distributed.checkpoint's save() and load(), "
+                '{"optimizer": optimizer}, or call its state_dict() or full_state_dict(), which have the names already'
+            )
+        return self._inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if hasattr(self, "_settings"):  # else torch's constructor, which makes an empty one
+            self._inner.state = state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: what each rank updates was settled when this was made."""

@@ -15,6 +15,9 @@ from farandole.ddp._runs import Piece, Run
 
 _MASTER = "param"  # Megatron-core's name of the float32 copy
 
+# The module whose functions take states apart by the parameters of a model. The first that they read is ``state``.
+BY_PARAMETER = "torch.distributed.checkpoint.state_dict"
+
 
 class FlatPart(torch.Tensor):
     """Elements [begin, begin + numel of ``tensor``) of a flat tensor of ``whole`` elements.

@@ -14,6 +14,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ddp_models import BACKENDS
 from optimizer_oracle import OPTIMIZERS, Oracle, SmallModel, batch_of, groups_of
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 
 from farandole.ddp import DistributedDataParallel, DistributedOptimizer
 from farandole.ddp._optimizer_state import FlatPart
@@ -266,6 +273,31 @@ def _asked_for(rank: int, world_size: int) -> None:
 
 def test_asking_for_the_state_before_the_first_step_changes_nothing():
     run_ranks(_asked_for, 2, BACKENDS[-1], timeout=60)
+
+
+def _by_parameter(rank: int, world_size: int) -> None:
+    for stepped in (False, True):
+        model, optimizer, _ = _make(6, 300)
+        if stepped:
+            _step(6, 0, world_size, model, optimizer)
+        state = optimizer.full_state_dict()
+        weights = model.module.state_dict()
+        for use, given in (
+            (get_state_dict, {}),
+            (get_optimizer_state_dict, {}),
+            (set_optimizer_state_dict, {"optim_state_dict": state}),
+            (set_state_dict, {"model_state_dict": weights, "optim_state_dict": state}),
+        ):
+            with pytest.raises(
+                NotImplementedError, match=r"has parts of them: pass it itself to .*save\(\) and load\(\)"
+            ):
+                use(model.module, optimizers=[optimizer], **given)
+        assert optimizer.param_groups[0]["lr"] > 0
+        assert get_model_state_dict(model.module).keys() == weights.keys()
+
+
+def test_torchs_functions_for_states_by_parameter_say_what_to_use_instead():
+    run_ranks(_by_parameter, 2, "gloo", timeout=60)
 
 
 def _refusals(rank: int, world_size: int) -> None:
