@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from farandole.ddp import _optimizer_state as saved
 from farandole.ddp._agreement import Facts, raising_together
-from farandole.ddp._expert_names import expert_suffix, trainable_of
 from farandole.ddp._norms import NormGroups, norm_groups_of, scale, total_norms, uncounted
 from farandole.ddp._options import group_of as checked_group
 from farandole.ddp._overflow import OverflowFlag
 from farandole.ddp._runs import Cut, GradShard, Run, whole_runs_of
 from farandole.ddp._settings import agree_on_settings, copy_settings, settings_of
+from farandole.ddp._state_names import expert_suffix, on_all_stages, told_apart, trainable_of
 from farandole.ddp._step_parts import StepParts
 from farandole.ddp._tuning import TUNED_ROUNDS
 from farandole.ddp._whole import WholeParameters
@@ -129,10 +129,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._uncounted = uncounted(models, model_parallel_group, tensor_parallel_group)
         self._norm_groups = NormGroups(norm_group_of, model_parallel_group)
         self.grad_norms_by_group: dict[str, torch.Tensor] = {}
-        cuts = [
-            Cut(one, trainable_of(one, prefix, self._expert_suffix), group_of)
-            for one, prefix in zip(models, prefixes, strict=True)
-        ]
+        named = [trainable_of(one, prefix, self._expert_suffix) for one, prefix in zip(models, prefixes, strict=True)]
+        named = told_apart(named, self._model_parallel_group)
+        self._names = on_all_stages(self._names, self._model_parallel_group)
+        cuts = [Cut(one, parameters, group_of) for one, parameters in zip(models, named, strict=True)]
         self._exchanges: list[WholeParameters] = []
         self._has_float16_grads = any(
             parameter.main_grad.dtype == torch.float16

@@ -160,7 +160,7 @@ def match(
         raise ValueError(f"state_dict has {len(groups)} param groups: expected {len(optimizer.param_groups)}")
     todo: list[Callable[[], Any]] = []
     for index, (group, loaded, group_names) in enumerate(zip(optimizer.param_groups, groups, names, strict=True)):
-        if list(loaded["params"]) != group_names:
+        if set(loaded["params"]) != set(group_names):
             raise ValueError(
                 f"state_dict's param group {index} has the parameters {list(loaded['params'])}: expected {group_names}"
             )

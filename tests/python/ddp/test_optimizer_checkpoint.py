@@ -4,6 +4,7 @@ numbers of ranks and other bucket sizes."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -238,6 +239,67 @@ def test_experts_of_different_ranks_keep_their_state_apart(sharded, kind, tmp_pa
     arguments = {"sharded": sharded, "kind": kind, "folder": folder}
     run_ranks(_save_experts, 4, BACKENDS[-1], timeout=60, sets=saving, **arguments)
     run_ranks(_load_experts, 2, BACKENDS[-1], timeout=60, sets=loading, **arguments)
+
+
+def _layers(names: list[str], seed: int) -> torch.nn.ModuleDict:
+    layers = torch.nn.ModuleDict()
+    for index, name in enumerate(names):
+        torch.manual_seed(seed + index)
+        layers[name] = torch.nn.Linear(6, 6)
+    return layers
+
+
+def _train_stage(model: Any, optimizer: Any, number: int, steps: range) -> None:
+    """The layers of a stage learn by themselves; ``number`` is that of its first."""
+    for step in steps:
+        optimizer.zero_grad()
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        layers = enumerate(model.module.values(), number)
+        sum((1 + index) * torch.tanh(layer(x)).square().mean() for index, layer in layers).backward()
+        optimizer.step()
+    if model._param_sync is not None:
+        model.start_param_sync(force_sync=True)
+
+
+def _stages(
+    rank: int, world_size: int, stages: int, same: bool, sharded: bool, folder: str, saves: bool
+) -> list[list[Any]]:
+    """Two layers, in one stage or in two, whose modules have one name for both (``same``)."""
+    replicas = world_size // stages
+    replica_groups = [dist.new_group(range(stage * replicas, (stage + 1) * replicas)) for stage in range(stages)]
+    stage_groups = [dist.new_group(range(replica, world_size, replicas)) for replica in range(replicas)]
+    stage, replica = divmod(rank, replicas)
+    names = ["first", "last"] if stages == 1 else [["first", "last"][0 if same else stage]]
+    model = DistributedDataParallel(
+        _layers(names, 10 + stage), process_group=replica_groups[stage], use_distributed_optimizer=sharded
+    )
+    optimizer = DistributedOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=1e-2), model, model_parallel_group=stage_groups[replica]
+    )
+    if saves:
+        _train_stage(model, optimizer, stage, range(3))
+        torch.save(list(model.module.state_dict().values()), f"{folder}-{stage}-of-{rank}")
+        dcp.save({"optimizer": optimizer}, checkpoint_id=folder)
+    else:
+        saved = [torch.load(f"{folder}-{i}-of-{2 * i}") for i in range(2)]
+        mine = saved[0] + saved[1] if stages == 1 else saved[stage]
+        for parameter, value in zip(model.module.parameters(), mine, strict=True):
+            parameter.data.copy_(value)
+        dcp.load({"optimizer": optimizer}, checkpoint_id=folder)
+    _train_stage(model, optimizer, stage, range(3, 6))
+    return [value.tolist() for value in model.module.state_dict().values()]
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(("same", "stages"), [(False, 2), (True, 2), (False, 1)])
+def test_stages_and_tensor_parallel_ranks_share_a_checkpoint(sharded, same, stages, tmp_path: Path):
+    arguments = {"same": same, "sharded": sharded, "folder": str(tmp_path / "state")}
+    saved = run_ranks(_stages, 4, BACKENDS[-1], timeout=60, stages=2, saves=True, **arguments)
+    loaded = run_ranks(_stages, stages, BACKENDS[-1], timeout=60, stages=stages, saves=False, **arguments)
+    want = [*saved[0], *saved[2]]
+    for one, other in zip(itertools.chain.from_iterable(loaded), want, strict=True):
+        torch.testing.assert_close(torch.tensor(one), torch.tensor(other), rtol=1e-4, atol=1e-5)
 
 
 def _loose_experts(rank: int, world_size: int) -> None:
