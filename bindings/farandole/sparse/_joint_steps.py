@@ -15,6 +15,7 @@ from farandole import _C
 from farandole._C import Presence
 from farandole.sparse._exchange import SKIPPED, SplitsExchange
 from farandole.sparse._exchange_group import ExchangeGroup, FailedOnOthers
+from farandole.sparse._gloo_waits import looking_after
 from farandole.sparse._groups import forget_group_of_its_own, group_of_its_own, times_given_up
 
 # So long others may take to start what this rank could not, before it is supposed that they wait for it inside.
@@ -117,7 +118,8 @@ class JointSteps:
         """
         failed, error, woken = 0, None, ""
         for place, name in enumerate(modules, 1):
-            error = _error_of(lambda name=name: call(name))  # type: ignore[misc]
+            with looking_after(_groups_of(modules[name]) or [dist.group.WORLD] if self.group.group else []):
+                error = _error_of(lambda name=name: call(name))  # type: ignore[misc]
             if error is not None:
                 failed, stage = place, f"{stage} of {name}"
                 break

@@ -126,11 +126,12 @@ def wait_inside(rank: int, world_size: int, seed: int, threads: bool) -> None:
     await_all(rank, world_size)
 
 
+@pytest.mark.parametrize("backend", ["farandole", "gloo"])
 @pytest.mark.parametrize("threads", [False, True])
-def test_who_waits_inside_of_a_module_is_woken(threads):
+def test_who_waits_inside_of_a_module_is_woken(threads, backend):
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
-    run_ranks(wait_inside, 3, "farandole", seed=seed, threads=threads)
+    run_ranks(wait_inside, 3, backend, timeout=30, seed=seed, threads=threads)
 
 
 @pytest.mark.sample(6)
