@@ -199,6 +199,8 @@ class Attachment:
                     comparisons.end(self._compares)
         finally:
             self._current, self._take = before
+            if self._prefetched is flying and not flying.prefetched:
+                self._prefetched = None
 
     def _settle(self, graph: InputGraph | RecordedInputs) -> None:
         self._refuse([verdict for verdict in graph.verdicts if not verdict.pipelined])

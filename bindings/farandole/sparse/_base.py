@@ -225,6 +225,7 @@ class TrainPipelineBase(Generic[In, Out]):
         self._begin_forward(flying)
         with self._syncing() if is_training else contextlib.nullcontext():
             losses, output = self._forward(flying)
+            del flying  # the batch is gone before the backward, whose memory is the most
             self._middle()
             if is_training:
                 self._train(losses, number)

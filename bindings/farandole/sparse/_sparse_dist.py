@@ -246,6 +246,7 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
         flying = self._stages.take(number)
         self._begin_forward(flying)
         _, output = self._forward(flying)
+        del flying
         self._middle()
         return output
 
