@@ -25,6 +25,9 @@ def record_stream(batch: Any, stream: torch.Stream) -> None:
 
     def record(part: Any) -> Any:
         part.record_stream(stream)
+        inverse = getattr(part, "inverse_indices_or_none", lambda: None)()
+        if inverse is not None:  # of torchrec's features, which leave it out
+            inverse[1].record_stream(stream)
         return part
 
     _mapped(batch, record, "record_stream")

@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from farandole.sparse import _sharded
+from farandole.sparse._batches import record_stream
 from farandole.sparse._input_graph import trace_inputs
 from farandole.sparse._input_hooks import record_inputs
+from support.streams import Device
 
 pytest.importorskip("torchrec", reason="torchrec is not installed")
 
@@ -220,3 +222,15 @@ def test_distributed_model_parallel_is_taken_off() -> None:
     nn.Module.__init__(model)
     model._dmp_wrapped_module = inner
     assert _sharded.unwrap(model) == (inner, "_dmp_wrapped_module.")
+
+
+def test_all_tensors_of_features_are_recorded():
+    # Those of batch sizes of their own have indices, which torchrec's record_stream leaves out.
+    device = Device()
+    values, lengths, weights, inverse = (device.tensor(torch.ones(2, dtype=torch.int64)) for _ in range(4))
+    features = KeyedJaggedTensor(
+        ["x"], values, weights, lengths, stride_per_key_per_rank=[[2]], inverse_indices=(["x"], inverse.view(1, 2))
+    )
+    stream = device.Stream(torch.device("cuda"), 0)
+    record_stream({"features": features}, stream)
+    assert all(part.memory.recorded == {stream} for part in (values, lengths, weights, inverse))
