@@ -9,9 +9,9 @@ from torch import fx, nn
 from torch.fx.node import Node
 
 from farandole.sparse._purity import Memory, changed_by, is_random, is_unknown, name_of
-from farandole.sparse._sharded import is_fsdp
+from farandole.sparse._sharded import is_fsdp, is_object_pool
 from farandole.sparse._tracer import InputTracer
-from farandole.sparse._verdict import NEVER_CALLED, Refusal, called_again, no_inputs
+from farandole.sparse._verdict import NEVER_CALLED, OBJECT_POOL, Refusal, called_again, no_inputs
 
 _MAKE_IT_A_MODULE = "Make it a module without parameters: such a module runs once per batch, ahead of forward"
 _CALL_IT_LATER = "Do it behind the sharded module, or in a module without parameters that returns a copy"
@@ -40,6 +40,8 @@ class InputClosures:
 
     def of(self, name: str) -> tuple[Node, set[Node]] | Refusal:
         """The call of this sharded module, and all nodes that its inputs need."""
+        if is_object_pool(self._sharded[name]):
+            return OBJECT_POOL
         calls = self._calls.get(name, [])
         if not calls:
             return self._never_called(name)

@@ -37,6 +37,7 @@ class InputDist:
         self._inputs: Callable[[InFlight], Inputs] | None = None
         self._torchrec: Any = None
         self._held: dict[str, Any] = {}
+        self._all_to_alls: dict[str, list[Any]] = {}  # of torchrec's modules, that have been used
         self._has_begun = False
         self._had_turn = False  # after what makes it impossible to go on
         self._may_run_beside = True
@@ -168,15 +169,14 @@ class InputDist:
             return
         with self._torchrec.holding_all(self._over):
             self._hold(flying, calls, {name for name, module in self._modules.items() if is_torchrec(module)})
+        used = {name: self._torchrec.all_to_alls_of(request) for name, request in flying.requests.items()}
+        self._all_to_alls = {name: parts for name, parts in used.items() if parts is not None}
         self._hold_all()
 
     def _hold_all(self) -> None:
         self.release()
-        for name, module in self._modules.items():
-            if is_torchrec(module):
-                held = self._torchrec.HeldSplits(module, self._over)
-                if held.groups:
-                    self._held[name] = held
+        for name, used in self._all_to_alls.items():
+            self._held[name] = self._torchrec.HeldSplits(used, self._over)
 
     # The group of the exchange in place of another one of the same ranks, which others use at the same time.
     def _over(self, group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -9,9 +9,10 @@ from typing import Any
 from torch import nn
 
 from farandole.sparse._batch_paths import Contents, Path, everything_in, follow, is_constant, path_name, replaced
-from farandole.sparse._sharded import sharded_modules
+from farandole.sparse._sharded import is_object_pool, sharded_modules
 from farandole.sparse._verdict import (
     NEVER_CALLED,
+    OBJECT_POOL,
     WHOLE_MODEL,
     Inputs,
     Refusal,
@@ -50,9 +51,11 @@ class RecordedInputs:
 
     def _settle(self, sharded: dict[str, nn.Module], seen: dict[str, list[_Call | Refusal]]) -> None:
         found: dict[str, _Call] = {}  # in call order
-        refusals: dict[str, Refusal] = {}
+        refusals = {name: OBJECT_POOL for name, module in sharded.items() if is_object_pool(module)}
         for name, calls in seen.items():
             call = calls[0]
+            if name in refusals:
+                continue
             if len(calls) > 1:
                 refusals[name] = called_again([], len(calls))
             elif isinstance(call, Refusal):

@@ -24,6 +24,7 @@ class ModelChanges:
         self._is_sharded = is_sharded
         self._sharded = sharded_modules(model, is_sharded)
         self._ids = set(map(id, self._sharded.values()))
+        self._shardings = {name: _sharding_of(module) for name, module in self._sharded.items()}
         self._tree = self._modules()
         self._processing: dict[str, nn.Module] = {}
         self._parameters: tuple[str, ...] = ()
@@ -48,6 +49,9 @@ class ModelChanges:
             expected = self._processing[name] if name in self._processing else self._sharded[name]
             if self._found(name) is not expected or vars(expected).get("forward") is not forward:
                 raise _changed(name, "the module and the forward that were attached")
+        for name, module in self._sharded.items():
+            if _sharding_of(module) is not self._shardings[name]:
+                raise _changed(name, "the sharding that was attached")
         for name, module in self._processing.items():
             trained = [key for key, parameter in module.named_parameters() if parameter.requires_grad]
             if trained:
@@ -83,6 +87,11 @@ class ModelChanges:
             return self._model.get_submodule(name)
         except AttributeError:
             return None
+
+
+def _sharding_of(module: nn.Module) -> object:
+    """What torchrec's reshard() makes anew."""
+    return getattr(module, "_embedding_shardings", None)
 
 
 def _changed(name: str, expected: str) -> RuntimeError:

@@ -35,6 +35,11 @@ def is_torchrec(module: nn.Module) -> bool:
     return _is_one_of(module, (("torchrec.distributed.types", "ShardedModule"),))
 
 
+def is_object_pool(module: nn.Module) -> bool:
+    """Whether it is a sharded module of torchrec's that does nothing in the stages of one, but all in its forward."""
+    return _is_one_of(module, (("torchrec.distributed.object_pool", "ShardedObjectPool"),))
+
+
 def is_two_dimensional(model: nn.Module) -> bool:
     """Whether it is torchrec's DMPCollection, whose tables have replicas."""
     return _is_one_of(model, (("torchrec.distributed.model_parallel", "DMPCollection"),))

@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torchrec.distributed.dist_data import KJTAllToAll, KJTAllToAllTensorsAwaitable, _get_recat
 from torchrec.distributed.embedding_sharding import (
     KJTListAwaitable,
     KJTListSplitsAwaitable,
     _set_sharding_context_intra_a2a,
 )
-from torchrec.distributed.types import Awaitable
+from torchrec.distributed.types import Awaitable, NoWait
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from farandole.sparse._exchange_group import ExchangeGroup
@@ -30,7 +29,7 @@ class UnsentSplits(Awaitable[Any]):
 
     def __init__(self, all_to_all: KJTAllToAll, group: dist.ProcessGroup, features: KeyedJaggedTensor) -> None:
         super().__init__()
-        self._all_to_all = all_to_all
+        self.all_to_all = all_to_all
         self._features = features
         self._has_one_stride = not features.variable_stride_per_key()
         self.group = group
@@ -56,7 +55,7 @@ class UnsentSplits(Awaitable[Any]):
 
     def arguments(self) -> dict[str, Any]:
         """Those of KJTAllToAllTensorsAwaitable."""
-        splits, rank = self._all_to_all._splits, self.group.rank()
+        splits, rank = self.all_to_all._splits, self.group.rank()
         begin = sum(splits[:rank])
         return {
             "pg": self.group,
@@ -68,12 +67,12 @@ class UnsentSplits(Awaitable[Any]):
             "labels": self._features.dist_labels(),
             "keys": self._features.keys()[begin : begin + splits[rank]],
             "device": self._features.device(),
-            "stagger": self._all_to_all._stagger,
+            "stagger": self.all_to_all._stagger,
             "stride_per_rank": self._stride_per_rank,
         }
 
     def _wait_impl(self) -> Any:
-        return KJTAllToAll.forward(self._all_to_all, self._features).wait()
+        return KJTAllToAll.forward(self.all_to_all, self._features).wait()
 
 
 class ExchangedTensors(KJTAllToAllTensorsAwaitable):
@@ -131,15 +130,15 @@ def send(parts: Sequence[UnsentSplits], group: ExchangeGroup) -> dict[int, KJTAl
 
 
 class HeldSplits:
-    """Makes the ``KJTAllToAll`` of a module hold its splits back, once the module has been through an input_dist.
+    """Makes the ``KJTAllToAll`` of a module hold their splits back.
 
     Args:
-        module: torchrec's ShardedModule.
+        all_to_alls: those that its first input_dist has used, which a module may have anywhere.
         groups: the group to exchange over in place of the module's own.
     """
 
-    def __init__(self, module: nn.Module, groups: Groups) -> None:
-        self._held = [*_all_to_alls(module)]
+    def __init__(self, all_to_alls: Sequence[KJTAllToAll], groups: Groups) -> None:
+        self._held = all_to_alls
         self.groups = [groups(part._pg) for part in self._held]
         for part, group in zip(self._held, self.groups, strict=True):
             part.forward = _holding(part, group)
@@ -175,19 +174,21 @@ def _holding(part: KJTAllToAll, group: dist.ProcessGroup) -> Callable[[KeyedJagg
     return hold
 
 
-def _all_to_alls(module: nn.Module) -> Iterator[KJTAllToAll]:
-    for child in module.modules():
-        for input_dist in getattr(child, "_input_dists", ()):
-            part = getattr(input_dist, "_dist", None)
-            if isinstance(part, KJTAllToAll):
-                yield part
-
-
 def unsent_of(request: Any) -> list[UnsentSplits]:
     """The splits that an input_dist holds back; none where it is not of that kind."""
     if not isinstance(request, KJTListSplitsAwaitable):
         return []
     return [part for part in request.awaitables if isinstance(part, UnsentSplits)]
+
+
+def all_to_alls_of(request: Any) -> list[KJTAllToAll] | None:
+    """What an input_dist holds back, of which there may be nothing (data-parallel tables); None where it exchanges in
+    another way."""
+    parts = unsent_of(request)
+    if parts:
+        return [part.all_to_all for part in parts]
+    is_local = isinstance(request, KJTListSplitsAwaitable) and all(isinstance(p, NoWait) for p in request.awaitables)
+    return [] if is_local else None
 
 
 def sent(request: KJTListSplitsAwaitable, data: dict[int, KJTAllToAllTensorsAwaitable]) -> KJTListAwaitable:

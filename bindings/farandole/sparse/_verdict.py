@@ -56,6 +56,12 @@ class Inputs:
 NEVER_CALLED = Refusal(None, "forward never calls it", "Call it in the model's forward, or leave it out of the model")
 WHOLE_MODEL = Refusal(None, "it is the whole model", "Call it in the forward of a module that computes the loss")
 
+OBJECT_POOL = Refusal(
+    None,
+    "one of torchrec's object pools looks up in one piece",
+    "It stays in the forward, and strict=True refuses it",
+)
+
 
 def no_inputs(node: str | None) -> Refusal:
     return Refusal(node, "it is called without inputs", "Give it its part of the batch as an argument")
