@@ -235,6 +235,9 @@ class TrainPipelineBase(Generic[In, Out]):
         """Between forward and backward."""
         self._engine.middle()
 
+    def _after_backward(self) -> None:
+        """Before the step, if there is one."""
+
     def _syncing(self) -> contextlib.AbstractContextManager[Any]:
         return self._dense_grads.syncing(self._model, self._window.is_last)
 
@@ -244,6 +247,7 @@ class TrainPipelineBase(Generic[In, Out]):
             with ProfilerRange(f"## backward {number} ##"):
                 self._backward(losses)
             self._dense_grads.has_run()
+            self._after_backward()
             if self._window.is_last:
                 with ProfilerRange(f"## optimizer {number} ##"):
                     self._precision.step(self._optimizer)

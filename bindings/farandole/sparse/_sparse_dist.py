@@ -16,7 +16,7 @@ from farandole._C import ProfilerRange
 from farandole.sparse._attachment import Attachment, attach
 from farandole.sparse._base import In, ModelForward, Options, Out, TrainPipelineBase
 from farandole.sparse._sharded import is_two_dimensional, unwrap
-from farandole.sparse._torchrec_arguments import by_name, refuse_torchrecs
+from farandole.sparse._torchrec_arguments import by_name, refuse_interval, refuse_torchrecs
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -37,8 +37,10 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
         agree_on_inputs: the ranks say whether the data of a batch has come to each of them, before any computes it: a
             failure there skips the batch on all ranks, which else wait in its forward or backward for the one that has
             failed. Costs a meeting in each step. CPU only: else a ValueError.
-        apply_jit, context_type, pipeline_postproc, dmp_collection_sync_interval_batches, enqueue_batch_after_forward,
-            enable_inplace_copy_batch: torchrec's, where they ask for what is done anyway; else a ValueError.
+        dmp_collection_sync_interval_batches: of a DMPCollection, whose replicas of tables are averaged (its ``sync()``)
+            after the first backward and every so many; None for never.
+        apply_jit, context_type, pipeline_postproc, enqueue_batch_after_forward, enable_inplace_copy_batch: torchrec's,
+            where they ask for what is done anyway; else a ValueError.
 
         options: see TrainPipelineBase.
 
@@ -72,9 +74,11 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
             apply_jit=apply_jit,
             context_type=context_type,
             pipeline_postproc=pipeline_postproc,
-            dmp_collection_sync_interval_batches=dmp_collection_sync_interval_batches,
             enqueue_batch_after_forward=enqueue_batch_after_forward,
         )
+        refuse_interval("dmp_collection_sync_interval_batches", dmp_collection_sync_interval_batches)
+        self._sync_interval = dmp_collection_sync_interval_batches
+        self._backwards = 0
         if tracing not in (None, "fx", "hooks"):
             raise ValueError(f'tracing={tracing!r}: expected "fx", "hooks" or None')
         if agree_on_inputs and torch.device(device).type != "cpu":
@@ -169,12 +173,12 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
 
         return register_backward_hook(site, unwrap(self._model)[0], run)
 
-    def _refuse(self, model: nn.Module) -> None:
-        super()._refuse(model)
-        if is_two_dimensional(model):
-            raise ValueError(
-                "model is a DMPCollection: its tables have to be synchronized, which no pipeline here does"
-            )
+    def _after_backward(self) -> None:
+        is_due = self._sync_interval is not None and self._backwards % self._sync_interval == 0
+        self._backwards += 1
+        if is_due and is_two_dimensional(self._model):
+            with ProfilerRange("## dmp_collection_sync ##"):
+                self._model.sync()
 
     def _completes_ahead(self) -> bool:
         return self._agrees_on_inputs

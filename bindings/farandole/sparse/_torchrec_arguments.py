@@ -39,9 +39,6 @@ def refuse_torchrecs(**given: Any) -> None:
         ValueError: an argument asks for what is not done.
     """
     for name, value in given.items():
-        if name == "dmp_collection_sync_interval_batches":
-            _check_interval(name, value)
-            continue
         taken, reason = _TAKEN[name]
         if name == "context_type" and _is_torchrecs_default(value):
             continue
@@ -49,10 +46,13 @@ def refuse_torchrecs(**given: Any) -> None:
             raise ValueError(f"{name}={value!r}: expected {' or '.join(map(repr, taken))}: {reason}")
 
 
-def _check_interval(name: str, value: Any) -> None:
-    """Of a DMPCollection, which no pipeline takes; torchrec's look at it for no other model."""
+def refuse_interval(name: str, value: Any) -> None:
+    """
+    Raises:
+        ValueError: neither a number of batches nor None.
+    """
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ValueError(f"{name}={value!r}: expected None or an int above 0, which nothing here looks at")
+        raise ValueError(f"{name}={value!r}: expected None or an int above 0")
 
 
 def _is_torchrecs_default(context_type: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 import types
 from typing import Any
 
@@ -170,10 +169,6 @@ def test_attaches_another_model_with_batches_in_flight():
     run_ranks(attach_another, 2, "farandole")
 
 
-class DMPCollection(torch.nn.Linear):
-    """As torchrec's."""
-
-
 def attach_wrong_ones(rank: int, world_size: int) -> None:
     """What attach() refuses leaves the pipeline as it was."""
     (model, optimizer), (plain, plain_optimizer) = with_adam(7), with_adam(7)
@@ -190,10 +185,6 @@ def attach_wrong_ones(rank: int, world_size: int) -> None:
         pipeline.attach(other, other_optimizer)
     with pytest.raises(TypeError, match="model is a int"):
         pipeline.attach(3)
-    sys.modules["torchrec.distributed.model_parallel"] = types.SimpleNamespace(DMPCollection=DMPCollection)
-    with pytest.raises(ValueError, match="model is a DMPCollection"):
-        pipeline.attach(DMPCollection(2, 2), optimizer)
-    del sys.modules["torchrec.distributed.model_parallel"]
     linear = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match="Linear has no sharded module"):
         pipeline.attach(linear, torch.optim.SGD(linear.parameters(), lr=0.1))
