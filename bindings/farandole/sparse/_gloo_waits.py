@@ -15,11 +15,15 @@ from farandole import _C
 
 _LOOK = datetime.timedelta(milliseconds=200)
 
+_lock = threading.Lock()
+_groups: dict[int, Sequence[dist.ProcessGroup]] = {}  # by thread that is inside
+_torchs_wait: Any = None  # while a thread is
+
 
 @contextlib.contextmanager
 def looking_after(groups: Sequence[dist.ProcessGroup]) -> Iterator[None]:
     """Inside, this thread's waits end soon after another rank has given up one of these groups, where all are gloo's:
-    other works may not outlive a wait that has run out of time.
+    other works may not outlive a wait that has run out of time. Not to be nested.
 
     Raises:
         RuntimeError: from such a wait.
@@ -27,25 +31,40 @@ def looking_after(groups: Sequence[dist.ProcessGroup]) -> Iterator[None]:
     if not groups or not all(map(_is_gloo, groups)):
         yield
         return
-    thread, original = threading.get_ident(), dist.Work.wait
-
-    def wait(work: dist.Work, *timeout: Any, **named: Any) -> Any:
-        if threading.get_ident() != thread or timeout or named:
-            return original(work, *timeout, **named)
-        while True:
-            try:
-                return original(work, _LOOK)
-            except RuntimeError:
-                if work.is_completed():
-                    return original(work)  # raises where it was the work that failed, and not the wait
-            if any(map(_C.abandonment_of, groups)):
-                raise RuntimeError("a rank has given up the group")
-
-    dist.Work.wait = wait
+    _enter(groups)
     try:
         yield
     finally:
-        dist.Work.wait = original
+        _leave()
+
+
+def _enter(groups: Sequence[dist.ProcessGroup]) -> None:
+    global _torchs_wait
+    with _lock:
+        if not _groups:
+            _torchs_wait, dist.Work.wait = dist.Work.wait, _looking_wait
+        _groups[threading.get_ident()] = groups
+
+
+def _leave() -> None:
+    with _lock:
+        del _groups[threading.get_ident()]
+        if not _groups and dist.Work.wait is _looking_wait:
+            dist.Work.wait = _torchs_wait
+
+
+def _looking_wait(work: dist.Work, *timeout: Any, **named: Any) -> Any:
+    groups = _groups.get(threading.get_ident())
+    if groups is None or timeout or named:
+        return _torchs_wait(work, *timeout, **named)
+    while True:
+        try:
+            return _torchs_wait(work, _LOOK)
+        except RuntimeError:
+            if work.is_completed():
+                return _torchs_wait(work)  # raises where it was the work that failed, and not the wait
+        if any(map(_C.abandonment_of, groups)):
+            raise RuntimeError("a rank has given up the group")
 
 
 def _is_gloo(group: dist.ProcessGroup) -> bool:
