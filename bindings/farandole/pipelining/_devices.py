@@ -59,8 +59,3 @@ def channel_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
     if group._get_backend(device).name() != "farandole":
         return "one_queue_per_rank"  # as a communicator of torch's NCCL is
     return "tagged" if os.environ.get("FARANDOLE_CUDA_MESSAGES") == "ucx" else "fifo_per_edge"
-
-
-def is_dry(group: dist.ProcessGroup | None) -> bool:
-    """Whether other ranks are only pretended, by torch's backend for dry runs of one rank: nothing is learned of them."""
-    return group is not None and group.size() > 1 and dist.get_backend(group) == "fake"

@@ -13,7 +13,8 @@ import torch
 from farandole import _C
 from farandole._rank_names import rank_name
 from farandole.pipelining import _plans
-from farandole.pipelining._devices import channel_of, is_dry, one_device
+from farandole.pipelining._devices import channel_of, one_device
+from farandole.pipelining._dry_runs import check_declared, is_dry
 from farandole.pipelining._forward_context import ForwardsInContext
 from farandole.pipelining._grad_sync import GradSync
 from farandole.pipelining._inputs import Batch, Inputs, InputSplitter
@@ -289,7 +290,7 @@ class PipelineSchedule(metaclass=RefusesOnAllRanks):
             ends, outputs_to = Ends.of(plan), outputs_by_stage(self._selected, plan)
             first = self._stages[0]
             if self._is_dry:
-                self._check_declared(ends)
+                check_declared(self._stages, ends)
             forwards = [ForwardsInContext(stage, plan) for stage in self._stages]
             indices = ", ".join(str(stage.stage_index) for stage in self._stages)
             described = f"{type(self).__name__} {'step' if train else 'forward only'}, stage {indices}"
@@ -345,18 +346,6 @@ class PipelineSchedule(metaclass=RefusesOnAllRanks):
             finish_grad_sync=sync.finish if sync is not None and sync.must_finish else None,
             is_never_split=sync is not None and sync.is_never_split,
         )
-
-    def _check_declared(self, ends: Ends) -> None:
-        for stage in self._stages:
-            for name, declared, is_end in (
-                ("input_args", stage.declared_inputs, stage.stage_index in ends.first),
-                ("output_args", stage.declared_outputs, stage.stage_index in ends.last),
-            ):
-                if declared is None and not is_end:
-                    raise ValueError(
-                        f"{name} of stage {stage.stage_index} is None, expected example tensors of a microbatch: the "
-                        'backend of the pipeline\'s group is "fake", over which no shapes can be learned'
-                    )
 
     def _check_placement(self, plan: _C.Plan) -> None:
         first, name = self._stages[0], type(self).__name__
