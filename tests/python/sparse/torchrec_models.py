@@ -115,8 +115,9 @@ class Recommender(nn.Module):
         return losses, scores.detach()
 
 
-def made(kind: Kind) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Sharded; tables by an optimizer that is fused into the backward, the rest by the one that is returned."""
+def made(kind: Kind, has_dtensors: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Sharded; tables by an optimizer that is fused into the backward, the rest by the one that is returned. Tables are
+    ShardedTensors in its state, or DTensors."""
     model = Recommender(kind)
     world = dist.get_world_size()
 
@@ -145,7 +146,7 @@ def made(kind: Kind) -> tuple[nn.Module, torch.optim.Optimizer]:
         plan["third"] = construct_module_sharding_plan(model.third, ways, sharder=third, **sizes)
     tables = [p for name, p in model.named_parameters() if "embedding" in name]
     apply_optimizer_in_backward(torch.optim.SGD, tables, {"lr": 0.2})
-    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    env = ShardingEnv(world, dist.get_rank(), dist.group.WORLD, has_dtensors)
     sharded = DistributedModelParallel(model, env, CPU, ShardingPlan(plan), sharders=[sharder, second, third])
     dense = [p for name, p in sharded.named_parameters() if "embedding" not in name]
     return sharded, torch.optim.Adam(dense, lr=0.02)
