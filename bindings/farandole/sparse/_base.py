@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, TypedDict
@@ -68,6 +69,7 @@ class TrainPipelineBase(Generic[In, Out]):
     """
 
     _has_dist = False
+    _was_training: bool | None = None  # in the step before
 
     def __init__(
         self,
@@ -153,6 +155,7 @@ class TrainPipelineBase(Generic[In, Out]):
         is_new = self._stages.take_from(dataloader_iter)
         if is_new:
             self._stages.unused.clear()
+            self._warn_of_mode()
         before, has_ended, self._has_ended = len(self._stages.unused), self._has_ended, False
         self._stages.autocast = self._precision.as_now()
         self._stages.caller = Caller()
@@ -218,7 +221,7 @@ class TrainPipelineBase(Generic[In, Out]):
 
     def _compute(self, number: int) -> Any:
         flying = self._stages.take(number)
-        is_training = self._model.training
+        is_training = self._was_training = self._model.training
         if is_training and self._window.is_first:
             with ProfilerRange("## zero_grad ##"):
                 self._optimizer.zero_grad()
@@ -279,6 +282,17 @@ class TrainPipelineBase(Generic[In, Out]):
         if self._window.close() > 0:
             self._dense_grads.sync()
             self._precision.step(self._optimizer)
+
+    def _warn_of_mode(self) -> None:
+        if self._was_training is None or self._was_training is self._model.training or not self.in_flight:
+            return
+        now = "trained on, which were to be evaluated" if self._model.training else "evaluated, and not trained on"
+        warnings.warn(
+            f"another iterator, and model.{'train' if self._model.training else 'eval'}(), while {self.in_flight} batches "
+            f"of the one before are in flight: these are {now}. Give each mode a pipeline of its own of the same model "
+            "(EvalPipelineSparseDist), or call progress() until the data ends",
+            stacklevel=3,
+        )
 
     def _drop_window(self) -> bool:
         """Whether one was open."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import types
+import warnings
 from typing import Any
 
 import pytest
@@ -116,6 +117,39 @@ def stay_in_window(rank: int, world_size: int) -> None:
 
 def test_evaluates_within_a_window():
     run_ranks(stay_in_window, 2, "farandole")
+
+
+def mix_modes(rank: int, world_size: int, kind: Any) -> None:
+    model, optimizer = with_adam(5)
+    pipeline = kind(model, optimizer, CPU)
+    batches = make_batches(1, 6)
+    iterator = iter(batches)
+    pipeline.progress(iterator)
+    ahead = pipeline.in_flight
+    model.eval()
+    with pytest.warns(
+        UserWarning, match=rf"model.eval\(\), while {ahead} batches .* are evaluated, and not trained on"
+    ):
+        pipeline.progress(other := iter(make_batches(2, 4)))
+    ahead = pipeline.in_flight
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pipeline.progress(other)  # was told
+    model.train()
+    with pytest.warns(
+        UserWarning, match=rf"model.train\(\), while {ahead} .* are trained on, which were to be evaluated"
+    ):
+        pipeline.progress(iterator)
+    drain(pipeline, iterator)
+    model.eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        drain(pipeline, iter(make_batches(3, 2)))  # none was in flight
+
+
+@pytest.mark.parametrize("kind", [TrainPipelineBase, TrainPipelineSparseDist])
+def test_batches_in_flight_when_mode_and_data_change_are_told(kind):
+    run_ranks(mix_modes, 2, "farandole", kind=kind)
 
 
 def detach_and_attach(rank: int, world_size: int) -> None:
