@@ -108,19 +108,19 @@ def train(rank: int, world_size: int, seed: int) -> None:
     pick = random.Random(seed)
     for kind in (TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist):
         for interval in (1, pick.randint(2, 3), None):
-            number = pick.randint(4, 8)
-            print(f"seed {seed}: {kind.__name__}, every {interval} batches, {number} batches")
+            numbers = [pick.randint(4, 8) for _ in range(world_size)]  # of batches, of which the fewest are computed
+            print(f"seed {seed}: {kind.__name__}, every {interval} batches, {numbers} batches")
             (model, optimizer), (plain, plain_optimizer) = replicated(seed), replicated(seed)
             options: Any = {"dmp_collection_sync_interval_batches": interval, "strict": True}
             pipeline = kind(model, optimizer, models.CPU, **options)
             shape = models.Kind(WAYS, (), "plain", False, False, 0)
-            outputs = drain(pipeline, iter(models.make_batches(shape, seed, number)))
+            outputs = drain(pipeline, iter(models.make_batches(shape, seed, numbers[rank])))
             expected = []
-            for index, batch in enumerate(models.make_batches(shape, seed, number)):
+            for index, batch in enumerate(models.make_batches(shape, seed, min(numbers))):
                 expected += plain_loop(plain, plain_optimizer, [batch])
                 if interval is not None and index % interval == 0:
                     plain.sync()
-            assert len(outputs) == number and all(map(torch.equal, outputs, expected))
+            assert len(outputs) == min(numbers) and all(map(torch.equal, outputs, expected))
             assert all(map(torch.equal, local_tables(model), local_tables(plain)))
             assert all(map(torch.equal, model.module.top.parameters(), plain.module.top.parameters()))
 
