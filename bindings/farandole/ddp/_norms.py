@@ -98,7 +98,8 @@ class NormGroups:
         """Gradients of these runs, by norm: 0, or 1 + that of its name in ``names``. But for what is ``left_out``."""
         for run in runs:
             grad = run.tensor.grad
-            assert grad is not None
+            if grad is None:
+                continue
             indices = [
                 None if piece.parameter in left_out else self._index_of.get(piece.parameter, 0) for piece in run.pieces
             ]
@@ -139,6 +140,15 @@ def total_norms(
         total = totals[index]
         totals[index] = torch.maximum(total, norm) if is_infinite else total + norm**norm_type * weight_of(run)
     return torch.stack(totals)
+
+
+def over_ranks(totals: torch.Tensor, norm_type: float, groups: Sequence[dist.ProcessGroup | None]) -> torch.Tensor:
+    """The norms of all ranks together, from what each has by ``total_norms``: a collective of each of these groups."""
+    op = dist.ReduceOp.MAX if norm_type == torch.inf else dist.ReduceOp.SUM
+    for group in groups:
+        if group is not None and group.size() > 1:
+            dist.all_reduce(totals, op, group=group)
+    return totals if norm_type == torch.inf else totals ** (1.0 / norm_type)
 
 
 def scale(runs: Sequence[Run | GradShard], factors: torch.Tensor, groups: NormGroups) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from farandole.ddp import _optimizer_state as saved
 from farandole.ddp._agreement import Facts, raising_together
-from farandole.ddp._norms import NormGroups, norm_groups_of, scale, total_norms, uncounted
+from farandole.ddp._norms import NormGroups, norm_groups_of, over_ranks, scale, total_norms, uncounted
 from farandole.ddp._options import group_of as checked_group
 from farandole.ddp._overflow import OverflowFlag
 from farandole.ddp._runs import Cut, GradShard, Run, whole_runs_of
@@ -135,15 +135,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         cuts = [Cut(one, parameters, group_of) for one, parameters in zip(models, named, strict=True)]
         self._exchanges: list[WholeParameters] = []
         self._has_float16_grads = any(
-            parameter.main_grad.dtype == torch.float16
-            for model in models
-            for parameter in model._trainable.values()
-            if parameter in group_of
+            parameter.main_grad.dtype == torch.float16 for parameter in group_of if hasattr(parameter, "main_grad")
         )
         if is_flat:
             self._runs = [run for cut in cuts for run in cut.runs()]
         else:
             self._runs, self._exchanges = whole_runs_of(cuts)
+        self._has_stepped = bool(optimizer.state)  # what is saved of it is more than room for what is loaded
         saved.take_over(optimizer, self._runs)
         for one in models:
             one._reducer.hold_parameters()  # the runs have their memory
@@ -178,6 +176,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state(self, state: Any) -> None:
         if hasattr(self, "_settings"):  # else torch's constructor, which makes an empty one
             self._inner.state = state
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refused: its runs are parts of the wrapper's buffers."""
+        raise NotImplementedError(
+            "a DistributedOptimizer cannot be copied or pickled: make another one over a copy of the model, and give it "
+            "state_dict() or full_state_dict()"
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: what each rank updates was settled when this was made."""
@@ -247,6 +252,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._parts.step()
         else:
             self._inner.step()
+        self._has_stepped = True
         self._show_settings()
         self._drop_grads()
         if self._parts is None:
@@ -271,7 +277,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._finish_params()  # making the state steps in memory that is gathered into
         self._agree_on_settings()
         self._is_provisional = saved.initialize(self._inner, self._runs) or self._is_provisional
-        return saved.collect(self._inner, self._runs, self._names)
+        return saved.collect(self._inner, self._runs, self._names, self._has_stepped)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """What :meth:`state_dict` or :meth:`full_state_dict` gave, or what torch.distributed.checkpoint has loaded.
@@ -291,7 +297,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for restore in todo:
             restore()
         self._show_settings()
-        self._is_provisional = False
+        self._has_stepped = saved.has_stepped(state_dict)
+        self._is_provisional = not self._has_stepped
         self._publish()
 
     def _finish_params(self) -> None:
@@ -353,11 +360,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._norm_groups,
             self._device,
         )
-        op = dist.ReduceOp.MAX if norm_type == torch.inf else dist.ReduceOp.SUM
-        for group in (first.replicas.group, self._model_parallel_group):
-            if group is not None and group.size() > 1:
-                dist.all_reduce(totals, op, group=group)
-        return totals if norm_type == torch.inf else totals ** (1.0 / norm_type)
+        return over_ranks(totals, norm_type, [first.replicas.group, self._model_parallel_group])
 
     def _take_grads(self, what: str) -> None:
         for model in self._models:

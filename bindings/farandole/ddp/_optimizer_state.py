@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from farandole.ddp._runs import Piece, Run
 
 _MASTER = "param"  # Megatron-core's name of the float32 copy
+_HAS_STEPPED = "has_stepped"  # in param groups
 
 # The module whose functions take states apart by the parameters of a model. The first that they read is ``state``.
 BY_PARAMETER = "torch.distributed.checkpoint.state_dict"
@@ -130,10 +131,13 @@ def _is_parted(key: str, value: Any, run: Run) -> bool:
     return value.dim() > 0 or (run.tensor.dim() == 0 and key != "step")
 
 
-def collect(optimizer: torch.optim.Optimizer, runs: list[Run], names: list[list[str]]) -> dict[str, Any]:
+def collect(
+    optimizer: torch.optim.Optimizer, runs: list[Run], names: list[list[str]], has_stepped: bool
+) -> dict[str, Any]:
     """By parameter: parts of what has an element for each of the run's, other values as they are.
 
-    Numbers as tensors: torch.distributed.checkpoint saves others of rank 0 only.
+    Numbers as tensors: torch.distributed.checkpoint saves others of rank 0 only. What an optimizer that has not stepped
+    has is not what it begins with, so param groups say which it is.
     """
     state: dict[str, dict[str, Any]] = {}
     for run in runs:
@@ -145,10 +149,16 @@ def collect(optimizer: torch.optim.Optimizer, runs: list[Run], names: list[list[
                 part = FlatPart(piece.of(value), piece.begin, piece.parameter.numel()) if is_parted else value
                 state.setdefault(piece.name, {})[key] = part
     groups = [
-        {key: value for key, value in group.items() if key != "params"} | {"params": list(group_names)}
+        {key: value for key, value in group.items() if key != "params"}
+        | {"params": list(group_names), _HAS_STEPPED: has_stepped}
         for group, group_names in zip(optimizer.param_groups, names, strict=True)
     ]
     return {"state": state, "param_groups": groups}
+
+
+def has_stepped(state_dict: dict[str, Any]) -> bool:
+    """Of the optimizer that it was saved of."""
+    return all(group.get(_HAS_STEPPED, True) for group in state_dict["param_groups"])
 
 
 def match(
@@ -164,7 +174,9 @@ def match(
             raise ValueError(
                 f"state_dict's param group {index} has the parameters {list(loaded['params'])}: expected {group_names}"
             )
-        todo.append(partial(group.update, {key: value for key, value in loaded.items() if key != "params"}))
+        todo.append(
+            partial(group.update, {key: value for key, value in loaded.items() if key not in ("params", _HAS_STEPPED)})
+        )
     for run in runs:
         for key, value in _values_of(optimizer, run).items():
             found = [_value_in(state_dict["state"], piece, key) for piece in run.pieces]

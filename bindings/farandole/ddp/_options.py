@@ -91,6 +91,11 @@ def input_device(module: torch.nn.Module, device_ids: Any, output_device: Any, d
     return given[0] if given else None
 
 
+def grad_place(options: _C.ReducerOptions) -> str:
+    """Where a reduced gradient is, for who looks at parameters alone: "grad", "main_grad" or "part of main_grad"."""
+    return "part of main_grad" if options.is_sharded else "main_grad" if options.in_main_grad else "grad"
+
+
 def bucket_elements(bucket_size: Any, bucket_cap_mb: float | None, module: torch.nn.Module) -> int | None:
     """Elements of a bucket: torch's mebibytes are counted in the widest gradients of the module."""
     if bucket_cap_mb is None:

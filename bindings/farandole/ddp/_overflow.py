@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -38,7 +39,8 @@ class OverflowFlag(torch.nn.Parameter):
         device: of the gradients.
         groups: of all ranks that step together, a collective of each in this order: what one of them learns the next
             is told.
-        unscale_rest: does for gradients that scalers do not see what they do for others; may raise.
+        unscale_rest: a method that does for gradients that scalers do not see what they do for others; may raise. It is
+            held weakly: Python's collector does not look through a tensor's ``grad``.
     """
 
     grad: torch.Tensor | None
@@ -51,7 +53,7 @@ class OverflowFlag(torch.nn.Parameter):
     ) -> OverflowFlag:
         flag = super().__new__(cls, torch.empty(0, dtype=_TYPE_OF_ITS_OWN, device=device))
         flag._groups = [group for group in dict.fromkeys(groups) if group is not None and group.size() > 1]
-        flag._unscale_rest = unscale_rest
+        flag._unscale_rest = weakref.WeakMethod(unscale_rest)
         flag.raise_again()
         return flag
 
@@ -59,13 +61,14 @@ class OverflowFlag(torch.nn.Parameter):
         """Its gradient is there again, whoever may have taken it away."""
         if not isinstance(self.grad, _FlagGrad):
             grad = self.detach().clone().as_subclass(_FlagGrad)
-            grad.unscale = self._unscale
+            unscale = weakref.WeakMethod(self._unscale)
+            grad.unscale = lambda found_inf, inv_scale: unscale()(found_inf, inv_scale)  # type: ignore[misc]
             self.grad = grad
 
     def _unscale(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
         refusal: Exception | None = None
         try:
-            self._unscale_rest(found_inf, inv_scale)
+            self._unscale_rest()(found_inf, inv_scale)
         except Exception as error:
             refusal = error
             found_inf.fill_(_REFUSED)

@@ -47,13 +47,21 @@ class Run:
     """
 
     def __init__(
-        self, group: int, pieces: list[Piece], data: torch.Tensor, grads: torch.Tensor, is_expert: bool
+        self,
+        group: int,
+        pieces: list[Piece],
+        data: torch.Tensor,
+        grads: torch.Tensor,
+        is_expert: bool,
+        shown: torch.Tensor | None = None,
     ) -> None:
+        """``shown``: the parameter whose ``grad`` says whether there is a gradient; None where there always is one."""
         self.group = group
         self.pieces = pieces
         self.is_expert = is_expert
         self._data = data
         self._grads = grads
+        self._shown = shown
         self.has_master = data.dtype in _MASTERED
         master = data.detach().to(torch.float32).contiguous() if self.has_master else data.detach()
         self.tensor = torch.nn.Parameter(master)
@@ -68,12 +76,14 @@ class Run:
 
     def take_grad(self) -> None:
         """Gives the optimizer the reduced gradients: a view of them where the type is its own, else a copy."""
+        if self._shown is not None and self._shown.grad is None:
+            self.tensor.grad = None  # a parameter that no rank has used, under the policy "skip"
+            return
         self.tensor.grad = self._grads if self._take_by_view else self._grads.to(self.tensor.dtype)
 
     def drop_grad(self) -> None:
-        """Releases a copy."""
-        if not self._take_by_view:
-            self.tensor.grad = None
+        """Releases a copy; a view is there for scalers, which come to it before it is taken."""
+        self.tensor.grad = self._grads if self._take_by_view else None
 
     def publish(self) -> None:
         """Brings what the optimizer has made of the float32 copy to the model."""
@@ -129,7 +139,8 @@ class Cut:
         for index in indices:
             name, parameter = self._trainable[index]
             piece = Piece(name, parameter, 0, parameter.numel(), 0)
-            yield Run(self._group_of[parameter], [piece], parameter.data, parameter.main_grad, bucket.is_expert)
+            shown = None if self._model._options.in_main_grad else parameter
+            yield Run(self._group_of[parameter], [piece], parameter.data, parameter.main_grad, bucket.is_expert, shown)
 
     def shards(self) -> Iterator[GradShard]:
         for bucket in self.buckets:

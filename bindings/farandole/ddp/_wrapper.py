@@ -23,6 +23,7 @@ from farandole.ddp._layout import ShowsLayout
 from farandole.ddp._options import (
     Replicas,
     bucket_elements,
+    grad_place,
     group_in,
     group_of,
     input_device,
@@ -223,8 +224,7 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters, Ab
         self.module = module
         self.parameters_to_ignore = ignored_in(module)
         self.process_group = replicas.group
-        self.replicas = replicas
-        self.experts = experts
+        self.replicas, self.experts = replicas, experts
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self._no_sync_depth = 0
@@ -246,7 +246,7 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters, Ab
         parameters = named_parameters(module, self.parameters_to_ignore)
         self._trainable = {name: parameter for name, parameter in parameters if name in main_grads}
         for name, parameter in self._trainable.items():
-            parameter.main_grad = main_grads[name]
+            parameter.main_grad, parameter.main_grad_place = main_grads[name], grad_place(options)
         self.device = next(iter(self._trainable.values())).device
         self._watch = ParameterWatch(
             module, self._trainable.values(), self.parameters_to_ignore, self._is_added is not None
@@ -320,6 +320,8 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters, Ab
     def _set_require_sync(self, require: bool) -> None:
         """Decides whether the next backward averages: for callers that run several per step. no_sync wins over it."""
         self.require_backward_grad_sync = require and self._no_sync_depth == 0
+        if self.require_backward_grad_sync:
+            self.require_forward_param_sync = True  # as after a forward whose backward averages
         self._reducer.set_require_sync(self.require_backward_grad_sync)
 
     def register_comm_hook(self, state: object, hook: Callable[..., torch.futures.Future[torch.Tensor]]) -> None:

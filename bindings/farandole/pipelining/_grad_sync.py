@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -12,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from farandole import _C
 from farandole.pipelining._fsdp_sync import FsdpSync, fsdp_roots
 
+_SWITCH = "require_backward_grad_sync"
+
 
 @dataclass(frozen=True)
 class _Wrapper:
@@ -19,6 +22,7 @@ class _Wrapper:
     abandon: Callable[[str], None]
     finish: Callable[[bool], None] | None = None
     may_split: Callable[[], bool] = lambda: True  # with finish: whether I and W may be apart
+    module: nn.Module | None = None  # whose require_backward_grad_sync is switched
 
 
 class GradSync:
@@ -39,9 +43,9 @@ class GradSync:
         wrappers: list[_Wrapper] = []
         for module in submodule.modules():
             if callable(getattr(module, "_set_require_sync", None)):
-                wrappers.append(_Wrapper(module._set_require_sync, module._abandon_step))
+                wrappers.append(_Wrapper(module._set_require_sync, module._abandon_step, module=module))
             elif isinstance(module, DistributedDataParallel):
-                wrappers.append(_Wrapper(_torch_switch(module), _torch_abandon(module)))
+                wrappers.append(_Wrapper(_torch_switch(module), _torch_abandon(module), module=module))
         for sync in map(FsdpSync, fsdp_roots(submodule)):
             wrappers.append(_Wrapper(sync.require, sync.abandon, sync.finish, sync.keeps_parameters))
         return cls(wrappers) if wrappers else None
@@ -54,6 +58,17 @@ class GradSync:
     def is_never_split(self) -> bool:
         """Whether the stage's backwards may not be taken apart, whatever they are made of; it may change between steps."""
         return self.must_finish and not all(wrapper.finish and wrapper.may_split() for wrapper in self._wrappers)
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Around a step: however it ends, other forwards of the wrappers are averaged after it if they were before."""
+        switched = [wrapper.module for wrapper in self._wrappers if hasattr(wrapper.module, _SWITCH)]
+        before = [getattr(module, _SWITCH) for module in switched]
+        try:
+            yield
+        finally:
+            for module, value in zip(switched, before, strict=True):
+                setattr(module, _SWITCH, value)
 
     def require(self, required: bool) -> None:
         """Called with False before the first forward of a step and with True before its last backward."""

@@ -56,8 +56,11 @@ class InputSplitter:
         if not self.has_last:
             inputs.targets = None
         for stage in self.stages:
-            # What is frozen or trained decides which tensors have a gradient.
-            inputs.signature.append((stage.submod.training, [p.requires_grad for p in stage.submod.parameters()]))
+            # What is frozen or trained decides which tensors have a gradient, and types which they are of.
+            kind = stage.device.type
+            autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+            parameters = [(p.requires_grad, p.dtype) for p in stage.submod.parameters()]
+            inputs.signature.append((stage.submod.training, autocast, parameters))
         for stage in self.first_stages:
             if stage.declared_inputs is not None:
                 _check_declared(inputs.args, stage.declared_inputs)

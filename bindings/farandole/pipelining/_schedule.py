@@ -258,16 +258,20 @@ class PipelineSchedule(metaclass=RefusesOnAllRanks):
         run.signature = None
         for forward in run.forwards:
             forward.begin_step()
-        run.executor.step(
-            args=inputs.args,
-            kwargs=inputs.kwargs,
-            targets=inputs.targets,
-            loss_kwargs=inputs.loss_kwargs,
-            outputs=inputs.outputs,
-            losses=inputs.losses,
-            relearn=relearn,
-            loss_scales=scales,
-        )
+        with contextlib.ExitStack() as stack:
+            for sync in self._grad_syncs:
+                if sync is not None:
+                    stack.enter_context(sync.restored())
+            run.executor.step(
+                args=inputs.args,
+                kwargs=inputs.kwargs,
+                targets=inputs.targets,
+                loss_kwargs=inputs.loss_kwargs,
+                outputs=inputs.outputs,
+                losses=inputs.losses,
+                relearn=relearn,
+                loss_scales=scales,
+            )
         run.signature = inputs.signature
         if losses is not None and inputs.losses is not None:
             losses[:] = [inputs.losses[i] for i in run.last_microbatches]

@@ -43,12 +43,19 @@ class TiedWeights:
         for parameter in self._parameters:
             dist.broadcast(parameter.data, dist.get_global_rank(group, source), group=group)
         self._flat: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+        self._places: list[str] | None = None  # where gradients are, which all ranks have agreed on
 
     def sum_gradients(self) -> None:
-        """Makes each ``.grad`` the sum over the group; a collective, once before each step of the optimizer.
+        """Makes each gradient the sum over the group; a collective, once before each step of the optimizer.
 
-        A parameter without a gradient counts as zeros, and has one after it.
+        Gradients are ``.grad``, or ``main_grad`` where a wrapper for data parallelism keeps them there. A parameter
+        without one counts as zeros, and has one after it.
+
+        Raises:
+            ValueError: the copies of a parameter have theirs in different places, or one has a part of it alone
+                (``use_distributed_optimizer``), on all ranks.
         """
+        self._agree()
         for (dtype, device), parameters in self._alike().items():
             flat = self._flat.get((dtype, device))
             if flat is None:
@@ -56,18 +63,47 @@ class TiedWeights:
                 self._flat[dtype, device] = flat
             parts = flat.split([p.numel() for p in parameters])
             for parameter, part in zip(parameters, parts, strict=True):
-                part.zero_() if parameter.grad is None else part.copy_(_dense(parameter.grad).reshape(-1))
+                grad = _grad_of(parameter)
+                part.zero_() if grad is None else part.copy_(_dense(grad).reshape(-1))
             dist.all_reduce(flat, group=self._group)
             for parameter, part in zip(parameters, parts, strict=True):
-                if parameter.grad is None or parameter.grad.layout != torch.strided:
-                    parameter.grad = torch.empty_like(parameter)
-                parameter.grad.copy_(part.view(parameter.shape))
+                grad = _grad_of(parameter)
+                if grad is None or grad.layout != torch.strided:
+                    grad = parameter.grad = torch.empty_like(parameter)
+                grad.copy_(part.view(parameter.shape))
 
     def _alike(self) -> dict[tuple[torch.dtype, torch.device], list[nn.Parameter]]:
         alike: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
         for parameter in self._parameters:
-            alike.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+            grad = _grad_of(parameter)
+            alike.setdefault((parameter.dtype if grad is None else grad.dtype, parameter.device), []).append(parameter)
         return alike
+
+    def _agree(self) -> None:
+        """On the first call: later ones find the gradients where they were."""
+        places = [_place_of(parameter) for parameter in self._parameters]
+        if self._places is None:
+            all_of: list[Any] = [None] * self._group.size()
+            dist.all_gather_object(all_of, places, group=self._group)
+            for rank, theirs in enumerate(all_of):
+                if theirs != all_of[0] or "part of main_grad" in theirs:
+                    raise ValueError(
+                        f"gradients of rank {rank} of the group are in {theirs}, of rank 0 in {all_of[0]}: expected whole "
+                        "ones, in the same places on all ranks"
+                    )
+            self._places = places
+        elif places != self._places:
+            raise RuntimeError(f"gradients are in {places}, expected {self._places} as in the first call")
+
+
+def _grad_of(parameter: nn.Parameter) -> torch.Tensor | None:
+    return parameter.grad if _place_of(parameter) == "grad" else parameter.main_grad
+
+
+def _place_of(parameter: nn.Parameter) -> str:
+    """As farandole's wrapper says; Megatron-core's has it in main_grad."""
+    place: str = getattr(parameter, "main_grad_place", "main_grad" if hasattr(parameter, "main_grad") else "grad")
+    return place
 
 
 def _dense(grad: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from farandole.ddp import DistributedDataParallel, DistributedOptimizer
 from farandole.pipelining import (
     PipelineStage,
     TiedWeights,
@@ -121,6 +122,32 @@ def _several(rank: int, world_size: int) -> None:
         TiedWeights([nn.Parameter(torch.ones(3 if rank == 2 else 2))], dist.group.WORLD)
     with pytest.raises(ValueError, match="source is 3, expected a rank of the group: 0 to 2"):
         TiedWeights([], dist.group.WORLD, source=3)
+
+
+def _wrapped(rank: int, world_size: int) -> None:
+    own = [dist.new_group([other]) for other in range(world_size)][rank]
+    for options in ({}, {"grad_reduce_in_fp32": True}):
+        torch.manual_seed(rank)
+        model = DistributedDataParallel(nn.Linear(3, 2, bias=False), process_group=own, **options)
+        weight = model.module.weight
+        tied = TiedWeights([weight], dist.group.WORLD)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model)
+        before = weight.detach().clone()
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.full((1, 3), rank + 1.0)).sum().backward()
+            tied.sum_gradients()
+            optimizer.step()
+        torch.testing.assert_close(weight.detach(), before - 2 * 3.0)
+    sharded = DistributedDataParallel(nn.Linear(3, 2), process_group=own, use_distributed_optimizer=rank == 1)
+    tied = TiedWeights(list(sharded.module.parameters()), dist.group.WORLD)
+    sharded(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(ValueError, match=r"of rank 1 of the group are in \['part of main_grad', .*: expected whole"):
+        tied.sum_gradients()
+
+
+def test_gradients_are_summed_where_a_wrapper_keeps_them():
+    run_ranks(_wrapped, 2, "farandole")
 
 
 def test_copies_begin_equal_and_a_missing_gradient_counts_as_zeros():
