@@ -165,16 +165,15 @@ std::vector<collective::Communicator::Gone> ProcessContext::goneFrom(const void*
 
 Result<std::uint32_t> ProcessContext::takeGroupNumber() {
   std::lock_guard lock(mutex_);
-  const auto free = std::find(groupNumbers_.begin(), groupNumbers_.end(), false);
-  const auto number = static_cast<std::uint32_t>(free - groupNumbers_.begin());
-  if (free != groupNumbers_.end()) {
-    *free = true;
-  } else if (number < p2p::kMaxGroups) {
-    groupNumbers_.push_back(true);
-  } else {
+  if (groupNumbers_.all()) {
     return Status::unavailable("this process has " + std::to_string(p2p::kMaxGroups) +
                                " groups already: destroy those that are no longer used");
   }
+  // Not the one that has just come back: what was sent to a group that is gone would be taken for the new one's.
+  while (groupNumbers_[nextGroupNumber_]) nextGroupNumber_ = (nextGroupNumber_ + 1) % p2p::kMaxGroups;
+  const std::uint32_t number = nextGroupNumber_;
+  groupNumbers_[number] = true;
+  nextGroupNumber_ = (number + 1) % p2p::kMaxGroups;
   return number;
 }
 

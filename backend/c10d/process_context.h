@@ -1,5 +1,6 @@
 #pragma once
 
+#include <bitset>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -66,7 +67,8 @@ class ProcessContext {
   std::mutex controlMutex_;
   std::unique_ptr<net::ControlPlane> control_;  // guarded by controlMutex_; none while all groups are on this host
   std::mutex mutex_;
-  std::vector<bool> groupNumbers_;  // taken or not
+  std::bitset<p2p::kMaxGroups> groupNumbers_;  // taken or not
+  std::uint32_t nextGroupNumber_ = 0;
   struct KnownGroup {
     const void* world;
     std::weak_ptr<collective::Communicator> group;

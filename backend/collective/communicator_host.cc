@@ -1,6 +1,7 @@
 // What a Communicator does with the ranks of its host, whose memory it shares.
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <memory>
 #include <optional>
@@ -120,6 +121,8 @@ Status Communicator::readFrom(int index, void* to, const void* from, std::size_t
 }
 
 void Communicator::nudgeHost() {
+  // Who goes to sleep says so, then looks at the segment; here it is the other way round.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
   for (const transport::PeerId peer : hostNeighbours_) engine().transport().nudge(peer);
 }
 

@@ -97,7 +97,7 @@ class HostSegment {
   HostTurn nextTurn(std::uint64_t steps);
 
   // This rank's counter.
-  void signal(std::uint64_t value) { line(index_).counter.store(value); }  // a full fence
+  void signal(std::uint64_t value) { line(index_).counter.store(value, std::memory_order_release); }
   bool hasCome(int index, std::uint64_t value) const {
     return line(index).counter.load(std::memory_order_acquire) >= value;
   }

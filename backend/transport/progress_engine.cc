@@ -1,5 +1,6 @@
 #include "backend/transport/progress_engine.h"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <sched.h>
 #include <unistd.h>
@@ -59,7 +60,7 @@ ProgressEngine::ProgressEngine(std::unique_ptr<Transport> transport, net::EventL
       loop_(loop),
       patience_(kPatience + getpid() % 7 * std::chrono::microseconds(8)),
       stepsAsideAfter_(patience_),
-      descriptor_(loop.context(), dup(transport_->eventFd())),
+      descriptor_(loop.context(), fcntl(transport_->eventFd(), F_DUPFD_CLOEXEC, 0)),
       tick_(loop.context()),
       deadlineTimer_(loop.context()),
       tickInterval_(kTick) {

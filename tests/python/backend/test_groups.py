@@ -2,6 +2,7 @@
 
 import copy
 import datetime
+import gc
 import os
 import signal
 import threading
@@ -304,3 +305,27 @@ def _sum(rank, world_size):
     x = torch.full((1,), float(rank))
     dist.all_reduce(x)
     return x.item()
+
+
+def _leave_a_message(rank, world_size):
+    """What was sent to a group that is gone, and never received, is none of the next group's."""
+    for _ in range(3):
+        group = dist.new_group([0, 1])
+        if rank == 0:
+            dist.send(torch.full((1,), 7.0), 1, group=group)
+        dist.barrier()
+        dist.destroy_process_group(group)
+        del group
+        gc.collect()
+        dist.barrier()
+        group = dist.new_group([0, 1])
+        came = torch.zeros(1)
+        dist.send(torch.full((1,), 8.0), 1, group=group) if rank == 0 else dist.recv(came, 0, group=group)
+        assert rank == 0 or came.item() == 8
+        dist.barrier()
+        dist.destroy_process_group(group)
+
+
+@pytest.mark.parametrize("transport", ["auto", "ucx"])
+def test_messages_of_a_group_that_is_gone_are_not_the_next_ones(transport):
+    run_ranks(_leave_a_message, 2, "farandole", env={"FARANDOLE_TRANSPORT": transport})
