@@ -128,7 +128,10 @@ def test_a_failure_of_one_rank_reaches_all_stages_of_all_replicas_at_once(backen
             assert error.startswith("RuntimeError"), context
             assert f"{named}, stage {stage}, microbatch {microbatch}: {part}: " in error, context
             assert f"it broke in {fail_in}" in error, context
-            assert ("abandoned the data-parallel group" in error) == (rank // STAGES != place), context
+            # Replicas have it by the group. One that is slow may tell the failing pipeline's other stages in turn.
+            abandoned = error.find("abandoned the data-parallel group")
+            assert abandoned >= 0 or rank // STAGES == place, context
+            assert rank // STAGES != place or abandoned < 0 or error.index(f"{named}, stage") < abandoned, context
             assert again.startswith("RuntimeError"), (rank, where, again)
             assert "of the group cannot average gradients any more: rank " in again, (rank, where, again)
             assert seconds < AT_ONCE, (seconds, context)
