@@ -83,13 +83,11 @@ void StageCompute::runForward(Stage& stage, std::int32_t microbatch) {
 
 void StageCompute::handOver(Stage& stage, std::int32_t microbatch) {
   MicrobatchSlot& slot = stage.slots[microbatch];
-  const bool wereKnown = slot.outputsKnown;
   if (!failure_.isFailed()) {
     try {
       stage.isLast() ? takeLoss(stage, microbatch) : giveOutputs(stage, microbatch);
     } catch (...) {
       failure_.fail(stage, microbatch, "what the module returned: " + config_.describeError());
-      slot.outputsKnown = wereKnown;  // zeros of these shapes may have no room either
     }
   }
   if (failure_.isFailed() && !stage.isLast()) giveZeros(stage, microbatch);
@@ -108,6 +106,7 @@ void StageCompute::giveOutputs(Stage& stage, std::int32_t microbatch) {
     }
   }
   traffic_.setOutputs(stage, microbatch, outputs_);
+  slot.outputsKnown = true;  // not before: zeros of shapes that could not be handed over may have no room either
 }
 
 // What others wait for in a step that failed; where they do not know the shapes either, the header says so.

@@ -81,11 +81,7 @@ Status checkOutputs(const StageSpec& spec, at::Device device, MicrobatchSlot& sl
     if (hasPacket) slot.outputMetas.back().isPacket = true;
     FARANDOLE_RETURN_IF_ERROR(encodeHeader(slot.outputMetas).status());
     FARANDOLE_RETURN_IF_ERROR(checkSelection(spec.outputsTo, outputs.size(), hasPacket));
-    if (spec.declaredOutputs) {
-      FARANDOLE_RETURN_IF_ERROR(checkDeclared("outputs", *spec.declaredOutputs, slot.outputMetas));
-    }
-    slot.outputsKnown = true;
-    return Status::ok();
+    return spec.declaredOutputs ? checkDeclared("outputs", *spec.declaredOutputs, slot.outputMetas) : Status::ok();
   }
   if (hasPacket && endsWithPacket(slot.outputMetas)) {
     FARANDOLE_RETURN_IF_ERROR(fitPacket(outputs.back(), slot.outputMetas.back().sizes[0]));
