@@ -71,6 +71,19 @@ class Excess(Ratio):
 
 
 @dataclass
+class ExcessOverSum(Excess):
+    """How much more one series is than two others together."""
+
+    other: Series = field(kw_only=True)
+
+    def median(self) -> float:
+        others = self.other.round_medians()
+        return statistics.median(
+            over - under - other for (over, under), other in zip(self._rounds(), others, strict=True)
+        )
+
+
+@dataclass
 class ExcessRatio(Ratio):
     """How much more one series is than a floor, relative to another one."""
 
@@ -138,6 +151,10 @@ def ratio(name: str, over: Series, under: Series) -> Ratio:
 
 def excess(name: str, over: Series, under: Series) -> Excess:
     return Excess(over.case, name, over, under)
+
+
+def excess_over_sum(name: str, over: Series, under: Series, other: Series) -> ExcessOverSum:
+    return ExcessOverSum(over.case, name, over, under, other=other)
 
 
 def excess_ratio(name: str, over: Series, floor: Series, under: Series) -> ExcessRatio:
