@@ -14,8 +14,9 @@ using namespace std::chrono_literals;
 using boost::asio::ip::tcp;
 using boost::system::error_code;
 
-constexpr std::size_t kMaxStrangers = 256;  // connections that have not proved themselves
-constexpr std::size_t kMaxEarly = 64;       // groups that one connection may attach to before we join them
+// Connections that have not proved themselves. Who belongs here does that at once: the oldest one makes room.
+constexpr std::size_t kMaxStrangers = 256;
+constexpr std::size_t kMaxEarly = 64;  // groups that one connection may attach to before we join them
 constexpr std::size_t kMaxEarlyStranger = 16;
 constexpr std::size_t kMaxGraves = 256;
 constexpr auto kAcceptPause = 100ms;  // when the process is out of descriptors
@@ -65,15 +66,21 @@ void ControlPlane::Impl::acceptAll() {
     }
     if (descriptor < 0) return waitForConnection();
     const auto channel = ControlChannel::accept(loop_, *this, times_, address_.plane, descriptor);
-    const auto strangers = std::count_if(channels_.begin(), channels_.end(), [](const ControlChannel::Ptr& other) {
-      return !other->isOutbound() && !other->isTrusted();
-    });
-    if (static_cast<std::size_t>(strangers) < kMaxStrangers) {
-      channels_.insert(channel);
-    } else {
-      channel->abandon();
-    }
+    makeRoomForStranger();
+    channels_.insert(channel);
+    strangers_.push_back(channel);
   }
+}
+
+void ControlPlane::Impl::makeRoomForStranger() {
+  std::erase_if(strangers_, [](const std::weak_ptr<ControlChannel>& one) {
+    const auto channel = one.lock();
+    return channel == nullptr || channel->isTrusted() || channel->isEnding();
+  });
+  if (strangers_.size() < kMaxStrangers) return;
+  const auto oldest = strangers_.front().lock();
+  strangers_.pop_front();
+  oldest->finish(Status::unavailable("too many connections have proved nothing"));
 }
 
 std::shared_ptr<ControlGroup> ControlPlane::Impl::find(const std::string& key) const {

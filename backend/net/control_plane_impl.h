@@ -54,6 +54,7 @@ class ControlPlane::Impl : public std::enable_shared_from_this<Impl>,
 
   void waitForConnection();
   void acceptAll();
+  void makeRoomForStranger();
   Status handle(const ControlChannel::Ptr& channel, const Frame& frame);
   Status handleAttach(const ControlChannel::Ptr& channel, AttachMessage message);
   bool isUsed(const ControlChannel& channel) const;
@@ -66,6 +67,7 @@ class ControlPlane::Impl : public std::enable_shared_from_this<Impl>,
   boost::asio::steady_timer acceptTimer_;
   boost::asio::steady_timer shutDownTimer_;
   std::set<ControlChannel::Ptr> channels_;
+  std::deque<std::weak_ptr<ControlChannel>> strangers_;  // of them; the oldest first
   std::map<std::string, std::shared_ptr<ControlGroup>> groups_;
   std::deque<std::string> graves_;  // keys of groups that were left, the oldest first
   std::vector<Early> early_;

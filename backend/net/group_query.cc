@@ -1,6 +1,5 @@
 #include "backend/net/group_query.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "backend/common/text.h"
@@ -9,7 +8,7 @@
 namespace farandole::net {
 namespace {
 
-constexpr std::size_t kMaxRoutes = 128;
+constexpr std::size_t kRoutesPerAsker = 8;
 
 }  // namespace
 
@@ -38,12 +37,11 @@ void GroupQuery::ask(std::chrono::milliseconds limit, GroupAnswersHandler handle
 }
 
 void GroupQuery::question(const ControlChannel::Ptr& from, const AskMessage& message) {
-  const bool seen = std::any_of(routes_.begin(), routes_.end(), [&](const Route& route) {
-    return route.asker == message.asker && route.number == message.number;
-  });
-  if (seen || message.asker == group_.rank()) return;
-  routes_.push_back({message.asker, message.number, from});
-  if (routes_.size() > kMaxRoutes) routes_.pop_front();
+  if (message.asker < 0 || message.asker >= group_.size() || message.asker == group_.rank()) return;
+  auto& routes = routes_[message.asker];
+  const bool isOld = routes.size() == kRoutesPerAsker && message.number < routes.begin()->first;
+  if (isOld || !routes.emplace(message.number, from).second) return;  // it has been here
+  if (routes.size() > kRoutesPerAsker) routes.erase(routes.begin());
   for (const ControlChannel::Ptr& neighbour : group_.neighbours()) {
     if (neighbour != from) neighbour->send(FrameType::kAsk, message.encode());
   }
@@ -58,11 +56,11 @@ void GroupQuery::answer(const AnswerMessage& message) {
     question->second.answers[static_cast<std::size_t>(message.rank)] = message.text;
     return finishAnswered(false);
   }
-  const auto route = std::find_if(routes_.begin(), routes_.end(), [&](const Route& candidate) {
-    return candidate.asker == message.asker && candidate.number == message.number;
-  });
-  if (route == routes_.end()) return;
-  if (const auto back = route->back.lock()) back->send(FrameType::kAnswer, message.encode());
+  const auto routes = routes_.find(message.asker);
+  if (routes == routes_.end()) return;
+  const auto route = routes->second.find(message.number);
+  if (route == routes->second.end()) return;
+  if (const auto back = route->second.lock()) back->send(FrameType::kAnswer, message.encode());
 }
 
 void GroupQuery::finishAnswered(bool all) {

@@ -3,7 +3,6 @@
 #include <boost/asio/steady_timer.hpp>
 #include <chrono>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <map>
 #include <optional>
@@ -42,20 +41,14 @@ class GroupQuery {
     GroupAnswersHandler handler;
     boost::asio::steady_timer timer;
   };
-  // Where an answer goes: the way its question came.
-  struct Route {
-    int asker;
-    std::uint64_t number;
-    std::weak_ptr<ControlChannel> back;
-  };
-
   std::string ownReport() const;
 
   EventLoop& loop_;
   ControlGroup& group_;
   std::uint64_t nextNumber_ = 0;
   std::map<std::uint64_t, Question> questions_;
-  std::deque<Route> routes_;  // the latest
+  // Where an answer goes: the way its question came. By asker, of its latest questions by their numbers.
+  std::map<int, std::map<std::uint64_t, std::weak_ptr<ControlChannel>>> routes_;
 };
 
 }  // namespace farandole::net

@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "backend/net/control_address.h"
@@ -88,6 +89,25 @@ TEST(ControlPlane, DropsStrangersAndTellsThemNothing) {
   EXPECT_TRUE(cluster.listener(0).waitForAbortBy(1));
   EXPECT_TRUE(cluster.listener(0).failed().empty());
   EXPECT_TRUE(cluster.listener(1).failed().empty());
+}
+
+TEST(ControlPlane, ACrowdOfStrangersKeepsNobodyOut) {
+  ControlTimes times;
+  times.stranger = 60s;
+  ControlCluster cluster(2, times);
+  const std::string hello = encodeFrame(FrameType::kHello, HelloMessage{77, 78}.encode());
+  std::vector<std::unique_ptr<Stranger>> crowd;
+  crowd.reserve(600);
+  for (int i = 0; i < 600; ++i) {
+    crowd.push_back(std::make_unique<Stranger>(cluster.plane(i % 2).address()));
+    crowd.back()->say(hello);
+  }
+  std::this_thread::sleep_for(200ms);
+  cluster.joinAll();
+  ASSERT_TRUE(cluster.plane(1).abort("g", "beside the strangers").isOk());
+  EXPECT_TRUE(cluster.listener(0).waitForAbortBy(1));
+  for (int plane = 0; plane < 2; ++plane)
+    EXPECT_EQ(crowd[static_cast<std::size_t>(plane)]->hear().size(), hello.size());
 }
 
 TEST(ControlPlane, BelievesNobodyWithAnotherToken) {

@@ -41,6 +41,20 @@ TEST(GroupQuery, GathersTheReportOfEveryRankForEveryAsker) {
   }
 }
 
+// As when all ranks of a group find at once that something takes too long.
+TEST(GroupQuery, AnswersEverybodyWhereAllAskAtOnce) {
+  constexpr int kSize = 40;
+  ControlCluster cluster(kSize);
+  cluster.joinAll();
+  std::this_thread::sleep_for(200ms);
+  std::vector<std::future<GroupAnswers>> all;
+  for (int i = 0; i < 5 * kSize; ++i) all.push_back(ask(cluster, i % kSize, 20s));
+  for (auto& future : all) {
+    ASSERT_EQ(future.wait_for(15s), std::future_status::ready);
+    for (const auto& answer : future.get()) EXPECT_TRUE(answer.has_value());
+  }
+}
+
 TEST(GroupQuery, EndsAtItsLimitAndNamesWhoDidNotAnswer) {
   ControlCluster cluster(6);
   for (const int rank : {0, 1, 2, 4, 5}) cluster.join(rank);  // 3 is there, and silent
