@@ -6,6 +6,7 @@
 #include <optional>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "bindings/csrc/owned_objects.h"
 #include "bindings/csrc/python_stage.h"
 #include "pipeline/runtime/executor.h"
 
@@ -32,8 +33,8 @@ std::shared_ptr<py::object> sharedObject(py::object object) {
           }};
 }
 
-std::function<std::function<void()>()> toWeightBackward(const py::object& dwBuilder) {
-  return [builder = sharedObject(dwBuilder)]() -> std::function<void()> {
+std::function<std::function<void()>()> toWeightBackward(std::shared_ptr<py::object> dwBuilder) {
+  return [builder = std::move(dwBuilder)]() -> std::function<void()> {
     const py::gil_scoped_acquire gil;
     py::object runner = (*builder)();
     if (!PyCallable_Check(runner.ptr())) {
@@ -51,7 +52,7 @@ std::shared_ptr<PythonStage> makeStage(int index, bool isFirst, bool isLast, py:
                                        const std::optional<DeclaredTensors>& inputs,
                                        const std::optional<DeclaredTensors>& outputs,
                                        std::map<std::int32_t, std::vector<std::int32_t>> outputsTo,
-                                       py::object requireGradSync, py::object abandonGradSync,
+                                       const py::object& requireGradSync, const py::object& abandonGradSync,
                                        const py::object& dwBuilder, const py::object& finishGradSync, bool isNeverSplit,
                                        const py::object& aroundBackward) {
   pipeline::StageSpec spec;
@@ -60,20 +61,22 @@ std::shared_ptr<PythonStage> makeStage(int index, bool isFirst, bool isLast, py:
   spec.declaredOutputs = toMetas(outputs);
   spec.outputsTo = std::move(outputsTo);
   spec.packets = std::make_shared<pipeline::PacketNotes>();
+  std::vector<std::shared_ptr<py::object>> callables;
+  const auto kept = [&](const py::object& callable) { return callables.emplace_back(sharedObject(callable)); };
   if (!aroundBackward.is_none()) {
-    spec.aroundBackward = [callable = sharedObject(aroundBackward)](int microbatch, bool begins) {
+    spec.aroundBackward = [callable = kept(aroundBackward)](int microbatch, bool begins) {
       const py::gil_scoped_acquire gil;
       (*callable)(microbatch, begins);
     };
   }
   if (!requireGradSync.is_none()) {
-    spec.requireGradSync = [callable = sharedObject(std::move(requireGradSync))](bool required) {
+    spec.requireGradSync = [callable = kept(requireGradSync)](bool required) {
       const py::gil_scoped_acquire gil;
       (*callable)(required);
     };
   }
   if (!abandonGradSync.is_none()) {
-    spec.abandonGradSync = [callable = sharedObject(std::move(abandonGradSync))](const std::string& reason) {
+    spec.abandonGradSync = [callable = kept(abandonGradSync)](const std::string& reason) {
       const py::gil_scoped_acquire gil;
       const py::error_scope current;  // the error that is the reason may be the thread's pending one
       try {
@@ -85,13 +88,14 @@ std::shared_ptr<PythonStage> makeStage(int index, bool isFirst, bool isLast, py:
   }
   spec.isNeverSplit = isNeverSplit;
   if (!finishGradSync.is_none()) {
-    spec.finishGradSync = [callable = sharedObject(finishGradSync)] {
+    spec.finishGradSync = [callable = kept(finishGradSync)] {
       const py::gil_scoped_acquire gil;
       (*callable)();
     };
   }
-  if (!dwBuilder.is_none()) spec.buildWeightBackward = toWeightBackward(dwBuilder);
-  return std::make_shared<PythonStage>(std::move(spec), isFirst, isLast, std::move(module), std::move(lossFn));
+  if (!dwBuilder.is_none()) spec.buildWeightBackward = toWeightBackward(kept(dwBuilder));
+  return std::make_shared<PythonStage>(std::move(spec), std::move(callables), isFirst, isLast, std::move(module),
+                                       std::move(lossFn));
 }
 
 [[noreturn]] void raiseFrom(const Status& status, const py::object& cause) {
@@ -112,7 +116,8 @@ class PythonExecutor {
   PythonExecutor(const pipeline::Plan& plan, int rank, const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                  const std::vector<std::shared_ptr<PythonStage>>& stages, double lossScale, std::string description,
                  std::string rankName, bool areShapesDeclared, std::uint64_t alike, bool checksForNan,
-                 at::Device device) {
+                 at::Device device)
+      : stages_(stages) {
     pipeline::ExecutorConfig config;
     config.device = device;
     if (group && !device.is_cpu()) config.deviceBackend = group->getBackend(device.type());
@@ -189,6 +194,13 @@ class PythonExecutor {
     return edges;
   }
 
+  int visit(visitproc visit, void* arg) const {
+    for (const auto& stage : stages_) {
+      if (const int stop = stage->visit(visit, arg); stop != 0) return stop;
+    }
+    return 0;
+  }
+
   double lastStepSeconds() const { return executor_->lastTrace().seconds; }
   double lastComputeSeconds() const { return executor_->lastTrace().computeSeconds; }
 
@@ -211,6 +223,7 @@ class PythonExecutor {
     raiseFrom(status, cause);
   }
 
+  const std::vector<std::shared_ptr<PythonStage>> stages_;  // whose Python objects are gone once this is made
   bool running_ = false;
   std::chrono::steady_clock::time_point began_;
   StepInputs inputs_;
@@ -238,7 +251,7 @@ void bindPipelineExecutor(py::module_& module) {
            py::arg("outputs_to"), py::arg("require_grad_sync"), py::arg("abandon_grad_sync"),
            py::arg("dw_builder") = py::none(), py::arg("finish_grad_sync") = py::none(),
            py::arg("is_never_split") = false, py::arg("around_backward") = py::none());
-  py::class_<PythonExecutor>(module, "PipelineExecutor")
+  py::class_<PythonExecutor>(module, "PipelineExecutor", visitsOwnedObjects<PythonExecutor>())
       .def(py::init<const pipeline::Plan&, int, const c10::intrusive_ptr<c10d::ProcessGroup>&,
                     const std::vector<std::shared_ptr<PythonStage>>&, double, std::string, std::string, bool,
                     std::uint64_t, bool, at::Device>(),

@@ -173,6 +173,13 @@ void PythonStage::forward(const StepInputs& step, int microbatch, const std::vec
 }
 
 // The executor does this for a stage that sends; what the last one returns never reaches it.
+int PythonStage::visit(visitproc visit, void* arg) const {
+  for (const auto& callable : callables_) Py_VISIT(callable->ptr());
+  Py_VISIT(module_.ptr());
+  Py_VISIT(lossFn_.ptr());
+  return 0;
+}
+
 void PythonStage::checkOutputs(const py::object& result) const {
   std::vector<at::Tensor> tensors;
   if (!appendTensors(result, tensors)) pack(result, tensors);

@@ -41,8 +41,11 @@ class RaisedError {
 // function. Takes the GIL for the call and no longer.
 class PythonStage {
  public:
-  PythonStage(pipeline::StageSpec spec, bool isFirst, bool isLast, pybind11::object module, pybind11::object lossFn)
+  // `callables`: those that the spec calls.
+  PythonStage(pipeline::StageSpec spec, std::vector<std::shared_ptr<pybind11::object>> callables, bool isFirst,
+              bool isLast, pybind11::object module, pybind11::object lossFn)
       : spec_(std::move(spec)),
+        callables_(std::move(callables)),
         isFirst_(isFirst),
         isLast_(isLast),
         module_(std::move(module)),
@@ -50,6 +53,9 @@ class PythonStage {
 
   // The spec with this stage as its forward; `inputs` must outlive it.
   static pipeline::StageSpec bind(const std::shared_ptr<PythonStage>& stage, const StepInputs* inputs);
+
+  // The Python objects that it holds, to the collector of cycles.
+  int visit(visitproc visit, void* arg) const;
 
  private:
   void forward(const StepInputs& step, int microbatch, const std::vector<at::Tensor>& inputs,
@@ -60,6 +66,7 @@ class PythonStage {
   void checkOutputs(const pybind11::object& result) const;
 
   pipeline::StageSpec spec_;
+  std::vector<std::shared_ptr<pybind11::object>> callables_;
   bool isFirst_, isLast_;
   pybind11::object module_, lossFn_;
 };

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "bindings/csrc/layers.h"
+#include "bindings/csrc/owned_objects.h"
 #include "pipeline/sparse/accumulation_window.h"
 #include "pipeline/sparse/batch_pipeline.h"
 
@@ -60,6 +61,10 @@ class PythonStages : public sparse::BatchStages {
     const py::gil_scoped_acquire gil;
     task();
   }
+  int visit(visitproc visit, void* arg) const {
+    Py_VISIT(stages_.ptr());
+    return 0;
+  }
   void checkInterrupts() override {
     const py::gil_scoped_acquire gil;
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
@@ -81,22 +86,33 @@ sparse::ThreadUse toUse(std::optional<bool> onThread) {
   return *onThread ? sparse::ThreadUse::kAlways : sparse::ThreadUse::kNever;
 }
 
+class PythonPipeline : public sparse::BatchPipeline {
+ public:
+  PythonPipeline(std::shared_ptr<PythonStages> stages, const sparse::BatchPipelineOptions& options)
+      : BatchPipeline(stages, options), stages_(std::move(stages)) {}
+
+  int visit(visitproc visit, void* arg) const { return stages_->visit(visit, arg); }
+
+ private:
+  const std::shared_ptr<const PythonStages> stages_;
+};
+
 // Its end waits for threads that may want the GIL.
-void deleteWithoutGil(sparse::BatchPipeline* pipeline) {
+void deleteWithoutGil(PythonPipeline* pipeline) {
   const py::gil_scoped_release released;
   delete pipeline;
 }
 
-std::shared_ptr<sparse::BatchPipeline> makePipeline(py::object stages, bool executeAllBatches, bool hasDist,
-                                                    bool completesAhead, std::optional<bool> loadOnThread,
-                                                    std::optional<bool> distOnThread) {
+std::shared_ptr<PythonPipeline> makePipeline(py::object stages, bool executeAllBatches, bool hasDist,
+                                             bool completesAhead, std::optional<bool> loadOnThread,
+                                             std::optional<bool> distOnThread) {
   sparse::BatchPipelineOptions options;
   options.executeAllBatches = executeAllBatches;
   options.hasDist = hasDist;
   options.completesAhead = completesAhead;
   options.loadThread = toUse(loadOnThread);
   options.distThread = toUse(distOnThread);
-  return {new sparse::BatchPipeline(std::make_shared<PythonStages>(std::move(stages)), options), deleteWithoutGil};
+  return {new PythonPipeline(std::make_shared<PythonStages>(std::move(stages)), options), deleteWithoutGil};
 }
 
 }  // namespace
@@ -121,7 +137,8 @@ void bindSparse(py::module_& module) {
       .def("add", &sparse::AccumulationWindow::add)
       .def("close", &sparse::AccumulationWindow::close);
 
-  py::class_<sparse::BatchPipeline, std::shared_ptr<sparse::BatchPipeline>>(module, "BatchPipeline")
+  py::class_<PythonPipeline, std::shared_ptr<PythonPipeline>>(module, "BatchPipeline",
+                                                              visitsOwnedObjects<PythonPipeline>())
       .def(py::init(&makePipeline), py::arg("stages"), py::kw_only(), py::arg("execute_all_batches") = true,
            py::arg("has_dist") = true, py::arg("completes_ahead") = false, py::arg("load_on_thread") = py::none(),
            py::arg("dist_on_thread") = py::none())
@@ -133,10 +150,9 @@ void bindSparse(py::module_& module) {
       .def("end", &sparse::BatchPipeline::end, ReleaseGil())
       .def("clear", &sparse::BatchPipeline::clear, ReleaseGil())
       .def_property_readonly("in_flight", &sparse::BatchPipeline::inFlight)
-      .def_property_readonly("load_on_thread",
-                             [](const sparse::BatchPipeline& self) { return self.threads().loadOnThread(); })
+      .def_property_readonly("load_on_thread", [](const PythonPipeline& self) { return self.threads().loadOnThread(); })
       .def_property_readonly("dist_on_thread",
-                             [](const sparse::BatchPipeline& self) { return self.threads().distOnThread(); });
+                             [](const PythonPipeline& self) { return self.threads().distOnThread(); });
 }
 
 }  // namespace farandole::python

@@ -120,7 +120,7 @@ class TrainPipelineBase(Generic[In, Out]):
             dist_on_thread=self._dist_on_thread(),
         )
         # What an interrupt has left under way ends before the interpreter does.
-        weakref.finalize(self, self._engine.clear)
+        weakref.finalize(self, _clear, weakref.ref(self._engine))
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -308,6 +308,12 @@ class TrainPipelineBase(Generic[In, Out]):
                 "losses are scaled: an optimizer that is fused into the backward would take scaled gradients; "
                 "pass enable_grad_scaling=False and no grad_scaler, or do not fuse it"
             )
+
+
+def _clear(engine: weakref.ref[BatchPipeline]) -> None:
+    alive = engine()
+    if alive is not None:
+        alive.clear()
 
 
 def _described(result: Any) -> str:

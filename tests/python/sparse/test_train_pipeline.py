@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import types
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -262,3 +264,33 @@ def train_base(rank: int, world_size: int, seed: int) -> None:
 
 def test_the_base_pipeline_takes_any_model():
     run_ranks(train_base, 2, "farandole", seed=4)
+
+
+class Trainer:
+    """Its batches come from a method of the object that has the pipeline."""
+
+    def __init__(self, kind: Any) -> None:
+        self.seed = 1
+        model, optimizer = with_adam(self.seed)
+        self.pipeline = kind(model, optimizer, CPU, load_on_thread=True)
+        self.source = self.batches()
+
+    def batches(self) -> Any:
+        yield from make_batches(self.seed, 5)
+
+
+@pytest.mark.parametrize("steps", [0, 2, 5])
+@pytest.mark.parametrize("kind", [TrainPipelineBase, TrainPipelineSparseDist])
+def test_nothing_is_left_of_a_pipeline_that_its_source_alone_has(kind: Any, steps: int) -> None:
+    run_ranks(end_with_source, 1, "farandole", kind=kind, steps=steps)
+
+
+def end_with_source(rank: int, world_size: int, kind: Any, steps: int) -> None:
+    trainer = Trainer(kind)
+    for _ in range(steps):
+        trainer.pipeline.progress(trainer.source)
+        gc.collect()
+    gone = [weakref.ref(one) for one in (trainer, trainer.pipeline)]
+    del trainer
+    gc.collect()
+    assert [one() for one in gone] == [None] * 2
