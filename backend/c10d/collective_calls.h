@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <functional>
 #include <optional>
 #include <span>
 #include <torch/csrc/distributed/c10d/Types.hpp>
@@ -46,6 +47,8 @@ class CollectiveCalls {
   virtual void scatter(int root, Slice output, std::span<const Slice> inputs) = 0;
   virtual void reduceScatter(const Reducing& reducing, Slice output, std::span<const Slice> inputs, Layout layout) = 0;
   virtual void allToAll(std::span<const Slice> outputs, std::span<const Slice> inputs) = 0;
+  // On the CPU: this rank's own work, once all of the above is done. It throws nothing.
+  virtual void then(std::function<void()> work) = 0;
 };
 
 }  // namespace farandole::backend

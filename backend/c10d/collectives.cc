@@ -2,6 +2,8 @@
 #include <utility>
 
 #include "backend/c10d/errors.h"
+#include "backend/c10d/listed_outputs.h"
+#include "backend/c10d/premultiplication.h"
 #include "backend/c10d/process_group.h"
 #include "backend/c10d/program_calls.h"
 #include "backend/c10d/tensor_checks.h"
@@ -41,32 +43,6 @@ std::vector<std::size_t> firstMentions(const Tensors& tensors) {
   return indices;
 }
 
-// PREMUL_SUM: what a rank gives is multiplied before the sum, in the tensor itself or in a copy; on CUDA by NCCL.
-std::optional<at::Scalar> factorOn(const at::Tensor& tensor, const ::c10d::ReduceOp& op) {
-  return tensor.is_cuda() ? std::nullopt : premulFactor(op);
-}
-
-void premultiply(const ::c10d::ReduceOp& op, const at::Tensor& tensor) {
-  const auto factor = factorOn(tensor, op);
-  if (!factor) return;
-  const at::AutoDispatchBelowADInplaceOrView noAutograd;
-  tensor.mul_(*factor);
-}
-
-at::Tensor premultiplied(const ::c10d::ReduceOp& op, const at::Tensor& tensor) {
-  const auto factor = factorOn(tensor, op);
-  if (!factor) return tensor;
-  const at::AutoDispatchBelowADInplaceOrView noAutograd;
-  return tensor.clone().mul_(*factor);
-}
-
-Tensors premultiplied(const ::c10d::ReduceOp& op, const Tensors& tensors) {
-  Tensors results;
-  results.reserve(tensors.size());
-  for (const at::Tensor& tensor : tensors) results.push_back(premultiplied(op, tensor));
-  return results;
-}
-
 }  // namespace
 
 c10::intrusive_ptr<CollectiveWork> ProcessGroupFarandole::makeCollective(OpType type, const char* title,
@@ -101,7 +77,7 @@ WorkPtr ProcessGroupFarandole::runCollective(OpType type, const char* title, con
       build(calls);
     });
   }
-  if (Batch* batch = openBatchOfThisThread()) batch->collectives.push_back(work);
+  if (Batch* const batch = openBatch_->find()) batch->collectives.push_back(work);
   return work;
 }
 
@@ -171,13 +147,16 @@ WorkPtr ProcessGroupFarandole::allgather(std::vector<Tensors>& outputs, Tensors&
   Tensors given = withoutGaps(inputs);
   const at::Tensor& input = checkSingleDense("all_gather", "tensor", given);
   const Tensors& list = checkSingleList("all_gather", "tensor_list", outputs);
-  checkList("all_gather", "tensor_list", list, size_, input);
+  const ListedOutputs arriving(list, input);
+  checkList("all_gather", "tensor_list", arriving.places(), size_, input);
   checkFlat("all_gather", "tensor_list of this rank", list[rank_], input, 1);
-  const auto slices = slicesOf(list);
-  const collective::Slice own = sliceOf(input);
+  const auto slices = slicesOf(arriving.places());
+  const Slice own = sliceOf(input);
   checkApart("all_gather", slices, {&own, 1}, rank_);
-  return runCollective(OpType::ALLGATHER, "farandole:all_gather", opts, list, given,
-                       [&](CollectiveCalls& calls) { calls.allGather(own, slices, Layout::kList); });
+  return runCollective(OpType::ALLGATHER, "farandole:all_gather", opts, list, given, [&](CollectiveCalls& calls) {
+    calls.allGather(own, slices, Layout::kList);
+    arriving.deliver(calls);
+  });
 }
 
 WorkPtr ProcessGroupFarandole::_allgather_base(at::Tensor& output, at::Tensor& input,
@@ -187,7 +166,7 @@ WorkPtr ProcessGroupFarandole::_allgather_base(at::Tensor& output, at::Tensor& i
   checkTensor("all_gather_into_tensor", "output_tensor", output);
   checkFlat("all_gather_into_tensor", "output_tensor", output, given, size_);
   const auto slices = equalSlices(output, size_);
-  const collective::Slice own = sliceOf(given);
+  const Slice own = sliceOf(given);
   checkApart("all_gather_into_tensor", slices, {&own, 1}, rank_);
   return runCollective(OpType::_ALLGATHER_BASE, "farandole:_all_gather_base", opts, {output}, {given},
                        [&](CollectiveCalls& calls) { calls.allGather(own, slices, Layout::kFlat); });
@@ -205,13 +184,17 @@ WorkPtr ProcessGroupFarandole::allgather_coalesced(std::vector<Tensors>& outputs
     checkFlats("all_gather_coalesced", "output", list, "input", given, 1);
     all.insert(all.end(), list.begin(), list.end());
   }
+  std::vector<Apart> parts;
+  parts.reserve(given.size());
+  for (std::size_t j = 0; j < given.size(); ++j) {
+    std::vector<Slice> slices(size);
+    for (std::size_t i = 0; i < size; ++i) slices[i] = sliceOf(outputs[i][j]);
+    parts.push_back({std::move(slices), {sliceOf(given[j])}});
+  }
+  checkAllApart("all_gather_coalesced", parts, rank_);
   return runCollective(OpType::ALLGATHER_COALESCED, "farandole:all_gather_coalesced", opts, all, given,
                        [&](CollectiveCalls& calls) {
-                         std::vector<Slice> slices(size);
-                         for (std::size_t j = 0; j < given.size(); ++j) {
-                           for (std::size_t i = 0; i < size; ++i) slices[i] = sliceOf(outputs[i][j]);
-                           calls.allGather(sliceOf(given[j]), slices, Layout::kList);
-                         }
+                         for (const Apart& part : parts) calls.allGather(part.inputs[0], part.outputs, Layout::kList);
                        });
 }
 
@@ -219,11 +202,15 @@ WorkPtr ProcessGroupFarandole::allgather_into_tensor_coalesced(Tensors& outputs,
                                                                const ::c10d::AllgatherOptions& opts) {
   const Tensors given = inOrder(inputs);
   checkFlats("all_gather_into_tensor_coalesced", "outputs", outputs, "inputs", given, size_);
+  std::vector<Apart> parts;
+  parts.reserve(given.size());
+  for (std::size_t i = 0; i < given.size(); ++i) {
+    parts.push_back({equalSlices(outputs[i], size_), {sliceOf(given[i])}});
+  }
+  checkAllApart("all_gather_into_tensor_coalesced", parts, rank_);
   return runCollective(OpType::_ALLGATHER_BASE, "farandole:all_gather_into_tensor_coalesced", opts, outputs, given,
                        [&](CollectiveCalls& calls) {
-                         for (std::size_t i = 0; i < given.size(); ++i) {
-                           calls.allGather(sliceOf(given[i]), equalSlices(outputs[i], size_), Layout::kFlat);
-                         }
+                         for (const Apart& part : parts) calls.allGather(part.inputs[0], part.outputs, Layout::kFlat);
                        });
 }
 
@@ -235,14 +222,21 @@ WorkPtr ProcessGroupFarandole::gather(std::vector<Tensors>& outputs, Tensors& in
   Tensors list;
   if (rank_ == opts.rootRank) {
     list = checkSingleList("gather", "gather_list", outputs);
-    checkList("gather", "gather_list", list, size_, input);
-    checkSameSize("gather", "gather_list", list, input);
   } else {
     TORCH_CHECK_VALUE(outputs.empty(), "gather: gather_list is given on rank ", rank_, "; expected on rank ",
                       opts.rootRank, " only");
   }
+  const ListedOutputs arriving(list, input);
+  if (rank_ == opts.rootRank) {
+    checkList("gather", "gather_list", arriving.places(), size_, input);
+    checkSameSize("gather", "gather_list", list, input);
+  }
+  const auto slices = slicesOf(arriving.places());
+  const Slice own = sliceOf(input);
+  checkApart("gather", slices, {&own, 1}, rank_);
   return runCollective(OpType::GATHER, "farandole:gather", opts, list, given, [&](CollectiveCalls& calls) {
-    calls.gather(static_cast<int>(opts.rootRank), sliceOf(input), slicesOf(list));
+    calls.gather(static_cast<int>(opts.rootRank), own, slices);
+    arriving.deliver(calls);
   });
 }
 
@@ -255,11 +249,12 @@ WorkPtr ProcessGroupFarandole::gather_into_tensor(at::Tensor& output, at::Tensor
     checkTensor("gather_into_tensor", "gather_tensor", output);
     checkFlat("gather_into_tensor", "gather_tensor", output, input, size_);
   }
+  const auto slices = isRoot ? equalSlices(output, size_) : std::vector<Slice>{};
+  const Slice own = sliceOf(input);
+  checkApart("gather_into_tensor", slices, {&own, 1}, rank_);
   return runCollective(OpType::GATHER, "farandole:gather_into_tensor", opts, isRoot ? Tensors{output} : Tensors{},
-                       {input}, [&](CollectiveCalls& calls) {
-                         calls.gather(static_cast<int>(opts.rootRank), sliceOf(input),
-                                      isRoot ? equalSlices(output, size_) : std::vector<Slice>{});
-                       });
+                       {input},
+                       [&](CollectiveCalls& calls) { calls.gather(static_cast<int>(opts.rootRank), own, slices); });
 }
 
 WorkPtr ProcessGroupFarandole::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
@@ -275,9 +270,11 @@ WorkPtr ProcessGroupFarandole::scatter(Tensors& outputs, std::vector<Tensors>& i
     TORCH_CHECK_VALUE(inputs.empty(), "scatter: scatter_list is given on rank ", rank_, "; expected on rank ",
                       opts.rootRank, " only");
   }
-  return runCollective(OpType::SCATTER, "farandole:scatter", opts, outputs, list, [&](CollectiveCalls& calls) {
-    calls.scatter(static_cast<int>(opts.rootRank), sliceOf(output), slicesOf(list));
-  });
+  const auto slices = slicesOf(list);
+  const Slice own = sliceOf(output);
+  checkApart("scatter", {&own, 1}, slices, rank_);
+  return runCollective(OpType::SCATTER, "farandole:scatter", opts, outputs, list,
+                       [&](CollectiveCalls& calls) { calls.scatter(static_cast<int>(opts.rootRank), own, slices); });
 }
 
 WorkPtr ProcessGroupFarandole::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
@@ -289,9 +286,11 @@ WorkPtr ProcessGroupFarandole::reduce_scatter(Tensors& outputs, std::vector<Tens
                     list[rank_].numel(), " elements; expected ", output.numel(), " as output");
   const Reducing reducing = reducingFor("reduce_scatter", opts.reduceOp, output);
   const Tensors data = premultiplied(opts.reduceOp, list);
-  return runCollective(
-      OpType::REDUCE_SCATTER, "farandole:reduce_scatter", opts, outputs, data,
-      [&](CollectiveCalls& calls) { calls.reduceScatter(reducing, sliceOf(output), slicesOf(data), Layout::kList); });
+  const auto slices = slicesOf(data);
+  const Slice own = sliceOf(output);
+  checkSumApart("reduce_scatter", own, slices, rank_);
+  return runCollective(OpType::REDUCE_SCATTER, "farandole:reduce_scatter", opts, outputs, data,
+                       [&](CollectiveCalls& calls) { calls.reduceScatter(reducing, own, slices, Layout::kList); });
 }
 
 WorkPtr ProcessGroupFarandole::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
@@ -302,10 +301,11 @@ WorkPtr ProcessGroupFarandole::_reduce_scatter_base(at::Tensor& output, at::Tens
   checkFlat("reduce_scatter_tensor", "input", given, output, size_);
   const Reducing reducing = reducingFor("reduce_scatter_tensor", opts.reduceOp, output);
   const at::Tensor data = premultiplied(opts.reduceOp, given);
+  const auto slices = equalSlices(data, size_);
+  const Slice own = sliceOf(output);
+  checkSumApart("reduce_scatter_tensor", own, slices, rank_);
   return runCollective(OpType::_REDUCE_SCATTER_BASE, "farandole:_reduce_scatter_base", opts, {output}, {data},
-                       [&](CollectiveCalls& calls) {
-                         calls.reduceScatter(reducing, sliceOf(output), equalSlices(data, size_), Layout::kFlat);
-                       });
+                       [&](CollectiveCalls& calls) { calls.reduceScatter(reducing, own, slices, Layout::kFlat); });
 }
 
 WorkPtr ProcessGroupFarandole::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
@@ -318,11 +318,17 @@ WorkPtr ProcessGroupFarandole::reduce_scatter_tensor_coalesced(Tensors& outputs,
     reducings.push_back(reducingFor("reduce_scatter_tensor_coalesced", opts.reduceOp, output));
   }
   const Tensors data = premultiplied(opts.reduceOp, given);
+  std::vector<Apart> parts;
+  parts.reserve(data.size());
+  for (std::size_t i = 0; i < data.size(); ++i) parts.push_back({{sliceOf(outputs[i])}, equalSlices(data[i], size_)});
+  checkAllApart("reduce_scatter_tensor_coalesced", parts, rank_);
+  for (const Apart& part : parts) {
+    checkSumApart("reduce_scatter_tensor_coalesced", part.outputs[0], part.inputs, rank_);
+  }
   return runCollective(OpType::_REDUCE_SCATTER_BASE, "farandole:reduce_scatter_tensor_coalesced", opts, outputs, data,
                        [&](CollectiveCalls& calls) {
-                         for (std::size_t i = 0; i < data.size(); ++i) {
-                           calls.reduceScatter(reducings[i], sliceOf(outputs[i]), equalSlices(data[i], size_),
-                                               Layout::kFlat);
+                         for (std::size_t i = 0; i < parts.size(); ++i) {
+                           calls.reduceScatter(reducings[i], parts[i].outputs[0], parts[i].inputs, Layout::kFlat);
                          }
                        });
 }
@@ -366,7 +372,7 @@ WorkPtr ProcessGroupFarandole::barrier(const ::c10d::BarrierOptions& opts) {
     work = runProgram(type, title, opts.timeout, {}, {},
                       [&](Program& program) { collective::barrier(program, topology()); });
   }
-  if (Batch* batch = openBatchOfThisThread()) batch->collectives.push_back(work);
+  if (Batch* const batch = openBatch_->find()) batch->collectives.push_back(work);
   return work;
 }
 

@@ -7,6 +7,7 @@
 #include "backend/c10d/process_group.h"
 #include "backend/c10d/store_gathering.h"
 #include "backend/c10d/tensor_checks.h"
+#include "backend/common/deadline.h"
 
 namespace farandole::backend {
 
@@ -55,8 +56,8 @@ void ProcessGroupFarandole::connectFrom(ProcessGroupFarandole& parent, const std
   std::string text;
   for (const int device : devices) text += std::to_string(device) + " ";
   // They have just met: nobody is waited for that does something else.
-  const auto agreed = StoreGathering(*store_, "farandole/devices", size_)
-                          .agree(text, std::chrono::steady_clock::now() + timeout_.load(), ranksHealth());
+  const auto agreed =
+      StoreGathering(*store_, "farandole/devices", size_).agree(text, deadlineIn(timeout_.load()), ranksHealth());
   throwIfError(agreed.status().wrapUnlessOk("shrink"));
   if (*agreed && !devices.empty()) cuda().connectFrom(*theirs, devices, excluded);
 }

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
+#include "backend/common/deadline.h"
+
 namespace farandole::backend {
 namespace {
 
@@ -44,7 +46,7 @@ std::vector<at::Tensor> JointWork::result() {
 bool JointWork::wait(milliseconds timeout) {
   using std::chrono::steady_clock;
   const bool isOwn = timeout == kNoTimeout || timeout == ::c10d::kUnsetTimeout;
-  const auto deadline = steady_clock::now() + (isOwn ? milliseconds(0) : timeout);
+  const auto deadline = deadlineIn(isOwn ? milliseconds(0) : timeout);
   // What is left of it; none at all would be no limit.
   const auto left = [&] {
     const auto rest = std::chrono::ceil<milliseconds>(deadline - steady_clock::now());

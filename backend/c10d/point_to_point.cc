@@ -33,14 +33,14 @@ WorkPtr ProcessGroupFarandole::recv(Tensors& tensors, int srcRank, int tag) {
 WorkPtr ProcessGroupFarandole::pointToPoint(Direction direction, Tensors& tensors, int peer, int tag) {
   const bool isSend = direction == Direction::kSend;
   const char* const name = isSend ? "send" : "recv";
-  Batch* const batch = openBatchOfThisThread();
+  Batch* const batch = openBatch_->find();
   try {
     checkSingle(name, "tensors", tensors);
     checkRank(name, isSend ? "dst" : "src", peer, size_);
     checkTag(name, tag);
   } catch (...) {
     // Who called leaves the batch by this exception and will not end it.
-    if (batch != nullptr) dropBatch();
+    if (batch != nullptr) openBatch_->drop();
     throw;
   }
   if (batch != nullptr) {
@@ -64,7 +64,7 @@ WorkPtr ProcessGroupFarandole::recvAnysource(Tensors& tensors, int tag) {
   checkTag("recv", tag);
   TORCH_CHECK_VALUE(!tensors[0].is_cuda() || cudaMessages_ != nullptr,
                     "recv: src is any rank; expected a rank for a tensor on CUDA, or FARANDOLE_CUDA_MESSAGES=ucx");
-  TORCH_CHECK_VALUE(openBatchOfThisThread() == nullptr,
+  TORCH_CHECK_VALUE(openBatch_->find() == nullptr,
                     "recv: src is any rank inside a batch; expected a rank, a batch is ordered by peer");
   if (tensors[0].is_cuda()) {
     auto works = postOnUcx({{Direction::kRecv, tensors[0], collective::kAnySource, tag}}, "");
@@ -81,48 +81,19 @@ Result<std::unique_ptr<RepeatedMessage>> ProcessGroupFarandole::repeat(const Rep
   return makeRepeatedMessage(context_, communicator_, counts_, flight_, timeout_, spec);
 }
 
-ProcessGroupFarandole::Batch* ProcessGroupFarandole::openBatchOfThisThread() {
-  if (!batchOpen_.load(std::memory_order_acquire)) return nullptr;
-  std::lock_guard lock(batchMutex_);
-  return batch_ && batch_->thread == std::this_thread::get_id() ? &*batch_ : nullptr;
-}
-
-void ProcessGroupFarandole::dropBatch() {
-  std::lock_guard lock(batchMutex_);
-  batch_.reset();
-  batchOpen_ = false;
-}
-
-void ProcessGroupFarandole::startCoalescing() {
-  std::lock_guard lock(batchMutex_);
-  TORCH_CHECK(
-      !batch_ || batch_->thread == std::this_thread::get_id(),
-      "farandole: another thread has a batch open on this group; expected one at a time, or a group per thread");
-  if (batch_)
-    TORCH_WARN("farandole: a batch of ", batch_->entries.size(), " operations was never ended; it is dropped");
-  batch_.emplace(
-      Batch{std::this_thread::get_id(), {}, {}, c10::make_intrusive<BatchMemberWork>(rank_, [this] { dropBatch(); })});
-  batchOpen_ = true;
-}
+void ProcessGroupFarandole::startCoalescing() { openBatch_->open(rank_); }
 
 WorkPtr ProcessGroupFarandole::endCoalescing() {
-  std::optional<Batch> batch;
-  {
-    std::lock_guard lock(batchMutex_);
-    TORCH_CHECK(batch_ && batch_->thread == std::this_thread::get_id(),
-                "farandole: endCoalescing without startCoalescing on this thread");
-    batch.swap(batch_);
-    batchOpen_ = false;
-  }
-  std::vector<WorkPtr> works = std::move(batch->collectives);
-  for (auto& [peer, work] : postBatch(std::move(batch->entries), "")) works.push_back(std::move(work));
+  Batch batch = openBatch_->take();
+  std::vector<WorkPtr> works = std::move(batch.collectives);
+  for (auto& [peer, work] : postBatch(std::move(batch.entries), "")) works.push_back(std::move(work));
   WorkPtr whole;
   if (works.size() == 1) {
     whole = works[0];
   } else {
     whole = c10::make_intrusive<JointWork>(rank_, OpType::COALESCED, std::move(works));
   }
-  batch->member->setBatch(whole);
+  batch.member->setBatch(whole);
   return whole;
 }
 

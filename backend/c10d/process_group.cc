@@ -2,6 +2,7 @@
 
 #include "backend/c10d/errors.h"
 #include "backend/c10d/rendezvous.h"
+#include "backend/common/deadline.h"
 #include "backend/common/settings.h"
 
 namespace farandole::backend {
@@ -61,9 +62,18 @@ ProcessGroupFarandole::ProcessGroupFarandole(const c10::intrusive_ptr<::c10d::St
     watch_ = valueOrThrow(ControlWatch::join(context_, communicator_, met, counts_));
     communicator_->setWatch(watch_);
   }
-  throwIfError(communicator_->connectHost(transport::Clock::now() + options_->timeout, windowBytes));
+  connectHost(place, windowBytes);
   if (cudaMessages == "ucx") meetForCudaMessages(place, met.members, std::move(lease));
   context_->addGroup(place.world(), communicator_);
+}
+
+void ProcessGroupFarandole::connectHost(MeetingPlace& place, std::size_t windowBytes) {
+  const Status connected =
+      communicator_->connectHost(deadlineIn(options_->timeout), windowBytes, [&] { return place.givenUp(); });
+  if (connected) return;
+  // Some may still be waiting, others have gone on.
+  if (watch_ != nullptr) watch_->abort(connected.toString());
+  throwIfError(place.giveUp(connected));
 }
 
 ProcessGroupFarandole::~ProcessGroupFarandole() {

@@ -4,41 +4,30 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <set>
 #include <string>
-#include <thread>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <unordered_map>
 #include <vector>
 
-#include "backend/c10d/batch_member_work.h"
 #include "backend/c10d/control_watch.h"
 #include "backend/c10d/cuda_group.h"
 #include "backend/c10d/cuda_messages.h"
 #include "backend/c10d/flight_log.h"
+#include "backend/c10d/open_batch.h"
 #include "backend/c10d/process_context.h"
 #include "backend/c10d/work.h"
 #include "backend/c10d/work_hooks.h"
 #include "backend/collective/algorithms.h"
 #include "backend/common/repeated_message.h"
 #include "backend/extension/gathered_reductions.h"
-#include "backend/p2p/batch_plan.h"
 
 namespace farandole::backend {
 
 class SparseSum;
 using WorkPtr = c10::intrusive_ptr<::c10d::Work>;
 using Tensors = std::vector<at::Tensor>;
-
-// One entry of a batch: a tensor to send to `peer` or to receive from it.
-struct BatchEntry {
-  p2p::Direction direction;
-  at::Tensor tensor;
-  int peer;
-  int tag;
-};
 
 // The c10d backend "farandole". Tensors on the CPU travel over UCX and shared memory, those on CUDA over NCCL; messages
 // of them over UCX where that is set.
@@ -183,14 +172,6 @@ class ProcessGroupFarandole final : public ::c10d::Backend, public RepeatedMessa
   std::shared_ptr<const GroupFlight> startFlight();
   // What torch says of the group, once it is complete. Torch has no virtual method that tells when.
   void describeFlight();
-  // Between startCoalescing and endCoalescing: what the calling thread issues is kept, not posted.
-  struct Batch {
-    std::thread::id thread;
-    std::vector<BatchEntry> entries;
-    std::vector<WorkPtr> collectives;
-    c10::intrusive_ptr<BatchMemberWork> member;
-  };
-
   using BuildProgram = std::function<void(collective::Program&)>;
   using BuildCollective = CudaGroup::Build;
 
@@ -210,6 +191,7 @@ class ProcessGroupFarandole final : public ::c10d::Backend, public RepeatedMessa
   // The CUDA half, made on first use; throws where there can be none (cuda_half.cc).
   CudaGroup& cuda();
   std::shared_ptr<CudaGroup> cudaIfAny();
+  void connectHost(MeetingPlace& place, std::size_t windowBytes);
   void meetForCudaMessages(MeetingPlace& place, const std::vector<collective::Member>& members,
                            std::shared_ptr<void> keepAlive);
 
@@ -220,8 +202,6 @@ class ProcessGroupFarandole final : public ::c10d::Backend, public RepeatedMessa
   std::map<int, WorkPtr> postOnNccl(std::vector<BatchEntry> entries);
   std::map<int, WorkPtr> postOnUcx(std::vector<BatchEntry> entries, const std::string& label);
   WorkPtr pointToPoint(p2p::Direction direction, Tensors& tensors, int peer, int tag);
-  Batch* openBatchOfThisThread();
-  void dropBatch();
   // On the device of the tensors. What is read or written beyond `results` is in `kept`.
   WorkPtr runCollective(::c10d::OpType type, const char* title, const Call& call, Tensors results, Tensors kept,
                         const BuildCollective& build);
@@ -274,9 +254,7 @@ class ProcessGroupFarandole final : public ::c10d::Backend, public RepeatedMessa
   c10::weak_intrusive_ptr<::c10d::Store> lastChildStore_;
   int lastChildStoreUses_ = 0;
   int numShrinks_ = 0;
-  std::mutex batchMutex_;
-  std::optional<Batch> batch_;
-  std::atomic<bool> batchOpen_{false};
+  const std::shared_ptr<OpenBatch> openBatch_ = std::make_shared<OpenBatch>();
 };
 
 }  // namespace farandole::backend

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <utility>
+
 #include "backend/c10d/collective_calls.h"
 #include "backend/c10d/reduce_kernels.h"
 
@@ -32,6 +34,10 @@ class ProgramCalls final : public CollectiveCalls {
   }
   void allToAll(std::span<const Slice> outputs, std::span<const Slice> inputs) override {
     collective::allToAll(program_, topology_, outputs, inputs);
+  }
+  void then(std::function<void()> work) override {
+    program_.wait();
+    program_.call(std::move(work));
   }
 
  private:

@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
 
+#include "backend/common/deadline.h"
 #include "backend/common/rank_name.h"
 #include "backend/net/token_proof.h"
 
@@ -164,7 +165,7 @@ MeetingPlace::MeetingPlace(::c10d::Store& store, ProcessContext& context, int ra
       size_(size),
       globalRanks_(std::move(globalRanks)),
       timeout_(timeout),
-      deadline_(std::chrono::steady_clock::now() + timeout) {}
+      deadline_(deadlineIn(timeout)) {}
 
 std::string MeetingPlace::nameOf(int rank) const { return rankName(rank, globalRank(rank)); }
 
@@ -178,10 +179,10 @@ Result<MeetingPlace::Blob> MeetingPlace::read(const std::string& board, int rank
   const std::string key = keyOf(board, rank);
   for (std::chrono::milliseconds pause{1}; !store_.check({key}); pause = std::min(2 * pause, kLongestPause)) {
     FARANDOLE_RETURN_IF_ERROR(givenUp());
-    if (const Status status = health(); !status) return giveUp(status);
+    FARANDOLE_RETURN_IF_ERROR(health());
     if (std::chrono::steady_clock::now() >= deadline_) {
-      return giveUp(Status::timeout(nameOf(rank) + " of " + std::to_string(size_) + " did not join the group within " +
-                                    std::to_string(timeout_.count()) + " ms"));
+      return Status::timeout(nameOf(rank) + " of " + std::to_string(size_) + " did not join the group within " +
+                             std::to_string(timeout_.count()) + " ms");
     }
     std::this_thread::sleep_for(pause);
   }
@@ -195,6 +196,7 @@ Status MeetingPlace::givenUp() {
 }
 
 Status MeetingPlace::giveUp(const Status& why) {
+  if (!givenUp()) return why;  // the first reason stays
   const std::string text = nameOf(rank_) + " has given the group up: " + why.toString();
   store_.set(kGivenUp, Blob(text.begin(), text.end()));
   return why;
@@ -232,6 +234,11 @@ void MeetingPlace::watch(int rank, const Member& member) {
 }
 
 Result<Meeting> MeetingPlace::meetMembers(std::uint32_t group, const CommonSettings& settings) {
+  Result<Meeting> met = meetAll(group, settings);
+  return met ? std::move(met) : giveUp(met.status());
+}
+
+Result<Meeting> MeetingPlace::meetAll(std::uint32_t group, const CommonSettings& settings) {
   Member self{"", group, hostName(), getpid(), context_.hostIdentity(), settings.algorithms, globalRank(rank_)};
   {
     transport::ProgressEngine::Access access(context_.connections().engine());
@@ -282,7 +289,7 @@ Result<std::vector<std::string>> MeetingPlace::exchange(const std::string& name,
   std::vector<std::string> all;
   for (int other = 0; other < size_; ++other) {
     const auto blob = read(name, other);
-    if (!blob) return blob.status();
+    if (!blob) return giveUp(blob.status());
     all.emplace_back(blob->begin(), blob->end());
   }
   return all;

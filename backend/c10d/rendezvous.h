@@ -37,6 +37,10 @@ class MeetingPlace {
   Result<Meeting> meetMembers(std::uint32_t group, const CommonSettings& settings);
   // What all ranks tell, by rank; `mine` is this one's. `name`: of what is told, once in a group.
   Result<std::vector<std::string>> exchange(const std::string& name, const std::string& mine);
+  // Tells the others, who may still be waiting, that there will be no group, and returns the reason.
+  Status giveUp(const Status& why);
+  // Ok, or why another rank has given the group up: it may know more.
+  Status givenUp();
 
   // What equals for groups whose global ranks mean the same.
   const void* world() const { return world_; }
@@ -55,9 +59,7 @@ class MeetingPlace {
   std::string keyOf(const std::string& board, int rank) const;
   void post(const std::string& board, const Blob& blob);
   Result<Blob> read(const std::string& board, int rank);
-  // Ok, or why another rank has given the group up: it may know more. And tells the others so.
-  Status givenUp();
-  Status giveUp(const Status& why);
+  Result<Meeting> meetAll(std::uint32_t group, const CommonSettings& settings);
   // While somebody is waited for: ok, or who will not come, or not stay, as far as this process knows.
   Status health();
   void watch(int rank, const collective::Member& member);

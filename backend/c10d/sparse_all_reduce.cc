@@ -37,7 +37,7 @@ WorkPtr ProcessGroupFarandole::allreduce_sparse(Tensors& tensors, const ::c10d::
     sparse->launch();
     work = std::move(sparse);
   }
-  if (Batch* batch = openBatchOfThisThread()) batch->collectives.push_back(work);
+  if (Batch* const batch = openBatch_->find()) batch->collectives.push_back(work);
   return work;
 }
 

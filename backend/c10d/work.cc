@@ -12,6 +12,7 @@
 #include "backend/c10d/flight_tensors.h"
 #include "backend/c10d/gated_messages.h"
 #include "backend/c10d/reduce_kernels.h"
+#include "backend/common/deadline.h"
 
 namespace farandole::backend {
 namespace {
@@ -123,7 +124,7 @@ template <typename Base>
 bool WorkOf<Base>::wait(milliseconds timeout) {
   if (!Base::isDone()) {
     const bool isOwn = timeout == kNoTimeout || timeout == ::c10d::kUnsetTimeout;
-    const auto deadline = isOwn ? Base::deadline() : std::min(Base::deadline(), transport::Clock::now() + timeout);
+    const auto deadline = isOwn ? Base::deadline() : std::min(Base::deadline(), deadlineIn(timeout));
     if (!Base::wait(deadline)) Base::communicator_->timeOut(*this, isOwn ? timeout_ : timeout);
   }
   if (hasFuture_) {  // who has waited for the work finds its future complete

@@ -81,7 +81,6 @@ class AlgorithmTable {
 
   // Of the setting; empty where there are none. Must be equal on all ranks of a group.
   const std::string& overrides() const { return text_; }
-  std::span<const Rule> overridingRules() const { return overriding_; }
   static std::span<const Rule> defaultRules();
   // One line for each rule, for people.
   std::vector<std::string> describe() const;

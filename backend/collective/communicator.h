@@ -68,8 +68,11 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   std::string describePending();
   // Connects to the ranks of this host, so that the death of any of them is seen,
   // and shares memory with them when there are any. Before the first operation, on
-  // every rank; waits for the others until `deadline`. Nothing held. `windowBytes` counts on the host's first rank.
-  Status connectHost(transport::Clock::time_point deadline, std::size_t windowBytes = HostSegment::kWindowBytes);
+  // every rank; waits for the others until `deadline`, and asks `health` now and then whether they will come. Nothing
+  // held. `windowBytes` counts on the host's first rank.
+  using Health = std::function<Status()>;
+  Status connectHost(transport::Clock::time_point deadline, std::size_t windowBytes = HostSegment::kWindowBytes,
+                     const Health& health = Status::ok);
   // What collectives are built for. Valid as long as the communicator; after connectHost().
   const Topology& topology() const { return topology_; }
   // The table's rules, and what of this group they depend on: a line for each, for people.
@@ -159,9 +162,10 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   Status abortOf(int rank) const;
   bool poll() override;
   bool isReady() const override;
-  Result<transport::SharedMemory> meetHost(transport::Clock::time_point deadline, std::size_t windowBytes);
+  Result<transport::SharedMemory> meetHost(transport::Clock::time_point deadline, std::size_t windowBytes,
+                                           const Health& health);
   // Until all ranks of the host have told each other how they read the others' memory.
-  Status agreeOnReading(HostSegment& host, transport::Clock::time_point deadline);
+  Status agreeOnReading(HostSegment& host, transport::Clock::time_point deadline, const Health& health);
   const std::vector<int>& localRanks() const { return layout_.ranksOf(layout_.hostOf(rank_)); }
   void nudgeHost();
   int culpritOf(const Status& status) const;

@@ -18,19 +18,33 @@ using transport::ProgressEngine;
 
 namespace {
 
-// What `look` finds, which is called every 50 us with nothing held; nothing when the time is over.
+// Asking costs messages to a store: not while all goes as it should, and then less and less often.
+constexpr transport::Clock::duration kFirstAsked = std::chrono::milliseconds(50);
+constexpr transport::Clock::duration kLongestUnasked = std::chrono::seconds(1);
+
+// What `look` finds, which is called every 50 us with nothing held, or why there will be nothing; nothing when the time
+// is over.
 template <typename Look>
-std::invoke_result_t<Look> lookUntil(transport::Clock::time_point deadline, const Look& look) {
-  while (transport::Clock::now() < deadline) {
+std::invoke_result_t<Look> lookUntil(transport::Clock::time_point deadline, const Communicator::Health& health,
+                                     const Look& look) {
+  transport::Clock::duration pause = kFirstAsked;
+  auto askAt = transport::Clock::now() + pause;
+  while (true) {
     if (auto found = look()) return found;
+    const auto now = transport::Clock::now();
+    if (now >= deadline) return std::nullopt;
+    if (now >= askAt) {
+      FARANDOLE_RETURN_IF_ERROR(health());
+      pause = std::min(2 * pause, kLongestUnasked);
+      askAt = transport::Clock::now() + pause;
+    }
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
-  return std::nullopt;
 }
 
 }  // namespace
 
-Status Communicator::connectHost(transport::Clock::time_point deadline, std::size_t windowBytes) {
+Status Communicator::connectHost(transport::Clock::time_point deadline, std::size_t windowBytes, const Health& health) {
   const std::vector<int>& here = localRanks();
   if (here.size() == 1) return Status::ok();
   {
@@ -42,7 +56,7 @@ Status Communicator::connectHost(transport::Clock::time_point deadline, std::siz
       hostNeighbours_.push_back(*peer);
     }
   }
-  Result<transport::SharedMemory> memory = meetHost(deadline, windowBytes);
+  Result<transport::SharedMemory> memory = meetHost(deadline, windowBytes, health);
   if (!memory) {
     return memory.status().wrap("sharing memory among the " + std::to_string(here.size()) + " ranks of host " +
                                 members_[rank_].host);
@@ -50,7 +64,10 @@ Status Communicator::connectHost(transport::Clock::time_point deadline, std::siz
   memory->closeDescriptor();
   auto host =
       std::make_unique<HostSegment>(std::move(memory).value(), layout_.indexOf(rank_), static_cast<int>(here.size()));
-  FARANDOLE_RETURN_IF_ERROR(agreeOnReading(*host, deadline));
+  if (const Status agreed = agreeOnReading(*host, deadline, health); !agreed) {
+    host->abandon(HostSegment::kNobody, agreed.toString());  // some may have agreed, and will wait for this one
+    return agreed;
+  }
   ProgressEngine::Access access(engine());  // the loop looks at it
   if (!aborted_) return aborted_;
   host_ = std::move(host);
@@ -59,7 +76,8 @@ Status Communicator::connectHost(transport::Clock::time_point deadline, std::siz
 }
 
 // The first rank of the host makes the memory and passes it to the others, who know it by their number for the group.
-Result<transport::SharedMemory> Communicator::meetHost(transport::Clock::time_point deadline, std::size_t windowBytes) {
+Result<transport::SharedMemory> Communicator::meetHost(transport::Clock::time_point deadline, std::size_t windowBytes,
+                                                       const Health& health) {
   const std::vector<int>& here = localRanks();
   const int size = static_cast<int>(here.size());
   const int first = here[0];
@@ -75,7 +93,7 @@ Result<transport::SharedMemory> Communicator::meetHost(transport::Clock::time_po
     }
     return memory;
   }
-  auto memory = lookUntil(deadline, [&]() -> std::optional<Result<transport::SharedMemory>> {
+  auto memory = lookUntil(deadline, health, [&]() -> std::optional<Result<transport::SharedMemory>> {
     ProgressEngine::Access access(engine());
     const Result<transport::PeerId> peer = peerOf(first);
     if (!peer) return peer.status();
@@ -87,9 +105,9 @@ Result<transport::SharedMemory> Communicator::meetHost(transport::Clock::time_po
   return memory ? *std::move(memory) : Status::timeout(describe(first) + " passed none in time");
 }
 
-Status Communicator::agreeOnReading(HostSegment& host, transport::Clock::time_point deadline) {
+Status Communicator::agreeOnReading(HostSegment& host, transport::Clock::time_point deadline, const Health& health) {
   const auto readingOf = [&](transport::PeerId peer) { return engine().transport().reading(peer); };
-  const auto outcome = lookUntil(deadline, [&]() -> std::optional<Status> {
+  const auto outcome = lookUntil(deadline, health, [&]() -> std::optional<Status> {
     ProgressEngine::Access access(engine());
     host.tellReading(std::ranges::min(hostNeighbours_ | std::views::transform(readingOf)));
     if (host.reading() != transport::Reading::kUnknown) return Status::ok();

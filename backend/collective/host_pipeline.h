@@ -23,7 +23,6 @@ inline Slice pieceOf(Slice data, std::size_t piece, std::size_t pieceBytes) {
 // after putting in and after reducing; the values are these.
 struct Rounds {
   HostTurn turn;
-  std::uint64_t pieces;
 
   static std::uint64_t steps(std::uint64_t pieces) { return 2 * pieces + 2; }
   std::uint64_t putIn(std::uint64_t piece) const { return turn.base + 2 * piece + 1; }
@@ -42,7 +41,7 @@ inline void awaitPutIn(Program& program, const Rounds& rounds, std::uint64_t pie
 template <typename TakeOut, typename PutIn, typename Reduce>
 void pipeline(Program& program, HostSegment& host, const Contract& contract, std::size_t pieces, const TakeOut& takeOut,
               const PutIn& putIn, const Reduce& reduce) {
-  const Rounds rounds{beginTurn(program, host, contract, Rounds::steps(pieces)), pieces};
+  const Rounds rounds{beginTurn(program, host, contract, Rounds::steps(pieces))};
   for (std::uint64_t i = 0; i < pieces + 2; ++i) {
     if (i < pieces) {
       putIn(i);
@@ -66,7 +65,7 @@ void pipeline(Program& program, HostSegment& host, const Contract& contract, std
 template <typename PutIn, typename Meanwhile, typename Take>
 void passWindows(Program& program, HostSegment& host, const Contract& contract, std::size_t pieces, const PutIn& putIn,
                  const Meanwhile& meanwhile, const Take& take) {
-  const Rounds rounds{beginTurn(program, host, contract, Rounds::steps(pieces)), pieces};
+  const Rounds rounds{beginTurn(program, host, contract, Rounds::steps(pieces))};
   for (std::uint64_t i = 0; i <= pieces; ++i) {
     if (i < pieces) {
       if (i >= HostSegment::kWindows) program.await(rounds.reduced(i - HostSegment::kWindows));

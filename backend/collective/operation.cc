@@ -1,6 +1,7 @@
 #include "backend/collective/operation.h"
 
 #include "backend/collective/communicator.h"
+#include "backend/common/deadline.h"
 #include "backend/transport/coarse_clock.h"
 
 namespace farandole::collective {
@@ -22,7 +23,7 @@ void Operation::start() {
   if (outstanding_ > 0 || (isBlocked() && !isDone())) {
     registered_ = true;
     // What is done at once, as most sends are, never looks at the clock.
-    if (timeout_ != std::chrono::milliseconds::max()) deadline_ = nowFor(timeout_) + timeout_;
+    deadline_ = deadlineAfter(nowFor(timeout_), timeout_);
     retain();
     communicator_->add(*this);
     communicator_->engine().notePending();

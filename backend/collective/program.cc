@@ -81,6 +81,11 @@ void Program::finish(ReduceFunction function, void* data, int parts, std::size_t
   sources_.push_back(data);
 }
 
+void Program::call(std::function<void()> work) {
+  steps_.push_back({Kind::kCall, 0, nullptr, nullptr, calls_.size(), 0, nullptr});
+  calls_.push_back(std::move(work));
+}
+
 std::byte* Program::scratch(std::size_t bytes) {
   return scratch_.emplace_back(BufferPool::instance().take(bytes)).data();
 }
@@ -290,6 +295,7 @@ bool ProgramOperation::postNext() {
         reduceAndCopy(step);
         worked += step.size * step.elementSize;
         break;
+      case Program::Kind::kCall: program_.calls_[step.size](); break;
       case Program::Kind::kWait: ++next_; return true;
       case Program::Kind::kWaitFor:
         if (messages_[step.size].isPending) {

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <vector>
@@ -39,6 +40,8 @@ class Program {
                      std::size_t count, std::size_t elementSize);
   // In place, of data in which `parts` are combined: Reduction::finish.
   void finish(ReduceFunction function, void* data, int parts, std::size_t count);
+  // Anything else that is local, with the transport held; throws nothing.
+  void call(std::function<void()> work);
 
   // Over the memory that the ranks of a host share. A program that uses it runs
   // when those before it have ended, and takes its turn when it is built.
@@ -85,6 +88,7 @@ class Program {
     kStream,
     kReduce,
     kReduceAndCopy,
+    kCall,
     kTell,
     kSignal,
     kAwait,
@@ -99,7 +103,7 @@ class Program {
     int peer;            // a rank; of the host's steps its index there, or kAllRanks; or the number of sources
     const void* source;  // or null
     void* destination;
-    std::size_t size;         // bytes, or elements of a reduction, or a counter's value, or a message's number
+    std::size_t size;  // bytes, or elements of a reduction, or a counter's value, or the number of a message or call
     std::size_t firstSource;  // or the place of an offer
     ReduceFunction function;
     void* copy = nullptr;  // of the destination; or what is copied of an offer, the slot that it is in, what is claimed
@@ -110,6 +114,7 @@ class Program {
 
   std::vector<Step> steps_;
   std::vector<const void*> sources_;
+  std::vector<std::function<void()>> calls_;
   std::vector<BufferPool::Buffer> scratch_;
   int numMessages_ = 0;
   HostSegment* host_ = nullptr;

@@ -82,9 +82,7 @@ class Transport {
   // event; when it returns false there is work: call progress() first.
   virtual int eventFd() const = 0;
   virtual bool arm() = 0;
-  // Whether shareMemory() reaches this peer.
-  virtual bool canShareMemory(PeerId) const { return false; }
-  // Passes a descriptor of memory to a peer, who finds it under `key`.
+  // Passes a descriptor of memory to a peer of this host, who finds it under `key`.
   virtual Status shareMemory(PeerId peer, std::uint64_t key, int descriptor);
   // What a peer has passed; a closed descriptor while it has not.
   virtual Descriptor takeSharedMemory(PeerId peer, std::uint64_t key);

@@ -1,6 +1,7 @@
 #include "backend/c10d/cuda/cuda_operation.h"
 
 #include "backend/c10d/flight_tensors.h"
+#include "backend/common/deadline.h"
 
 namespace farandole::backend {
 namespace {
@@ -15,7 +16,7 @@ std::size_t bytesOf(const std::vector<at::Tensor>& tensors) {
 }  // namespace
 
 CudaOperation::CudaOperation(const WorkOptions& options, std::vector<at::Tensor> results, std::vector<at::Tensor> kept)
-    : DeviceOperation(transport::DeviceClock::now() + options.timeout),
+    : DeviceOperation(deadlineIn(options.timeout)),
       options_(options),
       peer_(kNobody),
       isSend_(false),
@@ -25,7 +26,7 @@ CudaOperation::CudaOperation(const WorkOptions& options, std::vector<at::Tensor>
       kept_(std::move(kept)) {}
 
 CudaOperation::CudaOperation(const WorkOptions& options, const CudaMessage& message)
-    : DeviceOperation(transport::DeviceClock::now() + options.timeout),
+    : DeviceOperation(deadlineIn(options.timeout)),
       options_(options),
       peer_(message.peer),
       isSend_(message.isSend),

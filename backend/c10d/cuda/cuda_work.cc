@@ -10,6 +10,7 @@
 
 #include "backend/c10d/callback_threads.h"
 #include "backend/c10d/errors.h"
+#include "backend/common/deadline.h"
 
 namespace farandole::backend {
 
@@ -71,7 +72,7 @@ bool CudaWork::wait(milliseconds timeout) {
   const bool isOwn = timeout == kNoTimeout || timeout == ::c10d::kUnsetTimeout;
   // What is captured has no end of its own to wait for.
   const bool isCaptured = std::ranges::any_of(operations_, [](const auto& one) { return one->isCaptured(); });
-  if ((hostWaits_ || !isOwn) && !isCaptured) awaitOnHost(DeviceClock::now() + (isOwn ? timeout_ : timeout));
+  if ((hostWaits_ || !isOwn) && !isCaptured) awaitOnHost(deadlineIn(isOwn ? timeout_ : timeout));
   return true;
 }
 

@@ -21,6 +21,7 @@ class NcclCalls final : public CollectiveCalls {
   void scatter(int root, Slice output, std::span<const Slice> inputs) override;
   void reduceScatter(const Reducing& reducing, Slice output, std::span<const Slice> inputs, Layout layout) override;
   void allToAll(std::span<const Slice> outputs, std::span<const Slice> inputs) override;
+  void then(std::function<void()>) override { TORCH_INTERNAL_ASSERT(false, "of the CPU alone"); }
 
  private:
   // A reduction in NCCL's types.

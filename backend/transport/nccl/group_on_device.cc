@@ -3,6 +3,8 @@
 #include <optional>
 #include <thread>
 
+#include "backend/common/deadline.h"
+
 namespace farandole::transport {
 namespace {
 
@@ -76,7 +78,7 @@ Result<std::shared_ptr<NcclCommunicator>> GroupOnDevice::makeCommunicator() {
   const std::string name = setup_.name + " device " + std::to_string(ordinal_);
   auto shrunk = shrinkParent(name);
   if (!shrunk || *shrunk != nullptr) return shrunk;
-  const auto id = setup_.meeting->meet(name, setup_.rank, setup_.size, DeviceClock::now() + setup_.timeout);
+  const auto id = setup_.meeting->meet(name, setup_.rank, setup_.size, deadlineIn(setup_.timeout));
   if (!id) return id.status().wrap(name);
   return NcclCommunicator::connect(*setup_.runtime, {name, *id, setup_.rank, setup_.size, device_});
 }
@@ -96,7 +98,7 @@ Result<std::shared_ptr<NcclCommunicator>> GroupOnDevice::shrinkParent(const std:
   // Once: NCCL (2.28 to 2.30) gives all that are made out of one communicator in this way the same hash, by which it
   // tells communicators apart.
   const bool mine = turn && turn->handle() != nullptr && !parent->wasShrunk_ && parent->areCollectivesIdle();
-  const auto agreed = setup_.meeting->agree(name, setup_.size, mine, DeviceClock::now() + setup_.timeout);
+  const auto agreed = setup_.meeting->agree(name, setup_.size, mine, deadlineIn(setup_.timeout));
   if (!agreed) return agreed.status().wrap(name);
   if (!*agreed) return none;
   parent->wasShrunk_ = true;

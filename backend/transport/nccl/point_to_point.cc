@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <thread>
 
+#include "backend/common/deadline.h"
+
 namespace farandole::transport {
 namespace {
 
@@ -46,7 +48,7 @@ std::string PointToPoint::nameOf(EdgeKey key) const {
 Result<std::shared_ptr<NcclCommunicator>> PointToPoint::makeCommunicator(EdgeKey key) {
   const std::string name = nameOf(key);
   const int rank = key.isSend ? 0 : 1;
-  const auto id = setup_.meeting->meet(name, rank, 2, DeviceClock::now() + setup_.timeout);
+  const auto id = setup_.meeting->meet(name, rank, 2, deadlineIn(setup_.timeout));
   if (!id) return id.status().wrap(name);
   {
     std::lock_guard lock(connectingMutex_);

@@ -44,9 +44,6 @@ class RoutingTransport final : public Transport {
   bool progressAgain() override { return progress(isNetworkBusy_ || ++looksSinceNetwork_ >= kLooksPerNetworkLook); }
   int eventFd() const override { return epoll_.get(); }
   bool arm() override;
-  bool canShareMemory(PeerId peer) const override {
-    return routeTo(peer).transport->canShareMemory(routeTo(peer).peer);
-  }
   Status shareMemory(PeerId peer, std::uint64_t key, int descriptor) override {
     return routeTo(peer).transport->shareMemory(routeTo(peer).peer, key, descriptor);
   }

@@ -56,7 +56,6 @@ class ShmTransport final : public Transport {
   bool progress() override;
   int eventFd() const override { return epoll_.get(); }
   bool arm() override;
-  bool canShareMemory(PeerId) const override { return true; }
   Status shareMemory(PeerId peer, std::uint64_t key, int descriptor) override;
   Descriptor takeSharedMemory(PeerId peer, std::uint64_t key) override;
   Reading reading(PeerId peer) const override { return links_[static_cast<std::uint32_t>(peer)].reading; }

@@ -1,6 +1,7 @@
 """The one Work of a batch with several peers."""
 
 import datetime
+import gc
 import os
 import signal
 import time
@@ -31,6 +32,23 @@ def _wait_in_vain(rank, world_size):
         return seconds
     await_all(rank, world_size)
     return 0
+
+
+def _outlive(rank, world_size):
+    group = dist.new_group(range(world_size))
+    backend = group._get_backend(torch.device("cpu"))
+    backend._start_coalescing()
+    work = backend.send([torch.ones(1)], 1 - rank, 0)
+    dist.destroy_process_group(group)
+    del group, backend
+    gc.collect()
+    with pytest.raises(RuntimeError, match="waited for an operation of a batch before the batch was ended"):
+        work.wait()
+    return True
+
+
+def test_a_member_of_a_batch_that_was_never_ended_outlives_its_group():
+    assert all(run_ranks(_outlive, 2, "farandole"))
 
 
 def test_a_time_limit_is_for_all_peers_of_a_batch_together():

@@ -98,7 +98,8 @@ def _reductions(rank, world_size, seed, rounds):
         else:
             flats = [_data(seed * 1000 + index, r, numel * world_size, dtype) for r in range(world_size)]
             expected = _expected(op, [f.view(world_size, numel)[rank] for f in flats])
-            output = torch.empty(numel, dtype=dtype)
+            is_in_place = index % 3 == 0
+            output = flats[rank].view(world_size, numel)[rank] if is_in_place else torch.empty(numel, dtype=dtype)
             if kind == "reduce_scatter":
                 dist.reduce_scatter(output, list(flats[rank].view(world_size, numel).unbind()), op)
             else:
@@ -162,6 +163,11 @@ def _movement(rank, world_size, seed, rounds):
         where = f"seed {seed} round {index}: {kind} {dtype} {numel} root {root}"
         parts = [_data(seed * 1000 + index, r, numel, dtype) for r in range(world_size)]
         outputs = [torch.empty(numel, dtype=dtype) for _ in range(world_size)]
+
+        def own_place(place, index=index, part=parts[rank]):
+            """What this rank gives: where it is, or where what it gives itself belongs."""
+            return place.copy_(part) if index % 3 == 0 else part
+
         if kind == "broadcast":
             mine = parts[rank].clone()
             dist.broadcast(mine, root)
@@ -171,14 +177,15 @@ def _movement(rank, world_size, seed, rounds):
             assert all(map(torch.equal, outputs, parts)), where
         elif kind == "all_gather_tensor":
             flat = torch.empty(numel * world_size, dtype=dtype)
-            dist.all_gather_into_tensor(flat, parts[rank])
+            dist.all_gather_into_tensor(flat, own_place(flat.view(world_size, numel)[rank]))
             assert torch.equal(flat, torch.cat(parts)), where
         elif kind == "gather":
-            dist.gather(parts[rank], outputs if rank == root else None, dst=root)
+            dist.gather(own_place(outputs[rank]), outputs if rank == root else None, dst=root)
             assert rank != root or all(map(torch.equal, outputs, parts)), where
         elif kind == "scatter":
-            dist.scatter(outputs[0], parts if rank == root else None, src=root)
-            assert torch.equal(outputs[0], parts[rank]), where
+            output = parts[rank] if index % 3 == 0 and rank == root else outputs[0]
+            dist.scatter(output, parts if rank == root else None, src=root)
+            assert torch.equal(output, parts[rank]), where
         elif kind == "a2a":
             sizes = [[rng.choice([0, 1, 5, 900]) for _ in range(world_size)] for _ in range(world_size)]
             full = [

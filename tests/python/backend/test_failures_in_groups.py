@@ -3,6 +3,7 @@
 import datetime
 import os
 import re
+import resource
 import signal
 import threading
 import time
@@ -265,6 +266,33 @@ def test_a_member_that_is_late_is_a_timeout_that_names_it(members):
     told = r"(rank \d( \(global rank \d\))? has given the group up: )?"
     _check_named(outcomes, members, f"^farandole: {told}{name} did not join the group within 1000 ms$")
     assert max(outcomes[rank][0] for rank in set(members) - {VICTIM}) > 0.99
+
+
+def _have_no_memory(rank, world_size):
+    dist.barrier()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 0:  # what the ranks of the host share cannot be made
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    start = time.monotonic()
+    with pytest.raises((dist.DistBackendError, RuntimeError)) as error:
+        dist.new_group(list(range(world_size)), timeout=datetime.timedelta(seconds=50))
+    seconds = time.monotonic() - start
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    _check_alive(dist.new_group(list(range(world_size))), world_size)
+    return seconds, str(error.value)
+
+
+def _check_alive(group, world_size):
+    ones = torch.ones(1)
+    dist.all_reduce(ones, group=group)
+    assert ones.item() == world_size
+
+
+def test_a_rank_that_cannot_share_memory_tells_those_who_wait_for_it():
+    outcomes = run_ranks(_have_no_memory, 3, "farandole")
+    _check_named(outcomes, [0], "sharing memory among the 3 ranks of host .*File too large")
+    _check_named(outcomes, [1, 2], "rank 0 has given the group up: .*sharing memory among the 3 ranks of host")
 
 
 def _init(rank, world_size, folder, moment):

@@ -1,11 +1,14 @@
-"""What a collective only reads may have gaps in memory, as a column or a chunk of the last dimension has."""
+"""What a collective only reads, and lists that it gathers into, may have gaps in memory: a column, say, or a chunk of
+the last dimension."""
 
+import random
 from itertools import chain
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from support.hosts import PretendHost
 from support.processes import run_ranks
 
 ROWS = 4
@@ -104,6 +107,39 @@ def _run(rank, world_size):
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_inputs_with_gaps_and_overlaps_arrive_as_their_values(world_size):
     assert all(run_ranks(_run, world_size, "farandole", timeout=60))
+
+
+def _gather_into_chunks(rank, world_size, seed):
+    """Of the last dimension, of another order, of every second row; asynchronously, too."""
+    rng = random.Random(seed)
+    for case in range(60):
+        rows, columns = rng.choice([1, 3, 64]), rng.choice([1, 5, 300])
+        given = [torch.arange(float(rows * columns)).view(rows, columns) + 100 * peer for peer in range(world_size)]
+        if rng.random() < 0.5:
+            given = [tensor.t().contiguous().t() for tensor in given]
+        whole = torch.full((2 * rows, columns * world_size), -1.0)
+        chunks = list(whole[::2].chunk(world_size, dim=1))
+        if rng.random() < 0.3:
+            chunks[rng.randrange(world_size)] = torch.full((rows, columns), -1.0)
+        root = rng.randrange(world_size)
+        name, is_async = rng.choice(["all_gather", "gather"]), rng.random() < 0.5
+        if name == "all_gather":
+            work = dist.all_gather(chunks, given[rank], async_op=is_async)
+        else:
+            work = dist.gather(given[rank], chunks if rank == root else None, root, async_op=is_async)
+        if is_async:
+            work.get_future().wait()
+        if name == "all_gather" or rank == root:
+            same = all(map(torch.equal, chunks, given))
+            assert same and (whole[1::2] == -1).all(), f"seed {seed} case {case}: {name} of {rows} x {columns}"
+    return True
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("hosts", [(0, 0), (0, 1), (0, 0, 1, 1)], ids=str)
+def test_lists_with_gaps_are_gathered_into(hosts):
+    seed = random.randrange(1 << 30)
+    assert all(run_ranks(_gather_into_chunks, len(hosts), "farandole", enter=PretendHost(hosts), timeout=60, seed=seed))
 
 
 def _listed_twice(rank, world_size):

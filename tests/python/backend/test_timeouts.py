@@ -89,6 +89,25 @@ def test_the_limit_in_a_calls_options_holds_and_names_who_is_missing(call, where
     _check(_run(_wait, where, call=call, by="options"), where)
 
 
+def _for_a_thousand_years(rank, world_size):
+    forever = datetime.timedelta(days=365_000)
+    group = dist.new_group(range(world_size), timeout=forever)
+    if rank == 1:
+        time.sleep(0.2)
+    ones = torch.ones(3)
+    dist.all_reduce(ones, group=group)
+    dist.all_reduce(ones, async_op=True).wait(forever)
+    if rank == 0:
+        dist.isend(ones, 1, group).wait(forever)
+    else:
+        dist.irecv(ones, 0, group).wait(forever)
+    return ones.tolist()
+
+
+def test_a_limit_beyond_the_end_of_the_clock_is_none():
+    assert run_ranks(_for_a_thousand_years, 2, "farandole") == [[4.0] * 3] * 2
+
+
 @pytest.mark.parametrize("call", ["allreduce", "allreduce_large"])
 @pytest.mark.parametrize("where", ["one host", "two hosts"])
 def test_the_limit_of_wait_holds_for_collectives_and_names_who_is_missing(call, where):

@@ -1,0 +1,42 @@
+#include "backend/c10d/open_batch.h"
+
+#include <utility>
+
+namespace farandole::backend {
+
+void OpenBatch::open(int rank) {
+  std::lock_guard lock(mutex_);
+  TORCH_CHECK(
+      !batch_ || thread_ == std::this_thread::get_id(),
+      "farandole: another thread has a batch open on this group; expected one at a time, or a group per thread");
+  if (batch_)
+    TORCH_WARN("farandole: a batch of ", batch_->entries.size(), " operations was never ended; it is dropped");
+  const auto dropThis = [weak = weak_from_this()] {
+    if (const auto batch = weak.lock()) batch->drop();
+  };
+  batch_.emplace(Batch{{}, {}, c10::make_intrusive<BatchMemberWork>(rank, dropThis)});
+  thread_ = std::this_thread::get_id();
+  isOpen_ = true;
+}
+
+Batch* OpenBatch::find() {
+  if (!isOpen_.load(std::memory_order_acquire)) return nullptr;
+  std::lock_guard lock(mutex_);
+  return batch_ && thread_ == std::this_thread::get_id() ? &*batch_ : nullptr;
+}
+
+Batch OpenBatch::take() {
+  std::lock_guard lock(mutex_);
+  TORCH_CHECK(batch_ && thread_ == std::this_thread::get_id(),
+              "farandole: endCoalescing without startCoalescing on this thread");
+  isOpen_ = false;
+  return *std::exchange(batch_, std::nullopt);
+}
+
+void OpenBatch::drop() {
+  std::lock_guard lock(mutex_);
+  batch_.reset();
+  isOpen_ = false;
+}
+
+}  // namespace farandole::backend

@@ -1,0 +1,52 @@
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <vector>
+
+#include "backend/c10d/batch_member_work.h"
+#include "backend/p2p/batch_plan.h"
+
+namespace farandole::backend {
+
+// One entry of a batch: a tensor to send to `peer` or to receive from it.
+struct BatchEntry {
+  p2p::Direction direction;
+  at::Tensor tensor;
+  int peer;
+  int tag;
+};
+
+// Operations between startCoalescing and endCoalescing, of one thread.
+struct Batch {
+  std::vector<BatchEntry> entries;
+  std::vector<c10::intrusive_ptr<::c10d::Work>> collectives;
+  c10::intrusive_ptr<BatchMemberWork> member;
+};
+
+// The batch that is open on a group, if there is one. It may be outlived by the works of its members, and outlive the
+// group. Any thread.
+class OpenBatch : public std::enable_shared_from_this<OpenBatch> {
+ public:
+  // Throws while another thread has one open; one of this thread that was never ended is dropped.
+  void open(int rank);
+  // This thread's, or null.
+  Batch* find();
+  // This thread's, which is open no more; throws when there is none.
+  Batch take();
+  void drop();
+
+ private:
+  std::mutex mutex_;
+  std::optional<Batch> batch_;
+  std::thread::id thread_;
+  std::atomic<bool> isOpen_{false};
+};
+
+}  // namespace farandole::backend
