@@ -58,6 +58,8 @@ class ProcessContext {
 
  private:
   ProcessContext();
+  Result<std::uint32_t> chooseGroupNumber();
+  void discardMessages(std::uint32_t group);
 
   const int pid_;
   net::EventLoop loop_;

@@ -45,6 +45,8 @@ inline constexpr std::uint64_t kSourceField = std::uint64_t{kMaxRanks - 1} << kS
 inline constexpr std::uint64_t kExactMask = ~std::uint64_t{0};
 inline constexpr std::uint64_t kAnyElementMask = ~kElementField;
 inline constexpr std::uint64_t kAnySourceMask = ~(kElementField | kSourceField);
+// What is sent to a group by whoever it is.
+inline constexpr std::uint64_t kGroupMask = ~std::uint64_t{0} << kGroupShift;
 
 // That of no point-to-point message.
 inline constexpr std::uint64_t kNoTag = ~std::uint64_t{0};
@@ -58,9 +60,11 @@ constexpr std::uint32_t userField(MessageKind kind, std::uint32_t userTag) {
   return 0;
 }
 
+constexpr std::uint64_t groupTag(std::uint32_t group) { return std::uint64_t{group} << kGroupShift; }
+
 constexpr std::uint64_t makeTag(std::uint32_t group, MessageKind kind, int source, std::uint32_t userTag,
                                 std::uint32_t element = 0) {
-  return std::uint64_t{group} << kGroupShift | std::uint64_t{kind != MessageKind::kPointToPoint} << kKindShift |
+  return groupTag(group) | std::uint64_t{kind != MessageKind::kPointToPoint} << kKindShift |
          std::uint64_t{static_cast<std::uint32_t>(source)} << kSourceShift | std::uint64_t{element} << kElementShift |
          userField(kind, userTag);
 }

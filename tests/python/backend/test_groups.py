@@ -10,7 +10,9 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
+from farandole import _C
 from support.processes import run_ranks
 from support.sanitizers import SANITIZED
 from support.torch_features import SPLITS_GROUPS, prepare_to_split
@@ -329,3 +331,34 @@ def _leave_a_message(rank, world_size):
 @pytest.mark.parametrize("transport", ["auto", "ucx"])
 def test_messages_of_a_group_that_is_gone_are_not_the_next_ones(transport):
     run_ranks(_leave_a_message, 2, "farandole", env={"FARANDOLE_TRANSPORT": transport})
+
+
+def _come_round(rank, world_size):
+    """Numbers of groups are used again after 2048 groups."""
+    group = dist.new_group([0, 1])
+    small, large = torch.full((1,), 7.0), torch.full((100_000,), 7.0)
+    if rank == 0:
+        dist.send(small, 1, group=group)
+        work = dist.isend(large, 1, group=group)
+    dist.barrier()
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    if rank == 1:
+        options = c10d._DistributedBackendOptions()
+        options.group_rank, options.group_size = 0, 1
+        for _ in range(2046):  # and the world has one
+            options.store = dist.HashStore()
+            _C.create_backend(options)
+    dist.barrier()
+    group = dist.new_group([0, 1])
+    for expected in (torch.full((1,), 8.0), torch.full((100_000,), 8.0)):
+        came = torch.zeros_like(expected)
+        dist.send(expected, 1, group=group) if rank == 0 else dist.recv(came, 0, group=group)
+        assert rank == 0 or torch.equal(came, expected)
+    return rank == 1 or work.is_completed()
+
+
+@pytest.mark.parametrize("transport", ["auto", "ucx"])
+def test_messages_of_a_group_that_is_gone_are_nobodys_when_its_number_comes_again(transport):
+    assert all(run_ranks(_come_round, 2, "farandole", env={"FARANDOLE_TRANSPORT": transport}, timeout=60))
