@@ -44,6 +44,7 @@ class TiedWeights:
             dist.broadcast(parameter.data, dist.get_global_rank(group, source), group=group)
         self._flat: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         self._places: list[str] | None = None  # where gradients are, which all ranks have agreed on
+        self._alike: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}  # their parameters, from then on
 
     def sum_gradients(self) -> None:
         """Makes each gradient the sum over the group; a collective, once before each step of the optimizer.
@@ -54,46 +55,59 @@ class TiedWeights:
         Raises:
             ValueError: the copies of a parameter have theirs in different places, or one has a part of it alone
                 (``use_distributed_optimizer``), on all ranks.
+            RuntimeError: on a rank gradients have moved to other places since the first call; on all ranks, of
+                parameters on the CPU.
         """
-        self._agree()
-        for (dtype, device), parameters in self._alike().items():
-            flat = self._flat.get((dtype, device))
-            if flat is None:
-                flat = torch.empty(sum(p.numel() for p in parameters), dtype=dtype, device=device)
-                self._flat[dtype, device] = flat
-            parts = flat.split([p.numel() for p in parameters])
+        if self._places is None:
+            self._places = self._agree()
+            self._alike = self._sorted()
+        places = [_place_of(parameter) for parameter in self._parameters]
+        have_moved = places != self._places
+        for (dtype, device), parameters in self._alike.items():
+            *parts, moved = self._split(dtype, device, parameters)
+            moved.fill_(have_moved)
             for parameter, part in zip(parameters, parts, strict=True):
-                grad = _grad_of(parameter)
+                grad = None if have_moved else _grad_of(parameter)
                 part.zero_() if grad is None else part.copy_(_dense(grad).reshape(-1))
-            dist.all_reduce(flat, group=self._group)
+            dist.all_reduce(self._flat[dtype, device], group=self._group)
+            if have_moved:
+                raise RuntimeError(f"gradients are in {places}, expected {self._places} as in the first call")
+            if device.type == "cpu" and moved.item() != 0:  # elsewhere it would be waited for
+                raise RuntimeError(f"gradients of another rank are not in {self._places} as in the first call")
             for parameter, part in zip(parameters, parts, strict=True):
                 grad = _grad_of(parameter)
                 if grad is None or grad.layout != torch.strided:
                     grad = parameter.grad = torch.empty_like(parameter)
                 grad.copy_(part.view(parameter.shape))
 
-    def _alike(self) -> dict[tuple[torch.dtype, torch.device], list[nn.Parameter]]:
+    def _split(
+        self, dtype: torch.dtype, device: torch.device, parameters: list[nn.Parameter]
+    ) -> Sequence[torch.Tensor]:
+        """A part for each of them, and an element that tells whether theirs have moved."""
+        sizes = [*(parameter.numel() for parameter in parameters), 1]
+        if (dtype, device) not in self._flat:
+            self._flat[dtype, device] = torch.empty(sum(sizes), dtype=dtype, device=device)
+        return self._flat[dtype, device].split(sizes)
+
+    def _sorted(self) -> dict[tuple[torch.dtype, torch.device], list[nn.Parameter]]:
         alike: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
         for parameter in self._parameters:
             grad = _grad_of(parameter)
             alike.setdefault((parameter.dtype if grad is None else grad.dtype, parameter.device), []).append(parameter)
         return alike
 
-    def _agree(self) -> None:
+    def _agree(self) -> list[str]:
         """On the first call: later ones find the gradients where they were."""
         places = [_place_of(parameter) for parameter in self._parameters]
-        if self._places is None:
-            all_of: list[Any] = [None] * self._group.size()
-            dist.all_gather_object(all_of, places, group=self._group)
-            for rank, theirs in enumerate(all_of):
-                if theirs != all_of[0] or "part of main_grad" in theirs:
-                    raise ValueError(
-                        f"gradients of rank {rank} of the group are in {theirs}, of rank 0 in {all_of[0]}: expected whole "
-                        "ones, in the same places on all ranks"
-                    )
-            self._places = places
-        elif places != self._places:
-            raise RuntimeError(f"gradients are in {places}, expected {self._places} as in the first call")
+        all_of: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(all_of, places, group=self._group)
+        for rank, theirs in enumerate(all_of):
+            if theirs != all_of[0] or "part of main_grad" in theirs:
+                raise ValueError(
+                    f"gradients of rank {rank} of the group are in {theirs}, of rank 0 in {all_of[0]}: expected whole "
+                    "ones, in the same places on all ranks"
+                )
+        return places
 
 
 def _grad_of(parameter: nn.Parameter) -> torch.Tensor | None:

@@ -146,6 +146,22 @@ def _wrapped(rank: int, world_size: int) -> None:
         tied.sum_gradients()
 
 
+def _move(rank: int, world_size: int) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    tied = TiedWeights([weight], dist.group.WORLD)
+    weight.grad = torch.ones(3)
+    tied.sum_gradients()
+    if rank == 1:
+        weight.main_grad = torch.ones(3)
+    told = r"are in \['main_grad'\], expected" if rank == 1 else "of another rank are not in"
+    with pytest.raises(RuntimeError, match=rf"gradients {told} \['grad'\] as in the first call"):
+        tied.sum_gradients()
+
+
+def test_gradients_that_have_moved_are_an_error_on_every_rank():
+    run_ranks(_move, 2, "farandole")
+
+
 def test_gradients_are_summed_where_a_wrapper_keeps_them():
     run_ranks(_wrapped, 2, "farandole")
 
