@@ -82,21 +82,29 @@ void RoutingTransport::send(PeerId peer, std::uint64_t tag, const void* data, st
 
 void RoutingTransport::recv(PeerId from, std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes,
                             Request& request) {
-  if (from != kAnyPeer) {
+  const bool isBehind = isWanted(tag, mask);
+  if (from != kAnyPeer && !isBehind) {
     const Route route = routeTo(from);
     request.owner = route.transport;
     route.transport->recv(route.peer, tag, mask, data, bytes, request);
   } else if (local_ == nullptr || network_ == nullptr) {
     request.owner = (local_ != nullptr ? local_ : network_).get();
     request.owner->recv(kAnyPeer, tag, mask, data, bytes, request);
-  } else if (!recvIfThere(tag, mask, data, bytes, request)) {
+  } else if (isBehind || !recvIfThere(tag, mask, data, bytes, request)) {
+    request.owner = nullptr;
     request.status = Status::ok();
     request.data = static_cast<std::byte*>(data);
     request.capacity = bytes;
     request.wanted = tag;
     request.mask = mask;
-    fromAny_.push_back(&request);
+    waiting_.push_back(&request);
   }
+}
+
+bool RoutingTransport::isWanted(std::uint64_t tag, std::uint64_t mask) const {
+  return std::any_of(waiting_.begin(), waiting_.end(), [&](const Request* request) {
+    return ((request->wanted ^ tag) & request->mask & mask & p2p::kAnyElementMask) == 0;
+  });
 }
 
 bool RoutingTransport::recvIfThere(std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes,
@@ -110,20 +118,20 @@ bool RoutingTransport::recvIfThere(std::uint64_t tag, std::uint64_t mask, void* 
 }
 
 void RoutingTransport::cancel(Request& request) {
-  if (std::erase(fromAny_, &request) > 0) return request.finish(Status::aborted("cancelled"));
+  if (std::erase(waiting_, &request) > 0) return request.finish(Status::aborted("cancelled"));
   if (request.owner != nullptr) request.owner->cancel(request);
 }
 
-bool RoutingTransport::receiveFromAny() {
+bool RoutingTransport::receiveWaiting() {
   bool any = false;
-  for (std::size_t i = 0; i < fromAny_.size();) {
-    Request* const request = fromAny_[i];
+  for (std::size_t i = 0; i < waiting_.size();) {
+    Request* const request = waiting_[i];
     // Taken out first: its callback may post further ones.
-    fromAny_.erase(fromAny_.begin() + static_cast<std::ptrdiff_t>(i));
+    waiting_.erase(waiting_.begin() + static_cast<std::ptrdiff_t>(i));
     if (recvIfThere(request->wanted, request->mask, request->data, request->capacity, *request)) {
       any = true;
     } else {
-      fromAny_.insert(fromAny_.begin() + static_cast<std::ptrdiff_t>(i++), request);
+      waiting_.insert(waiting_.begin() + static_cast<std::ptrdiff_t>(i++), request);
     }
   }
   return any;
@@ -136,7 +144,7 @@ bool RoutingTransport::progress(bool withNetwork) {
     isNetworkBusy_ = network_->progress();
     any |= isNetworkBusy_;
   }
-  if (!fromAny_.empty()) any |= receiveFromAny();
+  if (!waiting_.empty()) any |= receiveWaiting();
   return any;
 }
 

@@ -74,7 +74,9 @@ class RoutingTransport final : public Transport {
   Status openNetwork();
   PeerId peerFor(Transport& transport, PeerId peer);
   const Route& routeTo(PeerId peer) const { return routes_[static_cast<std::uint32_t>(peer)]; }
-  bool receiveFromAny();
+  bool receiveWaiting();
+  // Whether a receive that waits may take what one with this tag wants.
+  bool isWanted(std::uint64_t tag, std::uint64_t mask) const;
   bool progress(bool withNetwork);
 
   const Open openNetwork_;
@@ -86,8 +88,9 @@ class RoutingTransport final : public Transport {
   // For progressAgain().
   bool isNetworkBusy_ = false;
   int looksSinceNetwork_ = 0;
-  // Receives from any peer, while there are two transports they can come from.
-  std::deque<Request*> fromAny_;
+  // Receives from any peer, while there are two transports they can come from, and those that are behind them: they
+  // look in both, in turn.
+  std::deque<Request*> waiting_;
 };
 
 }  // namespace farandole::transport

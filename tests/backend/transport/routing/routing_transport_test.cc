@@ -3,10 +3,14 @@
 #include <gtest/gtest.h>
 #include <sys/eventfd.h>
 
+#include <array>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "backend/p2p/message_tag.h"
+#include "backend/transport/loopback/loopback_transport.h"
 
 namespace farandole::transport {
 namespace {
@@ -56,6 +60,52 @@ TEST(RoutingTransport, TellsFailuresByItsOwnNumbers) {
   onHost->fail();
   network->fail();
   EXPECT_EQ(failed, (std::vector{*here, *there}));
+}
+
+struct Received : Request {
+  Received() {
+    onDone = [](Request& request) { static_cast<Received&>(request).isDone = true; };
+  }
+  int value = 0;
+  bool isDone = false;
+};
+
+// Receives take messages in the order in which they were posted, whomever they are from.
+TEST(RoutingTransport, AReceiveFromAnyRankKeepsItsPlaceBeforeThoseFromOne) {
+  for (const bool isOnHost : {true, false}) {
+    const auto host = LoopbackFabric::create(64);
+    const auto net = LoopbackFabric::create(64);
+    const auto sender = (isOnHost ? host : net)->makeTransport();
+    auto made = RoutingTransport::create(host->makeTransport(),
+                                         [&] { return Result<std::unique_ptr<Transport>>(net->makeTransport()); });
+    ASSERT_TRUE(made);
+    RoutingTransport& routing = **made;
+    ASSERT_TRUE(routing.networkAddress());
+    const PeerId peer = routing.connect((isOnHost ? "L" : "N") + sender->address()).value();
+    const std::string own = isOnHost ? routing.address() : routing.networkAddress().value();
+    const PeerId back = sender->connect(own.substr(1)).value();
+    const auto tag = p2p::makeTag(1, p2p::MessageKind::kPointToPoint, 3, 7);
+    const auto other = p2p::makeTag(1, p2p::MessageKind::kPointToPoint, 3, 8);
+
+    std::array<Received, 4> received;
+    const auto post = [&](int index, PeerId from, std::uint64_t wanted, std::uint64_t mask) {
+      routing.recv(from, wanted, mask, &received[index].value, sizeof(int), received[index]);
+    };
+    post(0, kAnyPeer, tag, p2p::kAnySourceMask);
+    post(1, peer, tag, p2p::kExactMask);
+    post(2, kAnyPeer, tag, p2p::kAnySourceMask);
+    post(3, peer, other, p2p::kExactMask);
+    std::array<Received, 4> sent;
+    for (int i = 0; i < 4; ++i) {
+      sent[i].value = i + 1;
+      sender->send(back, i == 3 ? other : tag, &sent[i].value, sizeof(int), sent[i]);
+    }
+    for (int looks = 0; looks < 10; ++looks) routing.progress();
+    for (int i = 0; i < 4; ++i) {
+      EXPECT_TRUE(received[i].isDone && received[i].status) << i;
+      EXPECT_EQ(received[i].value, i + 1) << isOnHost;
+    }
+  }
 }
 
 }  // namespace
