@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from farandole import _C
 from farandole.ddp._copying import HookOfOne
+from farandole.ddp._outputs import tensors_in
 from farandole.ddp._reads import ReadRecorder
+from farandole.ddp._stale_reads import GraphReads, Suspects, Waits
 
 if TYPE_CHECKING:
     from farandole.ddp._wrapper import DistributedDataParallel
@@ -25,9 +28,9 @@ class ParamSync:
     holds it (nn.MultiheadAttention reads those of its out_proj, whose forward is never called; Megatron-core's hooks
     leave such weights stale): so the first forward that is differentiated waits for all, and sees which modules are
     called and which parameters each one's own code reads (ReadRecorder). What modules hold that are not called is
-    waited for by the innermost module around them that is. Should a later forward leave out a module that the first one
-    called, its parameters may have been read too early: if one of them then gets a gradient, backward raises an error
-    that names it.
+    waited for by the innermost module around them that is. Should a later forward not call the same modules in the same
+    order, parameters may have been read too early: its graph is then looked through, and the forward raises an error
+    that names one that was. What the graph does not show raises it in backward, by a gradient of it (Suspects).
 
     Threads: the one that runs forwards.
     """
@@ -41,12 +44,17 @@ class ParamSync:
         self._name_of = {parameter: name for name, parameter in model._trainable.items()}
         self._group_of = {parameter: groups[names.index(name)] for parameter, name in self._name_of.items()}
         self._awaited: dict[torch.nn.Module, list[int]] | None = None  # by module that the first forward called
-        self._called: set[torch.nn.Module] = set()
+        self._waiters: dict[torch.Tensor, set[torch.nn.Module]] = {}  # those that wait for each parameter itself
+        self._calls: list[torch.nn.Module] = []
+        self._first_calls: list[torch.nn.Module] = []
+        self._depth = 0  # of forwards of the model inside each other
         self._in_forward = False
+        self._handled: BaseException | None = None  # where the forward is called inside an except clause
+        self._waits: Waits | None = None  # of a forward that had to wait
         self._recorder: ReadRecorder | None = None  # while the first forward runs
         self._handles: list[Any] = []
         self._recorder_handles: list[Any] = []
-        self._suspects: list[Any] = []
+        self._suspects: Suspects | None = None
         self._warned = False
         self._has_optimizer = False  # which starts the gathers by itself
         # All have started theirs, so that one rank may do this alone.
@@ -64,8 +72,7 @@ class ParamSync:
     def begin_update(self) -> None:
         """The optimizer steps now: what other ranks own becomes old. ``updated_through`` and ``end_update`` follow."""
         self._has_optimizer = True
-        self._gather.finish_all()
-        self._gather.mark_stale()
+        self._mark_stale()
 
     def updated_through(self, bucket_group: int) -> None:
         """Down to this one all groups are stepped: their gathers start, while the others are."""
@@ -88,17 +95,23 @@ class ParamSync:
         if force_dispatch or not self._has_optimizer:
             self._gather_all()
         if force_sync or not self._handles:
-            self._gather.finish_all()
+            self.finish()
 
     def _gather_all(self) -> None:
+        self._mark_stale()
+        self._gather.start()
+
+    def _mark_stale(self) -> None:
+        self._drop_suspects()
         # Whatever this rank has waited for so far: how many gathers there are must not depend on it.
         self._gather.finish_all()
         self._gather.mark_stale()
-        self._gather.start()
 
     def finish(self) -> None:
         """Waits until every parameter is what its owner has made of it."""
         self._gather.finish_all()
+        if self._waits is not None:
+            self._waits.add_all()
 
     def record(self, timeline: _C.GradTimeline | None) -> None:
         """Gathers that start from now on are recorded there."""
@@ -121,6 +134,7 @@ class ParamSync:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._others_read()  # forwards, which no hook will tell of
         if param_sync:
             self._gather.finish_all()
 
@@ -129,25 +143,45 @@ class ParamSync:
 
     def before_forward(self) -> None:
         """Where no hook waits, this does."""
+        if self._depth > 0:  # what is no Exception, as KeyboardInterrupt, passes the hooks by
+            self._break_off()
         if not self._handles and not self._gather.is_current:
             self._gather.finish_all()
 
+    def _break_off(self) -> None:
+        self._depth = 0
+        self._in_forward = False
+        self._waits = self._handled = None
+        self._stop_recording()
+        self._gather.finish_all()
+
     def _before_module(self, module: torch.nn.Module, args: Any) -> None:
         if module is self._root:
-            self._begin_forward()
+            self._depth += 1
+            if self._depth == 1:
+                self._begin_forward()
         elif not self._in_forward:
             # A part of the model by itself: who reads what in it was not learned.
             if not self._gather.is_current:
                 self._gather.finish_all()
+            self._others_read()
             return
-        self._called.add(module)
+        self._calls.append(module)
         if self._recorder is not None:
             self._recorder.begin(module, _is_opaque(module))
-        if self._awaited is None or self._gather.is_current:
+        if self._awaited is None or self._waits is None:
+            return
+        if self._gather.is_current:
+            self._waits.add_all()
             return
         if module not in self._awaited:  # the first forward did not call it
             self._awaited[module] = self._groups_of(module.parameters())
-        if self._gather.finish(self._awaited[module]) and not self._warned:
+            for parameter in module.parameters():
+                if parameter in self._group_of:
+                    self._waiters[parameter].add(module)
+        is_out_of_order = self._gather.finish(self._awaited[module])
+        self._waits.add(self._awaited[module])
+        if is_out_of_order and not self._warned:
             self._warned = True
             warnings.warn(
                 f"the forward of {type(self._root).__name__} needs parameters in another order than they were "
@@ -156,16 +190,18 @@ class ParamSync:
             )
 
     def _begin_forward(self) -> None:
-        for handle in self._suspects:
-            handle.remove()
-        self._suspects.clear()
-        self._called.clear()
+        self._others_read()
+        self._calls = []
         self._in_forward = not self._gather.is_current
+        if self._in_forward:
+            self._handled = sys.exc_info()[1]
         # Without gradients no backward could tell that a parameter was read too early.
         if self._in_forward and (self._awaited is None or not torch.is_grad_enabled()):
             self._gather.finish_all()
         if self._in_forward and self._awaited is None and torch.is_grad_enabled() and not _is_opaque(self._root):
             self._record()
+        if not self._gather.is_current:
+            self._waits = Waits()
 
     def _record(self) -> None:
         recorder = self._recorder = ReadRecorder(self._group_of)
@@ -175,47 +211,80 @@ class ParamSync:
                 self._recorder_handles.append(hook)
         recorder.__enter__()
 
-    def _after_root(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        if not self._in_forward:
-            return
-        self._in_forward = False
+    def _stop_recording(self) -> None:
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
             recorder.stop()
-            for handle in self._recorder_handles:
-                handle.remove()
-            self._recorder_handles.clear()
+        for handle in self._recorder_handles:
+            handle.remove()
+        self._recorder_handles.clear()
+
+    def _after_root(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        self._depth = max(self._depth - 1, 0)  # 0 where a hook before ours has raised
+        if self._depth > 0 or not self._in_forward:
+            return
+        self._in_forward = False
+        has_raised = sys.exc_info()[1] is not self._handled
+        read = {} if self._recorder is None else self._recorder.read
+        waits, self._waits, self._handled = self._waits, None, None
+        self._stop_recording()
+        is_whole = torch.is_grad_enabled() and not has_raised
         if self._awaited is None:
             # Half a forward, or one for evaluation, may leave out what the next one reads.
-            if torch.is_grad_enabled() and sys.exc_info()[1] is None:
-                self._awaited = self._learn({} if recorder is None else recorder.read)
+            if is_whole:
+                self._awaited = self._learn(read)
             return
         self._gather.finish_all()
-        for missing in self._awaited.keys() - self._called:
-            for parameter in missing.parameters(recurse=False):
-                if parameter in self._group_of and torch.is_grad_enabled():
-                    self._suspects.append(parameter.register_hook(self._refusal_of(parameter)))
+        if waits is not None and is_whole and self._calls != self._first_calls:
+            self._check_reads(GraphReads(tensors_in(output), waits.began), waits)
+
+    def _check_reads(self, reads: GraphReads, waits: Waits) -> None:
+        for parameter, group in self._group_of.items():
+            if parameter in reads.first and not waits.were_over(group, reads.first[parameter]):
+                self._refuse("was", parameter)
+        called = set(self._calls)
+        suspects = [
+            parameter
+            for parameter, waiters in self._waiters.items()
+            if parameter.requires_grad and parameter not in reads.first and waiters.isdisjoint(called)
+        ]
+        if suspects:
+            self._suspects = Suspects(suspects, reads.functions, partial(self._refuse, "may have been"))
+
+    def _others_read(self) -> None:
+        if self._suspects is not None:
+            self._suspects.others_read()
+
+    def _drop_suspects(self) -> None:
+        if self._suspects is not None:
+            self._suspects.drop()
+            self._suspects = None
 
     def _learn(self, read: dict[torch.nn.Module, set[torch.Tensor]]) -> dict[torch.nn.Module, list[int]]:
-        awaited = {module: set(self._groups_of(read.get(module, ()))) for module in self._called}
-        for module, caller in _with_callers(self._root, self._called):
-            awaited[caller].update(self._groups_of(module.parameters(recurse=False)))
-        return {module: sorted(groups, reverse=True) for module, groups in awaited.items()}
+        self._first_calls = self._calls
+        needed = {module: set(read.get(module, ())) for module in self._calls}
+        for module, caller in _with_callers(self._root, set(self._calls)):
+            needed[caller].update(p for p in module.parameters(recurse=False) if p in self._group_of)
+        self._waiters = {parameter: set() for parameter in self._group_of}
+        for module, parameters in needed.items():
+            for parameter in parameters:
+                self._waiters[parameter].add(module)
+        return {module: self._groups_of(parameters) for module, parameters in needed.items()}
 
     def _groups_of(self, parameters: Iterable[torch.Tensor]) -> list[int]:
         """Those that come first, first."""
         return sorted({self._group_of[p] for p in parameters if p in self._group_of}, reverse=True)
 
-    def _refusal_of(self, parameter: torch.nn.Parameter) -> Any:
-        def refuse(grad: torch.Tensor) -> None:
-            self._awaited = None  # the next forward learns anew
-            raise RuntimeError(
-                f"parameter '{self._name_of[parameter]}' was read in a forward that did not call the module it belongs "
-                "to, which the first forward did: it may have been read before other ranks' updates of it had come. "
-                "Where the forward's calls change, pass overlap_param_gather=False"
-            )
-
-        return refuse
+    def _refuse(self, how: str, parameter: torch.Tensor) -> NoReturn:
+        waiters = self._waiters[parameter]
+        names = [f"'{name}'" for name, module in self._root.named_modules() if module in waiters]
+        self._awaited = None  # the next forward learns anew
+        self._drop_suspects()
+        raise RuntimeError(
+            f"parameter '{self._name_of[parameter]}' {how} read before other ranks' updates of it had come: by a "
+            f"forward that had not called {' or '.join(names)} by then, as the first forward did. "
+            "Where the forward's calls change, pass overlap_param_gather=False"
+        )
 
 
 class SyncsParameters:

@@ -50,7 +50,8 @@ class ReadRecorder(TorchFunctionMode):
             self.__enter__()
 
     def stop(self) -> None:
-        if not self._suspended:
+        self._stack.clear()
+        if not self._suspended and self._is_innermost():  # else it does nothing from now on
             self.__exit__(None, None, None)
 
     def _is_innermost(self) -> bool:

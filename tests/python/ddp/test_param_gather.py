@@ -105,21 +105,18 @@ def _departs(rank: int, world_size: int) -> None:
     model, optimizer = _make()
     _train(model, optimizer, rank, [IN_ORDER] * 3, world_size)
     optimizer.zero_grad()
-    loss = model(torch.ones(3, 16), [0, 1, 2, 3], read=(2,))
     with pytest.raises(
-        RuntimeError, match=r"parameter 'layers\.2\.(weight|bias)' was read in a forward that did not call"
+        RuntimeError, match=r"parameter 'layers\.2\.(weight|bias)' was read .* had not called 'layers\.2' by then"
     ):
-        loss.backward()
-    # The next forwards learn it.
-    with pytest.raises(RuntimeError, match="a forward began before the last backward"):
         model(torch.ones(3, 16), [0, 1, 2, 3], read=(2,))
+    # The next forwards learn it.
     for _ in range(3):
         optimizer.zero_grad()
         model(torch.ones(3, 16), [0, 1, 2, 3], read=(2,)).backward()
         optimizer.step()
 
 
-def test_a_parameter_that_may_have_been_read_too_early_is_named():
+def test_a_parameter_that_was_read_too_early_is_named():
     run_ranks(_departs, 2, BACKENDS[-1], timeout=60)
 
 

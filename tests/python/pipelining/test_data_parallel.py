@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import random
+import time
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from torch import nn
 
 from farandole.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleZBH1, ScheduleZBH2
 from pipelining.pipeline_support import BACKENDS, random_stages, train_alone
-from support.processes import run_ranks
+from support.processes import await_all, run_ranks
 
 STAGES, REPLICAS = 2, 2
 
@@ -111,3 +114,84 @@ def test_a_step_has_one_reduction_however_many_microbatches_and_none_where_none_
     backend: str, kind: str
 ) -> None:
     run_ranks(_count_reductions, STAGES * REPLICAS, backend, timeout=120, kind=kind)
+
+
+class _Departs(nn.Module):
+    """Its microbatch says, by its first number, whether the second layer is called, left out, or only read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        how = x[0, 0].item()
+        x = torch.tanh(self.layers[0](x))
+        if how == CALLS:
+            x = torch.tanh(self.layers[1](x))
+        elif how == READS:
+            x = x + self.layers[1].weight.mean()
+        return self.layers[2](x)
+
+
+CALLS, LEAVES_OUT, READS = 0.0, 1.0, 2.0
+
+
+def _leave_out(rank: int, world_size: int, schedule_class: Any) -> None:
+    from farandole.ddp import DistributedDataParallel, DistributedOptimizer
+
+    stage_index, replica = rank % STAGES, rank // STAGES
+    pipelines = [dist.new_group([r * STAGES + s for s in range(STAGES)]) for r in range(REPLICAS)]
+    replicas = [dist.new_group([r * STAGES + s for r in range(REPLICAS)]) for s in range(STAGES)]
+    torch.manual_seed(4)
+    plain: list[nn.Module] = [_Departs(), nn.Linear(6, 6)]
+    wrapped = DistributedDataParallel(
+        copy.deepcopy(plain[stage_index]),
+        process_group=replicas[stage_index],
+        bucket_size=1,
+        use_distributed_optimizer=True,
+        overlap_param_gather=True,
+        unused_parameters="zero_fill",
+    )
+    optimizer = DistributedOptimizer(torch.optim.SGD(wrapped.parameters(), lr=0.5), wrapped)
+    stage = PipelineStage(wrapped, stage_index, STAGES, "cpu", group=pipelines[replica])
+    schedule = schedule_class(stage, 3, nn.MSELoss())
+    for step, hows in enumerate(
+        [
+            [CALLS, CALLS, CALLS],
+            [CALLS, CALLS, CALLS],
+            [LEAVES_OUT, CALLS, LEAVES_OUT],
+            [CALLS, LEAVES_OUT, READS],
+            [LEAVES_OUT, READS, CALLS],
+            [READS, CALLS, CALLS],
+        ]
+    ):
+        batches, targets = torch.randn(REPLICAS, 6, 6), torch.randn(REPLICAS, 6, 6)
+        batches[:, ::2, 0] = torch.tensor(hows)
+        alone = [train_alone(plain, nn.MSELoss(), batches[r], targets[r], 3) for r in range(REPLICAS)]
+        optimizer.zero_grad()
+        if hows[0] == READS:
+            # Whichever replica's error is first, all are told of it, stages without it by their pipeline.
+            match = r"'layers\.1\.weight' was read before .*'layers\.1' by then" if stage_index == 0 else None
+            with pytest.raises(RuntimeError, match=match):
+                schedule.step(batches[replica], target=targets[replica])
+            await_all(rank, world_size)
+            return
+        losses: list[torch.Tensor] = []
+        schedule.step(batches[replica], target=targets[replica], losses=losses)
+        if stage_index == STAGES - 1:
+            want = alone[replica][1]
+            assert torch.allclose(torch.stack(losses), torch.stack(want), rtol=1e-4), f"step {step} {hows}"
+        time.sleep(0.03 * replica)  # the other replica is in its next forward before this one's part has left
+        optimizer.step()
+        with torch.no_grad():
+            for index, module in enumerate(plain):
+                for mine, *theirs in zip(
+                    module.parameters(), *(one[0][index].parameters() for one in alone), strict=True
+                ):
+                    mine -= 0.5 * sum(torch.zeros_like(mine) if p.grad is None else p.grad for p in theirs) / REPLICAS
+
+
+@pytest.mark.filterwarnings("ignore:the forward of")
+@pytest.mark.parametrize("schedule_class", [ScheduleGPipe, Schedule1F1B, ScheduleZBH1])
+def test_microbatches_that_leave_out_a_module_have_the_parameters_of_this_step_or_an_error(schedule_class: Any) -> None:
+    run_ranks(_leave_out, STAGES * REPLICAS, BACKENDS[-1], schedule_class=schedule_class)
