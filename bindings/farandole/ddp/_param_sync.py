@@ -239,14 +239,15 @@ class ParamSync:
             self._check_reads(GraphReads(tensors_in(output), waits.began), waits)
 
     def _check_reads(self, reads: GraphReads, waits: Waits) -> None:
-        for parameter, group in self._group_of.items():
-            if parameter in reads.first and not waits.were_over(group, reads.first[parameter]):
+        for parameter, operation in reads.first.items():
+            group = self._group_of.get(parameter)
+            if group is not None and not waits.were_over(group, operation):
                 self._refuse("was", parameter)
         called = set(self._calls)
         suspects = [
             parameter
             for parameter, waiters in self._waiters.items()
-            if parameter.requires_grad and parameter not in reads.first and waiters.isdisjoint(called)
+            if waiters.isdisjoint(called) and parameter.requires_grad and parameter not in reads.first
         ]
         if suspects:
             self._suspects = Suspects(suspects, reads.functions, partial(self._refuse, "may have been"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NoReturn
@@ -12,6 +13,7 @@ from torch.autograd.function import BackwardCFunction
 
 # The number of the thread's next operation that is differentiated: they come in the order in which these ran.
 _next_operation = torch._C._autograd._get_sequence_nr
+_LEAF = 2**64 - 1  # that of what accumulates a parameter's gradient
 
 
 class Waits:
@@ -48,34 +50,44 @@ class GraphReads:
     def __init__(self, outputs: Iterable[torch.Tensor], began: int) -> None:
         self.first: dict[torch.Tensor, int] = {}
         self.functions: list[Any] = []  # Python's, which may have read more than they were given
-        stack: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
-        seen = set(stack)
+        seen = {output.grad_fn for output in outputs if output.grad_fn is not None}
+        stack = [(node, node._sequence_nr()) for node in seen if node._sequence_nr() >= began]
         while stack:
-            node = stack.pop()
-            operation = node._sequence_nr()
-            if operation < began:
-                continue
+            node, operation = stack.pop()
             if isinstance(node, BackwardCFunction):
                 self.functions.append(node)
             for following, _ in node.next_functions:
-                following = _viewed(following, began)
-                if isinstance(following, torch._C._functions.AccumulateGrad):
-                    first = self.first.setdefault(following.variable, operation)
-                    self.first[following.variable] = min(first, operation)
-                elif following is not None and following not in seen:
+                if following is None or following in seen:
+                    continue
+                number = following._sequence_nr()
+                if number < began:
+                    following, number = _viewed(following, began)
+                if number == _LEAF:
+                    parameter = following.variable
+                    self.first[parameter] = min(operation, self.first.get(parameter, operation))
+                elif number >= began:
                     seen.add(following)
-                    stack.append(following)
+                    stack.append((following, number))
 
 
-def _viewed(node: Any, began: int) -> Any:
-    while (
-        node is not None
-        and not isinstance(node, torch._C._functions.AccumulateGrad)
-        and node._sequence_nr() < began
-        and len(node.next_functions) == 1
-    ):
+def _viewed(node: Any, began: int) -> tuple[Any, int]:
+    number = node._sequence_nr()
+    while number < began and len(node.next_functions) == 1 and node.next_functions[0][0] is not None:
         node = node.next_functions[0][0]
-    return node
+        number = node._sequence_nr()
+    return node, number
+
+
+def _weak(method: Callable[..., None]) -> Callable[..., None]:
+    """For hooks of tensors and graphs, whose cycles are never collected."""
+    of = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        bound = of()
+        if bound is not None:
+            bound(*args)
+
+    return call
 
 
 class Suspects:
@@ -93,10 +105,11 @@ class Suspects:
         self._refuse = refuse
         self._is_alone = True
         self._inside = 0
-        self._handles = [parameter.register_hook(partial(self._see, parameter)) for parameter in parameters]
+        see = _weak(self._see)
+        self._handles = [parameter.register_hook(partial(see, parameter)) for parameter in parameters]
         for function in functions:
-            function.register_prehook(self._enter)
-            function.register_hook(self._leave)
+            function.register_prehook(_weak(self._enter))
+            function.register_hook(_weak(self._leave))
 
     def others_read(self) -> None:
         """Something else runs that may read them, unless that is a part of the forward again, in its backward."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -346,7 +348,9 @@ def _in_except_clause(rank: int, world_size: int) -> None:
             raise ValueError("what the step before ran into")
         except ValueError:
             pair.step((ALL,))
-    assert pair.model._param_sync._awaited is not None
+    sync = pair.model._param_sync
+    assert sync is not None
+    assert sync._awaited is not None
     try:
         raise ValueError("what the step before ran into")
     except ValueError:
@@ -356,6 +360,24 @@ def _in_except_clause(rank: int, world_size: int) -> None:
 
 def test_forwards_inside_an_except_clause_are_as_others():
     run_ranks(_in_except_clause, 2, BACKENDS[-1], timeout=60)
+
+
+def _freed(rank: int, world_size: int) -> None:
+    for keeps_graph in (False, True):
+        pair = _trained(rank, world_size)
+        loss = pair.model(_input(5, rank), ["call 0", "reenter 1", "keep 2"])
+        if not keeps_graph:
+            pair.model.module.aside = torch.zeros(())
+        gone = [weakref.ref(one) for one in (pair.model, pair.model.module)]
+        assert pair.model._param_sync is not None
+        assert pair.model._param_sync._suspects is not None
+        del pair, loss
+        gc.collect()
+        assert [one() for one in gone] == [None] * 2, keeps_graph
+
+
+def test_a_model_that_nobody_has_is_freed():
+    run_ranks(_freed, 2, BACKENDS[-1], timeout=60)
 
 
 class _Tree(torch.nn.Module):
@@ -414,24 +436,21 @@ def test_an_interrupted_forward_leaves_nothing_behind():
 
 
 def _compiled(rank: int, world_size: int) -> None:
-    """By what is compiled the graph is hidden less than by checkpoints: it is given all that it reads."""
-
-    def compiles(model: torch.nn.Module) -> Iterator[tuple[Any, Any]]:
-        for backend in ("eager", "aot_eager"):
-            for is_wrapper in (False, True):
-                torch._dynamo.reset()
-                module = _Layers()
-                ours, optimizer = _make(module if is_wrapper else torch.compile(module, backend=backend))
-                yield (torch.compile(ours, backend=backend) if is_wrapper else ours), optimizer
-
-    for model, optimizer in compiles(_Layers()):
+    """A compiled module waits for all that it holds; what a compiled wrapper calls waits for itself, as without."""
+    for is_wrapper in (False, True):
+        torch._dynamo.reset()
+        compiled: Any = _Layers() if is_wrapper else torch.compile(_Layers(), backend="aot_eager")
+        model: Any
+        model, optimizer = _make(compiled)
+        if is_wrapper:
+            model = torch.compile(model, backend="aot_eager")
         plain = _Layers()
         expected = torch.optim.SGD(plain.parameters(), lr=0.5, momentum=0.9)
         for step, todo in enumerate([ALL, ALL, ["call 0", "call 1"], ALL, ["call 0", "read 2"]]):
             optimizer.zero_grad()
             expected.zero_grad(set_to_none=False)
             want = [plain(_input(step, r), todo) for r in range(world_size)]
-            if "read 2" in todo and isinstance(model, torch._dynamo.OptimizedModule):  # the wrapper
+            if "read 2" in todo and is_wrapper:
                 with pytest.raises(RuntimeError, match=STALE):
                     model(_input(step, rank), todo)
                 break
