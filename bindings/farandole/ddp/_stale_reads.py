@@ -43,7 +43,7 @@ class Waits:
 class GraphReads:
     """The parameters that a forward's outputs depend on, each with the first operation that reads it.
 
-    Costs half a microsecond for each operation. What ran before ``began`` is another forward's, excepted views of
+    Costs a microsecond for each operation. What ran before ``began`` is another forward's, excepted views of
     parameters, which are read by what takes them.
     """
 
