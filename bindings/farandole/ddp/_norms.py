@@ -142,6 +142,17 @@ def total_norms(
     return torch.stack(totals)
 
 
+def zeros_in(runs: Sequence[Run | GradShard], left_out: Collection[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """How many elements of the gradients of these runs are zero, but for the parameters that are ``left_out``."""
+    zeros = torch.zeros((), dtype=torch.float64, device=device)
+    for run in runs:
+        grad = run.tensor.grad
+        for piece in () if grad is None else run.pieces:  # not what pads them
+            if piece.parameter not in left_out:
+                zeros += piece.numel - torch.count_nonzero(piece.of(grad))
+    return zeros
+
+
 def over_ranks(totals: torch.Tensor, norm_type: float, groups: Sequence[dist.ProcessGroup | None]) -> torch.Tensor:
     """The norms of all ranks together, from what each has by ``total_norms``: a collective of each of these groups."""
     op = dist.ReduceOp.MAX if norm_type == torch.inf else dist.ReduceOp.SUM

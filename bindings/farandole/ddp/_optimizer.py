@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 from farandole.ddp import _optimizer_state as saved
 from farandole.ddp._agreement import Facts, raising_together
-from farandole.ddp._norms import NormGroups, norm_groups_of, over_ranks, scale, total_norms, uncounted
+from farandole.ddp._measures import MeasuresGradients
+from farandole.ddp._model_values import values_of
+from farandole.ddp._norms import NormGroups, norm_groups_of, uncounted
 from farandole.ddp._options import group_of as checked_group
 from farandole.ddp._overflow import OverflowFlag
 from farandole.ddp._runs import Cut, GradShard, Run, whole_runs_of
@@ -24,10 +26,8 @@ from farandole.ddp._whole import WholeParameters
 from farandole.ddp._wrapped import groups_of, is_elementwise_of
 from farandole.ddp._wrapper import DistributedDataParallel
 
-_CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 
-
-class DistributedOptimizer(torch.optim.Optimizer):
+class DistributedOptimizer(MeasuresGradients, torch.optim.Optimizer):
     """A torch optimizer of whose state each rank keeps its part, as Megatron-core's DistributedOptimizer (ZeRO-1).
 
     Over a model that is wrapped with ``use_distributed_optimizer=True`` each rank updates its part of every bucket,
@@ -204,30 +204,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             model.forget_grads() if set_to_none else model.zero_grad_buffer()
 
     @torch.no_grad()
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> torch.Tensor:
-        """Scales all gradients down so that their norm, over all ranks, is at most ``max_norm``; returns the norm.
-
-        The same on all ranks of the data-parallel and the model-parallel groups. A collective of these. As in
-        Megatron-core parameters with a ``grad_norm_group`` ("mtp") do not count in it, and are scaled by the norm of
-        their group, which ``grad_norms_by_group`` has then.
-        """
-        self._take_grads("clip_grad_norm_()")
-        totals = self._total_norms(float(norm_type))
-        if error_if_nonfinite:
-            self._norm_groups.check_finite(totals, norm_type)
-        scale(self._graded, (max_norm / (totals + _CLIP_EPSILON)).clamp(max=1.0), self._norm_groups)
-        self.grad_norms_by_group = dict(zip(self._norm_groups.names, totals[1:], strict=True))
-        return totals[0]
-
-    def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
-        """The norm of the gradients over all ranks, but for those with a ``grad_norm_group``. A collective."""
-        with torch.no_grad():
-            self._take_grads("grad_norm()")
-            return self._total_norms(float(norm_type))[0]
-
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates this rank's part, and brings all ranks' parts together: a collective.
 
@@ -259,11 +235,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._publish()
         return loss
 
-    def reload_model_params(self) -> None:
-        """Takes float32 copies from the model anew, after its parameters were loaded."""
+    def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
+        """Takes float32 copies from the model anew, after its parameters were loaded.
+
+        Args:
+            state_dict: what to take them from instead, where it has more digits than the model: that of the module, or of
+                several ``{"model0": ..., "model1": ...}``. Names may be longer at their begin, tensors of another type.
+
+        Raises:
+            ValueError: it lacks a parameter, or has it in another shape. Then nothing has changed.
+        """
         self._finish_params()
+        if state_dict is None:
+            for run in self._runs:
+                run.reload()
+            return
+        values = values_of(self._models, state_dict, {piece.parameter for run in self._runs for piece in run.pieces})
         for run in self._runs:
-            run.reload()
+            run.reload(values)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, by the names of parameters: for torch.distributed.checkpoint, or in memory.
@@ -330,10 +319,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
 
     @property
-    def _device(self) -> torch.device:
-        return next(self._models[0].parameters()).device
-
-    @property
     def _replica_groups(self) -> list[dist.ProcessGroup | None]:
         return [group for model in self._models for group in (model.replicas.group, model.replicas.instances)]
 
@@ -347,20 +332,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _show_settings(self) -> None:
         copy_settings(self._inner.param_groups, self.param_groups)
         self._settings = settings_of(self.param_groups)
-
-    def _total_norms(self, norm_type: float) -> torch.Tensor:
-        """By norm group. The weights: a sharded run is this rank's alone, any other is every replica's."""
-        first = self._models[0]
-        copies = {False: first.replicas.group.size(), True: first.experts.group.size()}
-        totals = total_norms(
-            self._graded,
-            norm_type,
-            lambda run: 1.0 if self._is_sharded else 1.0 / copies[run.is_expert],
-            self._uncounted,
-            self._norm_groups,
-            self._device,
-        )
-        return over_ranks(totals, norm_type, [first.replicas.group, self._model_parallel_group])
 
     def _take_grads(self, what: str) -> None:
         for model in self._models:

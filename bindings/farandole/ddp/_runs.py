@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -90,10 +90,16 @@ class Run:
         if self.has_master:
             self._data.copy_(self.tensor.detach())
 
-    def reload(self) -> None:
-        """Takes the float32 copy from the model anew."""
-        if self.has_master:
+    def reload(self, values: Mapping[torch.Tensor, torch.Tensor] | None = None) -> None:
+        """Takes the float32 copy from the model anew, or from what ``values`` has for each parameter."""
+        if not self.has_master:
+            return
+        if values is None:
             self.tensor.detach().copy_(self._data)
+            return
+        for piece in self.pieces:
+            value = values[piece.parameter].detach().reshape(-1)
+            piece.put(self.tensor.detach(), value[piece.begin : piece.begin + piece.numel])
 
 
 class GradShard:
