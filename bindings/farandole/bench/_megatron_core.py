@@ -40,7 +40,7 @@ class _Torch:
         return getattr(torch, name)
 
 
-def _find() -> None:
+def find() -> None:
     folder = os.environ.get(FOLDER)
     if folder and folder not in sys.path:
         if "megatron.core" in sys.modules:
@@ -54,7 +54,7 @@ def import_schedules() -> Any:
     Raises:
         ImportError: Megatron-core is not installed.
     """
-    _find()
+    find()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what else it would use
         from megatron.core.pipeline_parallel import p2p_communication, schedules
@@ -68,7 +68,7 @@ def import_distributed() -> Any:
     Raises:
         ImportError: Megatron-core is not installed.
     """
-    _find()
+    find()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from megatron.core import distributed

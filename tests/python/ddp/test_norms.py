@@ -1,4 +1,5 @@
-"""Clipping over pipeline stages and tensor-parallel ranks is torch's clip_grad_norm_ of the whole model in one process."""
+"""Clipping over pipeline stages and tensor-parallel ranks is torch's clip_grad_norm_ of the whole model in one process,
+and so many elements of its gradients are zero."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ TIES = ["shared", "shared_embedding"]
 
 def _weight(*seed: int) -> torch.nn.Parameter:
     generator = torch.Generator().manual_seed(hash(seed))
-    return torch.nn.Parameter(torch.randn(5, 7, generator=generator, dtype=torch.float64))
+    values = torch.randn(5, 7, generator=generator, dtype=torch.float64)
+    values[: torch.randint(1, 4, (), generator=generator)] = 0  # and so are their gradients
+    return torch.nn.Parameter(values)
 
 
 class Stage(torch.nn.Module):
@@ -44,8 +47,12 @@ class Stage(torch.nn.Module):
         )
 
 
-def _whole(kind: str, max_norm: float, norm_type: float) -> tuple[torch.Tensor, list[list[Stage]]]:
-    """The norm in one process, and the stages by replica after a step of SGD with a rate of 1."""
+def _zeros_of(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() - int(torch.count_nonzero(parameter.grad)) for parameter in model.parameters())
+
+
+def _whole(kind: str, max_norm: float, norm_type: float) -> tuple[torch.Tensor, int, list[list[Stage]]]:
+    """The norm in one process, the zeros in gradients, and the stages by replica after a step of SGD with a rate of 1."""
     stages = [[Stage(stage, replica, kind) for replica in range(2)] for stage in range(2)]
     first = stages[0][0]
     for stage, replica in itertools.product(range(2), range(2)):
@@ -58,8 +65,9 @@ def _whole(kind: str, max_norm: float, norm_type: float) -> tuple[torch.Tensor, 
         loss = loss - sum(_of_common(stages[1][replica], _input(kind, 1), replica) for replica in range(2)) / 2
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
+    zeros = _zeros_of(model)
     torch.optim.SGD(model.parameters(), lr=1.0).step()
-    return norm, stages
+    return norm, zeros, stages
 
 
 def _input(kind: str, stage: int) -> int:
@@ -78,7 +86,7 @@ def _clipped(rank: int, world_size: int, kind: str) -> None:
     alone = [dist.new_group([other]) for other in range(world_size)][rank]
     for norm_type, (sharded, whole) in itertools.product(NORMS, ((False, False), (True, False), (True, True))):
         max_norm, where = 1.0, f"{kind} norm {norm_type} sharded {sharded} whole {whole} rank {rank}: "
-        want_norm, want = _whole(kind, max_norm, norm_type)
+        want_norm, want_zeros, want = _whole(kind, max_norm, norm_type)
         model = DistributedDataParallel(
             Stage(stage, replica, kind),
             process_group=replicas,
@@ -101,6 +109,7 @@ def _clipped(rank: int, world_size: int, kind: str) -> None:
         norm = optimizer.clip_grad_norm_(max_norm, norm_type)
         assert norm.item() == pytest.approx(want_norm.item(), rel=1e-9), where
         assert torch.equal(before, norm), where
+        assert optimizer.count_zeros() == want_zeros > 0, where
         optimizer.step()
         for (name, got), parameter in zip(
             model.module.named_parameters(), want[stage][replica].parameters(), strict=True
@@ -186,6 +195,7 @@ def _clipped_apart(rank: int, world_size: int) -> None:
         norm = clip([want[0].trunk, want[1].trunk, want[1].between], 1.0, norm_type)
         of_groups = [clip(weight, 1.0, norm_type) for weight in (want[1].first, want[1].second)]
         assert of_groups[0] > 1 > of_groups[1]
+        zeros = sum(_zeros_of(module) for module in want)
         torch.optim.SGD([*want[0].parameters(), *want[1].parameters()], lr=1.0).step()
 
         model = DistributedDataParallel(
@@ -199,6 +209,7 @@ def _clipped_apart(rank: int, world_size: int) -> None:
         assert optimizer.grad_norm(norm_type).item() == pytest.approx(norm.item(), rel=1e-9), where
         assert optimizer.clip_grad_norm_(1.0, norm_type).item() == pytest.approx(norm.item(), rel=1e-9), where
         got = {name: value.item() for name, value in optimizer.grad_norms_by_group.items()}
+        assert optimizer.count_zeros() == zeros, where
         assert got == pytest.approx({"mtp": of_groups[0].item(), "other": of_groups[1].item()}, rel=1e-9), where
         optimizer.step()
         for (name, mine), parameter in zip(model.module.named_parameters(), want[stage].parameters(), strict=True):
