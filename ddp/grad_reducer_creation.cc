@@ -40,6 +40,10 @@ std::shared_ptr<GradReducer> GradReducer::create(const DataParallelGroups& group
   std::vector<Fact> facts = factsOf(options, groups);
   for (Fact& fact : ddp::factsOf(model)) facts.push_back(std::move(fact));
   std::string refusal = refusalOf(model, options.buffers);
+  // Where rounds are ended from outside, the module may be one of several chunks of a model, of which some are frozen.
+  if (refusal.empty() && options.endsWithBackward && trainableOf(model).empty()) {
+    refusal = "the module has no parameter that requires a gradient";
+  }
   if (refusal.empty() && options.unused == UnusedParameters::kSkip && groups.dense.size() > 1 &&
       !RoundReport::canTell(groups.dense)) {
     refusal =

@@ -73,7 +73,6 @@ std::vector<ModelParameter> trainableOf(const Model& model) {
 
 std::string refusalOf(const Model& model, const BufferOptions& options) {
   const std::vector<ModelParameter> trainable = trainableOf(model);
-  if (trainable.empty()) return "the module has no parameter that requires a gradient";
   if (options.bucketSize && *options.bucketSize < 1) {
     return "bucket_size=" + std::to_string(*options.bucketSize) + ": expected at least 1 element";
   }

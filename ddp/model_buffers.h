@@ -36,7 +36,8 @@ class ModelBuffers {
   const Layout& layout() const { return layout_; }
   const std::vector<BucketGroupLayout>& bucketGroups() const { return bucketGroups_; }
   bool isSharded() const { return sharded_; }
-  c10::Device device() const { return parameters_[0].tensor.device(); }
+  // Without parameters nothing is on any.
+  c10::Device device() const { return parameters_.empty() ? c10::Device(at::kCPU) : parameters_[0].tensor.device(); }
 
   // Gradients by parameter: views with its shape.
   const std::vector<at::Tensor>& mainGrads() const { return mainGrads_; }

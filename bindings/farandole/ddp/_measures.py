@@ -65,7 +65,7 @@ class MeasuresGradients:
 
     @property
     def _device(self) -> torch.device:
-        return next(self._models[0].parameters()).device
+        return self._models[0].device
 
     def _total_norms(self, norm_type: float) -> torch.Tensor:
         """By norm group. The weights: a sharded run is this rank's alone, any other is every replica's."""

@@ -247,7 +247,7 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters, Ab
         self._trainable = {name: parameter for name, parameter in parameters if name in main_grads}
         for name, parameter in self._trainable.items():
             parameter.main_grad, parameter.main_grad_place = main_grads[name], grad_place(options)
-        self.device = next(iter(self._trainable.values())).device
+        self.device = next((p.device for p in (*self._trainable.values(), *module.parameters())), torch.device("cpu"))
         self._watch = ParameterWatch(
             module, self._trainable.values(), self.parameters_to_ignore, self._is_added is not None
         )

@@ -34,6 +34,7 @@ class Options:
     clip: float
     microbatches: int
     seed: int
+    frozen: int | None = None  # the stage, of all virtual ones
 
 
 def options_of(rng: random.Random, pipeline: int, experts: int | None, instances: int) -> Options:
@@ -42,6 +43,7 @@ def options_of(rng: random.Random, pipeline: int, experts: int | None, instances
     # On its last stage it then has an output layer without gradient, which is an error with overlap there and here.
     overlaps = rng.random() < 0.7 and not (tied and mtp and pipeline > 1)
     sharded = instances > 1 or rng.random() < 0.8
+    per_token = rng.random() < 0.3
     return Options(
         pipeline=pipeline,
         virtual=virtual,
@@ -50,7 +52,7 @@ def options_of(rng: random.Random, pipeline: int, experts: int | None, instances
         mtp=mtp,
         detaches=rng.random() < 0.5,
         dtype=rng.choice([torch.float32, torch.float32, torch.bfloat16]),
-        per_token=rng.random() < 0.3,
+        per_token=per_token,
         ddp={
             "overlap_grad_reduce": overlaps,
             "grad_reduce_in_fp32": rng.random() < 0.5,
@@ -60,7 +62,8 @@ def options_of(rng: random.Random, pipeline: int, experts: int | None, instances
             "num_distributed_optimizer_instances": instances,
         },
         syncs=virtual is not None or rng.random() < 0.6,
-        aligns=rng.random() < 0.5,
+        # Megatron's instances reduce once more, in the first step, what grad_sync_func has reduced: a sum is doubled.
+        aligns=rng.random() < 0.5 and not (instances > 1 and per_token),
         clip=rng.choice([0.0, 0.1, 1.0]),
         microbatches=pipeline * rng.randint(1, 2) if virtual else rng.randint(1, 4),
         seed=rng.randrange(2**31),
@@ -133,6 +136,8 @@ def chunks_of(options: Options) -> nn.ModuleList:
             mtp_block_spec=mtp,
             vp_stage=stage,
         )
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        chunk.requires_grad_(options.frozen != index * options.pipeline + rank)
         chunks.append(chunk.to(options.dtype))
     return chunks
 

@@ -29,6 +29,7 @@ def _compare(
     pipeline: int,
     experts: int | None,
     instances: int,
+    freezes: bool = False,
 ) -> None:
     use_cpu()
     check_version(version)
@@ -37,6 +38,9 @@ def _compare(
     rng = random.Random(seed)
     for case in range(cases):
         options = support.options_of(rng, pipeline, experts, instances)
+        if freezes:
+            stages = pipeline * (options.virtual or 1)
+            options = replace(options, tied=False, mtp=False, frozen=rng.randrange(stages))
         where = f"seed {seed}, case {case}, rank {rank}: {options}"
         parallel_state.initialize_model_parallel(
             pipeline_model_parallel_size=pipeline,
@@ -64,7 +68,7 @@ def _compare(
     await_all(rank, world_size)
 
 
-def _run(version: str, size: int, backend: str, cases: int, **layout: int | None) -> None:
+def _run(version: str, size: int, backend: str, cases: int, **layout: int | bool | None) -> None:
     seed = random.SystemRandom().randrange(2**31)
     print(f"seed {seed}")
     run_ranks(
@@ -92,6 +96,13 @@ def test_pipelines_with_replicas_train_as_by_megatron(version, backend):
 @pytest.mark.parametrize(("pipeline", "experts"), [(1, None), (1, 2), (2, None)])
 def test_several_optimizer_instances_train_as_by_megatron(version, pipeline, experts):
     _run(version, 4, "farandole", 4, pipeline=pipeline, experts=experts, instances=2)
+
+
+@pytest.mark.sample(1)
+@every_megatron
+@pytest.mark.parametrize("backend", ["gloo", "farandole"])
+def test_a_stage_may_be_frozen(version, backend):
+    _run(version, 4, backend, 4, pipeline=2, experts=None, instances=1, freezes=True)
 
 
 def _reload(rank: int, world_size: int, version: str, seed: int) -> None:
