@@ -240,7 +240,7 @@ class DistributedOptimizer(MeasuresGradients, torch.optim.Optimizer):
 
         Args:
             state_dict: what to take them from instead, where it has more digits than the model: that of the module, or of
-                several ``{"model0": ..., "model1": ...}``. Names may be longer at their begin, tensors of another type.
+                several ``{"model0": ..., "model1": ...}``. Names may have more before them, tensors of another type.
 
         Raises:
             ValueError: it lacks a parameter, or has it in another shape. Then nothing has changed.
