@@ -106,8 +106,8 @@ TEST(ControlPlane, ACrowdOfStrangersKeepsNobodyOut) {
   cluster.joinAll();
   ASSERT_TRUE(cluster.plane(1).abort("g", "beside the strangers").isOk());
   EXPECT_TRUE(cluster.listener(0).waitForAbortBy(1));
-  for (int plane = 0; plane < 2; ++plane)
-    EXPECT_EQ(crowd[static_cast<std::size_t>(plane)]->hear().size(), hello.size());
+  // The first ones are closed, with an answer or before they had one.
+  for (std::size_t plane = 0; plane < 2; ++plane) EXPECT_LE(crowd[plane]->hear().size(), hello.size());
 }
 
 TEST(ControlPlane, BelievesNobodyWithAnotherToken) {
