@@ -288,7 +288,8 @@ WorkPtr ProcessGroupFarandole::reduce_scatter(Tensors& outputs, std::vector<Tens
   const Tensors data = premultiplied(opts.reduceOp, list);
   const auto slices = slicesOf(data);
   const Slice own = sliceOf(output);
-  checkSumApart("reduce_scatter", own, slices, rank_);
+  checkApart("reduce_scatter", {&own, 1}, slices, rank_);
+  checkInPlace("reduce_scatter", own, slices, rank_);
   return runCollective(OpType::REDUCE_SCATTER, "farandole:reduce_scatter", opts, outputs, data,
                        [&](CollectiveCalls& calls) { calls.reduceScatter(reducing, own, slices, Layout::kList); });
 }
@@ -303,7 +304,8 @@ WorkPtr ProcessGroupFarandole::_reduce_scatter_base(at::Tensor& output, at::Tens
   const at::Tensor data = premultiplied(opts.reduceOp, given);
   const auto slices = equalSlices(data, size_);
   const Slice own = sliceOf(output);
-  checkSumApart("reduce_scatter_tensor", own, slices, rank_);
+  checkApart("reduce_scatter_tensor", {&own, 1}, slices, rank_);
+  checkInPlace("reduce_scatter_tensor", own, slices, rank_);
   return runCollective(OpType::_REDUCE_SCATTER_BASE, "farandole:_reduce_scatter_base", opts, {output}, {data},
                        [&](CollectiveCalls& calls) { calls.reduceScatter(reducing, own, slices, Layout::kFlat); });
 }
@@ -323,7 +325,7 @@ WorkPtr ProcessGroupFarandole::reduce_scatter_tensor_coalesced(Tensors& outputs,
   for (std::size_t i = 0; i < data.size(); ++i) parts.push_back({{sliceOf(outputs[i])}, equalSlices(data[i], size_)});
   checkAllApart("reduce_scatter_tensor_coalesced", parts, rank_);
   for (const Apart& part : parts) {
-    checkSumApart("reduce_scatter_tensor_coalesced", part.outputs[0], part.inputs, rank_);
+    checkInPlace("reduce_scatter_tensor_coalesced", part.outputs[0], part.inputs, rank_);
   }
   return runCollective(OpType::_REDUCE_SCATTER_BASE, "farandole:reduce_scatter_tensor_coalesced", opts, outputs, data,
                        [&](CollectiveCalls& calls) {

@@ -2,17 +2,15 @@
 
 #include <ATen/MemoryOverlap.h>
 
+#include "backend/c10d/tensor_checks.h"
+
 namespace farandole::backend {
 namespace {
 
-bool hasOrderOf(const at::Tensor& tensor, const at::Tensor& like) {
-  return tensor.is_non_overlapping_and_dense() &&
-         ((tensor.is_contiguous() && like.is_contiguous()) || tensor.strides() == like.strides());
-}
-
 // What cannot be copied to, or has no order to arrive in, is refused by the checks.
 bool arrivesElsewhere(const at::Tensor& tensor, const at::Tensor& like) {
-  return tensor.defined() && tensor.layout() == at::kStrided && tensor.is_cpu() && !hasOrderOf(tensor, like) &&
+  return tensor.defined() && tensor.layout() == at::kStrided && tensor.is_cpu() &&
+         !(tensor.is_non_overlapping_and_dense() && hasOrderOf(tensor, like)) &&
          (like.is_contiguous() || tensor.sizes() == like.sizes()) &&
          at::has_internal_overlap(tensor) != at::MemOverlap::Yes;
 }

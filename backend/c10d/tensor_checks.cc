@@ -110,6 +110,10 @@ at::Tensor& checkSingleDense(const char* operation, const char* argument, std::v
   return tensors[0];
 }
 
+bool hasOrderOf(const at::Tensor& tensor, const at::Tensor& like) {
+  return (tensor.is_contiguous() && like.is_contiguous()) || tensor.strides() == like.strides();
+}
+
 void checkList(const char* operation, const char* argument, const std::vector<at::Tensor>& tensors, std::size_t count,
                const at::Tensor& like) {
   TORCH_CHECK_VALUE(tensors.size() == count, operation, ": ", argument, " has ", tensors.size(), " tensors; expected ",
@@ -119,9 +123,8 @@ void checkList(const char* operation, const char* argument, const std::vector<at
     checkDevice(operation, argument, tensor, like);
     TORCH_CHECK_TYPE(tensor.scalar_type() == like.scalar_type(), operation, ": ", argument, " has a tensor of dtype ",
                      tensor.scalar_type(), "; expected ", like.scalar_type(), " as the other argument");
-    TORCH_CHECK_VALUE((tensor.is_contiguous() && like.is_contiguous()) || tensor.strides() == like.strides(), operation,
-                      ": ", argument, " has a tensor of strides ", tensor.strides(), "; expected ", like.strides(),
-                      " as the other argument, or contiguous tensors");
+    TORCH_CHECK_VALUE(hasOrderOf(tensor, like), operation, ": ", argument, " has a tensor of strides ",
+                      tensor.strides(), "; expected ", like.strides(), " as the other argument, or contiguous tensors");
   }
 }
 
@@ -167,8 +170,7 @@ void checkApart(const char* operation, std::span<const Slice> outputs, std::span
   }
 }
 
-void checkSumApart(const char* operation, const Slice& output, std::span<const Slice> inputs, int rank) {
-  checkApart(operation, {&output, 1}, inputs, rank);
+void checkInPlace(const char* operation, const Slice& output, std::span<const Slice> inputs, int rank) {
   const Slice& own = inputs[static_cast<std::size_t>(rank)];
   TORCH_CHECK_VALUE(output.data == own.data || !overlap(output, own), operation,
                     ": the output shares memory with a part of the input for rank ", rank,

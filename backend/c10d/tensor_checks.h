@@ -28,6 +28,8 @@ std::vector<at::Tensor> withoutGaps(const std::vector<at::Tensor>& tensors);
 // The same where its dimensions must be in order, too.
 at::Tensor inOrder(const at::Tensor& tensor);
 std::vector<at::Tensor> inOrder(const std::vector<at::Tensor>& tensors);
+// Whether its memory holds its values in the order of `like`: both contiguous, or with the same strides.
+bool hasOrderOf(const at::Tensor& tensor, const at::Tensor& like);
 // Tensors of the dtype of `like`, `count` of them: all contiguous, or all with the strides of `like`.
 void checkList(const char* operation, const char* argument, const std::vector<at::Tensor>& tensors, std::size_t count,
                const at::Tensor& like);
@@ -42,9 +44,9 @@ void checkFlats(const char* operation, const char* argument, const std::vector<a
 // stay where it is. `outputs` and `inputs`: for each rank; one input is for all, one output is what all give.
 void checkApart(const char* operation, std::span<const collective::Slice> outputs,
                 std::span<const collective::Slice> inputs, int rank);
-// The same of an output that what all give is reduced into: a part of what this rank gives itself is no place for it.
-void checkSumApart(const char* operation, const collective::Slice& output, std::span<const collective::Slice> inputs,
-                   int rank);
+// Beside that, of what is reduced: the output is all of what this rank gives itself, in place, or none of it.
+void checkInPlace(const char* operation, const collective::Slice& output, std::span<const collective::Slice> inputs,
+                  int rank);
 // As checkApart for several at once, each of which is also apart from the others.
 struct Apart {
   std::vector<collective::Slice> outputs;

@@ -7,8 +7,8 @@ namespace farandole {
 // `timeout` after `from`; the end of time where it is too long for the clock, as a timedelta of a thousand years is.
 inline std::chrono::steady_clock::time_point deadlineAfter(std::chrono::steady_clock::time_point from,
                                                            std::chrono::milliseconds timeout) {
-  constexpr auto kEnd = std::chrono::steady_clock::time_point::max();
-  return timeout < std::chrono::floor<std::chrono::milliseconds>(kEnd - from) ? from + timeout : kEnd;
+  constexpr std::chrono::milliseconds kLongest = std::chrono::hours(24 * 365 * 200);  // of the clock's 292 years
+  return timeout < kLongest ? from + timeout : std::chrono::steady_clock::time_point::max();
 }
 
 inline std::chrono::steady_clock::time_point deadlineIn(std::chrono::milliseconds timeout) {
