@@ -37,6 +37,9 @@ class BucketIssuer {
   // Issues all groups whose turn it is.
   void issue(const InputsOf& inputsOf);
 
+  std::size_t bucketGroups() const { return bucketGroups_.size(); }
+  int bucketGroupOf(int parameter) const { return bucketGroupOf_[parameter]; }
+
   // Whether the parameter's gradient may be among the inputs of its bucket.
   bool takesInput(int parameter) const { return bucketGroups_[bucketGroupOf_[parameter]].takesInputs(); }
 

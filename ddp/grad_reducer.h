@@ -141,6 +141,8 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   // Whether the gradient that has come need not be in its buffer to be reduced.
   bool borrows(int parameter) const;
   std::string troubleOf(const std::vector<int>& unused, RoundEnd end) const;
+  // Those that must not be unused.
+  std::vector<int> wrongOf(const std::vector<int>& unused) const;
   // With mutex_ free, since the store is asked: throws why the group was abandoned if it was, else this.
   [[noreturn]] void throwWithReason(const std::exception_ptr& failure);
 
@@ -160,7 +162,8 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   std::vector<int> expected_;  // by parameter: gradients in a round
   std::vector<int> arrived_;
   std::vector<char> ready_;
-  std::vector<char> touched_;  // has got a gradient since the last round, also where that did not synchronize
+  std::vector<char> touched_;      // has got a gradient since the last round, also where that did not synchronize
+  std::vector<char> isGroupUsed_;  // by bucket group: has got a gradient in any round
   std::size_t readyCount_ = 0;
   bool isCounting_ = false;   // this round finds out what is expected
   bool hasArrivals_ = false;  // the round was driven by gradients

@@ -74,6 +74,7 @@ GradReducer::GradReducer(DataParallelGroups groups, std::shared_ptr<ModelBuffers
       arrived_(parameters_.size(), 0),
       ready_(parameters_.size(), 0),
       touched_(parameters_.size(), 0),
+      isGroupUsed_(issuer_.bucketGroups(), 0),
       isCounting_(options.isGraphStatic),
       report_(groups_, options.unused == UnusedParameters::kSkip ? parameters_.size() : 0) {}
 

@@ -36,6 +36,7 @@ std::vector<int> GradReducer::markRest(RoundEnd end) {
   c10::NoGradGuard noGrad;
   for (size_t p = 0; p < ready_.size(); ++p) {
     const int parameter = static_cast<int>(p);
+    if (arrived_[p] > 0) isGroupUsed_[issuer_.bucketGroupOf(parameter)] = 1;
     if (ready_[p]) continue;
     if (arrived_[p] == 0) {
       unused.push_back(parameter);
@@ -157,8 +158,21 @@ std::string GradReducer::troubleOf(const std::vector<int>& unused, RoundEnd end)
   if (end == RoundEnd::kAbandoned) return self + describeAbandoned(parameters_, unused, options_.endsWithBackward);
   if (!change_.empty()) return self + change_;
   if (!finding_.empty()) return self + finding_;
-  if (unused.empty() || options_.unused != UnusedParameters::kError) return "";
-  return self + describeUnused(parameters_, unused);
+  const std::vector<int> wrong = wrongOf(unused);
+  if (wrong.empty()) return "";
+  const bool isToldByOption = options_.unused == UnusedParameters::kError;
+  return self + describeUnused(
+                    parameters_, wrong,
+                    isToldByOption ? "pass unused_parameters='zero_fill' or 'skip'" : "pass overlap_grad_reduce=False");
+}
+
+std::vector<int> GradReducer::wrongOf(const std::vector<int>& unused) const {
+  if (options_.unused == UnusedParameters::kError) return unused;
+  std::vector<int> wrong;
+  if (options_.unused != UnusedParameters::kErrorInUsedGroup) return wrong;
+  std::copy_if(unused.begin(), unused.end(), std::back_inserter(wrong),
+               [this](int p) { return isGroupUsed_[issuer_.bucketGroupOf(p)] != 0; });
+  return wrong;
 }
 
 }  // namespace farandole::ddp

@@ -102,7 +102,7 @@ ModelBuffers::ModelBuffers(const Model& model, const DataParallelGroups& groups,
   TORCH_CHECK_VALUE(layout, "farandole.ddp: ", layout.status().toString());
   layout_ = std::move(*layout);
   bucketGroups_ =
-      groupBuckets(layout_, {.isSingle = !options.isBucketed, .quantizedType = static_cast<int>(kQuantizedStorage)});
+      groupBuckets(layout_, {.isSingle = options.inOneGroup, .quantizedType = static_cast<int>(kQuantizedStorage)});
 
   c10::NoGradGuard noGrad;
   for (const BufferLayout& buffer : layout_.buffers) {

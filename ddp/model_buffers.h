@@ -17,7 +17,8 @@ namespace farandole::ddp {
 
 struct BufferOptions {
   std::optional<int64_t> bucketSize = std::nullopt;  // elements; by default max(40e6, 1e6 * ranks), as Megatron-core's
-  bool isBucketed = true;                            // false: one bucket for each buffer, and one group of all
+  bool isBucketed = true;                            // false: one bucket for each buffer
+  bool inOneGroup = false;                           // buckets are reduced all together
   std::optional<at::ScalarType> gradType =
       std::nullopt;      // of the buffers of gradients; by default each parameter's own
   bool sharded = false;  // parameters move into buffers, too, of which each rank owns a part

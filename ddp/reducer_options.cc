@@ -5,7 +5,15 @@
 namespace farandole::ddp {
 namespace {
 
-constexpr const char* kUnusedNames[] = {"error", "zero_fill", "skip"};
+const char* nameOf(UnusedParameters policy) {
+  switch (policy) {
+    case UnusedParameters::kError: return "error";
+    case UnusedParameters::kErrorInUsedGroup: return "error in a used bucket group";
+    case UnusedParameters::kZeroFill: return "zero_fill";
+    case UnusedParameters::kSkip: return "skip";
+  }
+  TORCH_INTERNAL_ASSERT(false, "farandole.ddp: UnusedParameters ", static_cast<int>(policy));
+}
 
 }  // namespace
 
@@ -13,7 +21,8 @@ std::vector<Fact> factsOf(const ReducerOptions& options, const DataParallelGroup
   const auto yes = [](bool value) { return std::string(value ? "True" : "False"); };
   const BufferOptions& buffers = options.buffers;
   return {{"bucket_size", buffers.isBucketed ? std::to_string(bucketSizeOf(buffers, groups)) : "none"},
-          {"unused_parameters", kUnusedNames[static_cast<int>(options.unused)]},
+          {"disable_bucketing", yes(buffers.inOneGroup)},
+          {"unused_parameters", nameOf(options.unused)},
           {"gradient type", buffers.gradType ? at::toString(*buffers.gradType) : "the parameter's"},
           {"use_distributed_optimizer", yes(buffers.sharded)},
           {"pad_buckets_for_high_nccl_busbw", yes(buffers.padForBusBandwidth)},

@@ -13,9 +13,10 @@ namespace farandole::ddp {
 // Either way its bucket is reduced with what it holds (zeros, or what no_sync
 // accumulated), so that no rank waits for ever and all have the same gradients.
 enum class UnusedParameters {
-  kError,     // then throw on every rank, naming them
-  kZeroFill,  // zero counts, and is the gradient where no rank has one
-  kSkip,      // as torch's find_unused_parameters: where no rank has one, `.grad` stays what it was
+  kError,             // then throw on every rank, naming them
+  kErrorInUsedGroup,  // the same, but for groups of buckets that have never got any gradient, as Megatron-core
+  kZeroFill,          // zero counts, and is the gradient where no rank has one
+  kSkip,              // as torch's find_unused_parameters: where no rank has one, `.grad` stays what it was
 };
 
 struct ReducerOptions {

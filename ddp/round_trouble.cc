@@ -51,11 +51,13 @@ std::string describeChange(const std::vector<ModelParameter>& parameters, const 
   return "";
 }
 
-std::string describeUnused(const std::vector<ModelParameter>& parameters, const std::vector<int>& unused) {
+std::string describeUnused(const std::vector<ModelParameter>& parameters, const std::vector<int>& unused,
+                           const std::string& remedy) {
   return std::to_string(unused.size()) + " of " + std::to_string(parameters.size()) +
          " parameters got no gradient in a backward that synchronizes: " + joinNames(parameters, unused) +
          ". They counted as zero, or as what had accumulated before, so that no other rank waits. Where this is "
-         "meant, pass unused_parameters='zero_fill' or 'skip'";
+         "meant, " +
+         remedy;
 }
 
 }  // namespace farandole::ddp

@@ -18,7 +18,8 @@ std::string describeAbandoned(const std::vector<ModelParameter>& parameters, con
 std::string describeChange(const std::vector<ModelParameter>& parameters, const std::vector<int>& retyped,
                            const std::vector<int>& moved);
 
-// It has some, and that is an error.
-std::string describeUnused(const std::vector<ModelParameter>& parameters, const std::vector<int>& unused);
+// It has some, and that is an error. `remedy`: what to do where it is meant.
+std::string describeUnused(const std::vector<ModelParameter>& parameters, const std::vector<int>& unused,
+                           const std::string& remedy);
 
 }  // namespace farandole::ddp

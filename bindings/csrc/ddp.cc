@@ -77,6 +77,7 @@ NamedTensors mainGrads(const ddp::GradReducer& reducer) {
 void bindOptions(py::module_& module) {
   py::enum_<ddp::UnusedParameters>(module, "UnusedParameters")
       .value("error", ddp::UnusedParameters::kError)
+      .value("error_in_used_group", ddp::UnusedParameters::kErrorInUsedGroup)
       .value("zero_fill", ddp::UnusedParameters::kZeroFill)
       .value("skip", ddp::UnusedParameters::kSkip);
 
@@ -103,6 +104,9 @@ void bindOptions(py::module_& module) {
       .def_property(
           "is_bucketed", [](const ddp::ReducerOptions& options) { return options.buffers.isBucketed; },
           [](ddp::ReducerOptions& options, bool isBucketed) { options.buffers.isBucketed = isBucketed; })
+      .def_property(
+          "in_one_group", [](const ddp::ReducerOptions& options) { return options.buffers.inOneGroup; },
+          [](ddp::ReducerOptions& options, bool inOneGroup) { options.buffers.inOneGroup = inOneGroup; })
       .def_property(
           "grad_dtype", [](const ddp::ReducerOptions& options) { return options.buffers.gradType; },
           [](ddp::ReducerOptions& options, std::optional<at::ScalarType> type) { options.buffers.gradType = type; })

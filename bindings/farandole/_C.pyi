@@ -208,6 +208,7 @@ class PipelineExecutor:
 
 class UnusedParameters:
     error: ClassVar[UnusedParameters]
+    error_in_used_group: ClassVar[UnusedParameters]
     zero_fill: ClassVar[UnusedParameters]
     skip: ClassVar[UnusedParameters]
 
@@ -240,6 +241,7 @@ class ReducerOptions:
     in_main_grad: bool
     bucket_size: int | None
     is_bucketed: bool
+    in_one_group: bool
     grad_dtype: torch.dtype | None
     is_sharded: bool
     pads_for_bus_bandwidth: bool

@@ -185,7 +185,7 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters, Ab
             overlap_grad_reduce=overlap_grad_reduce,
         )
         options.bucket_size = bucket_elements(None if tunes else bucket_size, bucket_cap_mb, module)
-        options.is_bucketed = not disable_bucketing
+        options.is_bucketed, options.in_one_group = not disable_bucketing, disable_bucketing
         options.overlaps = overlap_grad_reduce
         options.grad_dtype = torch.float32 if grad_reduce_in_fp32 else None
         options.is_sharded = use_distributed_optimizer

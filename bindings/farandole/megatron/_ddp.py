@@ -68,6 +68,7 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
         self._take_groups(groups, module)
         self.bucket_size = _bucket_size(ddp_config, module, groups, disable_bucketing)
         options = _options(config, ddp_config, self.bucket_size)
+        options.in_one_group = disable_bucketing
         self.params_with_grad = [parameter for parameter in module.parameters() if parameter.requires_grad]
         overlap_param_gather = value_of(ddp_config, "overlap_param_gather")
         fuses = getattr(config, "gradient_accumulation_fusion", False)
@@ -204,6 +205,7 @@ def _options(config: Any, ddp_config: Any, bucket_size: int | None) -> _C.Reduce
     options = _C.ReducerOptions()
     options.in_main_grad = True
     options.ends_with_backward = False
+    options.unused = _C.UnusedParameters.error_in_used_group
     options.broadcasts = False
     options.bucket_size = bucket_size
     options.is_bucketed = bucket_size is not None

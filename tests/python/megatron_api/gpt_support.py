@@ -39,10 +39,12 @@ class Options:
 
 def options_of(rng: random.Random, pipeline: int, experts: int | None, instances: int) -> Options:
     virtual = 2 if pipeline > 1 and rng.random() < 0.4 else None
-    tied, mtp = rng.random() < 0.6, rng.random() < 0.4
-    # On its last stage it then has an output layer without gradient, which is an error with overlap there and here.
-    overlaps = rng.random() < 0.7 and not (tied and mtp and pipeline > 1)
+    tied, mtp, detaches = rng.random() < 0.6, rng.random() < 0.4, rng.random() < 0.5
     sharded = instances > 1 or rng.random() < 0.8
+    # On its last stage it then has an output layer, or an embedding, without gradient. With overlap that is an error
+    # there and here, unless it is a bucket group of its own.
+    leaves_out = mtp and pipeline > 1 and (tied or (detaches and not (sharded and virtual is None)))
+    overlaps = rng.random() < 0.7 and not leaves_out
     per_token = rng.random() < 0.3
     return Options(
         pipeline=pipeline,
@@ -50,7 +52,7 @@ def options_of(rng: random.Random, pipeline: int, experts: int | None, instances
         experts=experts,
         tied=tied,
         mtp=mtp,
-        detaches=rng.random() < 0.5,
+        detaches=detaches,
         dtype=rng.choice([torch.float32, torch.float32, torch.bfloat16]),
         per_token=per_token,
         ddp={

@@ -56,6 +56,32 @@ def test_an_unused_parameter_is_an_error_on_all_ranks_where_reductions_overlap(b
     run_ranks(_unused, 2, backend)
 
 
+def _never_used(rank: int, world_size: int) -> None:
+    collection = support.collection_of(world(), None)
+    module = _Branches()
+    module.left_out.shared_embedding = True  # of multi-token prediction, on the last stage: a bucket of its own
+    model = _wrap(module, collection, overlap_grad_reduce=True, use_distributed_optimizer=True, bucket_size=1)
+    for _ in range(3):
+        model.zero_grad_buffer()
+        model(1.0, both=False).backward()
+        model.finish_grad_sync(force_all_reduce=True)
+        assert module.used.main_grad.tolist() == [1.0] * 3
+        assert module.left_out.main_grad.tolist() == [0.0] * 3
+    for both in (True, False):
+        model.zero_grad_buffer()
+        model(1.0, both=both).backward()
+        if both:
+            model.finish_grad_sync()
+    with pytest.raises(RuntimeError, match=r"'left_out'.*pass overlap_grad_reduce=False"):
+        model.finish_grad_sync()
+    await_all(rank, world_size)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "farandole"])
+def test_a_bucket_group_may_go_unused_until_its_first_gradient(backend):
+    run_ranks(_never_used, 2, backend)
+
+
 def _not_a_number(rank: int, world_size: int) -> None:
     collection = support.collection_of(world(), None)
     for overlap in (False, True):
