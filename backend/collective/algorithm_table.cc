@@ -45,13 +45,13 @@ constexpr std::array kRules = {
     onHost(kReduce, kAny, kAny, kWindows),
     onHost(kBroadcast, upTo(kSlot), kAny, kSlots),
     onHost(kBroadcast, kAny, kAny, kMessages),
-    onHostThatReads(kAllGather, Range{2 * kSmallestRead, 32 << 20}, kTwo, kMemory),
+    onHostThatReads(kAllGather, Range{2 * kSmallestRead, 32 << 20}, kTwo, kMeasured),
     onHost(kAllGather, upTo(2 * kSlot), kTwo, kSlots),
     onHost(kAllGather, kAny, kTwo, kWindows),
     onHost(kAllGather, kAny, kAny, kMemory),
     onHost(kReduceScatter, upTo(2 * kSlot), kTwo, kSlots),
     onHost(kReduceScatter, kAny, kAny, kWindows),
-    onHostThatReads(kAllToAll, Range{kSmallestRead, 16 << 20}, kTwo, kMemory),
+    onHostThatReads(kAllToAll, Range{kSmallestRead, 16 << 20}, kTwo, kMeasured),
     onHost(kAllToAll, upTo(kSlot), kTwo, kSlots),
     onHost(kAllToAll, kAny, kTwo, kWindows),
     onHost(kAllToAll, kAny, kAny, kMemory),
@@ -112,7 +112,7 @@ std::string_view toString(CollectiveKind kind) {
 std::string_view toString(Algorithm algorithm) {
   constexpr std::string_view kNames[] = {
       "flat",          "recursive_doubling", "rabenseifner", "direct",  "ring",   "binomial", "chain",
-      "dissemination", "hierarchical",       "slots",        "windows", "memory", "messages"};
+      "dissemination", "hierarchical",       "slots",        "windows", "memory", "messages", "measured"};
   return kNames[static_cast<std::size_t>(algorithm)];
 }
 

@@ -30,6 +30,7 @@ enum class Algorithm : std::uint8_t {
   // kSmallestRead on.
   kMemory,
   kMessages,  // what has no room in the slots is sent
+  kMeasured,  // of two ranks: kSlots, or kMemory where that is the faster one at present (SwapWays)
 };
 
 // What two ranks read, for each: of 16 KiB a slot and reading cost the same.

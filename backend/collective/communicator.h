@@ -4,6 +4,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -12,6 +13,7 @@
 #include "backend/collective/host_layout.h"
 #include "backend/collective/host_segment.h"
 #include "backend/collective/operation.h"
+#include "backend/collective/swap_ways.h"
 #include "backend/collective/topology.h"
 #include "backend/transport/connections.h"
 
@@ -204,6 +206,7 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   bool asked_ = false;                             // the watch, about operations whose time is over
   std::unique_ptr<HostSegment> host_;              // of the ranks of this host, when there are two or more
   std::vector<transport::PeerId> hostNeighbours_;  // the others of them
+  std::optional<SwapWays> swapWays_;
   Topology topology_;
   std::deque<ProgramOperation*> turns_;  // the first one runs
   Operation* pending_ = nullptr;         // the head of the list, oldest last

@@ -72,6 +72,7 @@ Status Communicator::connectHost(transport::Clock::time_point deadline, std::siz
   if (!aborted_) return aborted_;
   host_ = std::move(host);
   topology_.segment = host_.get();
+  if (host_->size() == 2) topology_.swapWays = &swapWays_.emplace(*host_);
   return Status::ok();
 }
 

@@ -217,8 +217,10 @@ void reduceScatterOnHost(Program& program, const Topology& topology, const Reduc
       if (from != rank) program.claim(host.window(from, i) + rank * pieceBytes, lengthOf(rank, i));
     }
   };
+  const std::size_t pieces = numPieces(longest, pieceBytes);
+  const HostTurn turn = beginTurn(program, host, contract, Rounds::steps(pieces));
   passWindows(
-      program, host, contract, numPieces(longest, pieceBytes), putIn, [](std::size_t) {}, reduce);
+      program, turn, pieces, putIn, [](std::size_t) {}, reduce);
 }
 
 }  // namespace farandole::collective

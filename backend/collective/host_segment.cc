@@ -1,5 +1,6 @@
 #include "backend/collective/host_segment.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "backend/common/settings.h"
@@ -9,6 +10,7 @@ namespace farandole::collective {
 namespace {
 
 constexpr std::size_t kPage = 4096;
+constexpr int kToldBits = 16;
 
 std::size_t roundUp(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
@@ -69,6 +71,23 @@ void HostSegment::abort(int rank, std::string_view reason) {
   noteReason(reason);
   int nobody = 0;
   line(0).abortedBy.compare_exchange_strong(nobody, rank + 1);
+}
+
+// Both the turn, counted from 1, and what is told. Those that are still in the turn before do not look at the older
+// one: the newer is from before their turn. Who tells has met them in that.
+void HostSegment::tellForLater(HostTurn turn, std::uint16_t what) {
+  auto& [first, second] = line(0).told;
+  auto& older = first.load(std::memory_order_relaxed) < second.load(std::memory_order_relaxed) ? first : second;
+  older.store((turn.base + 1) << kToldBits | what, std::memory_order_relaxed);
+}
+
+std::uint16_t HostSegment::toldBefore(HostTurn turn) const {
+  std::uint64_t last = 0;
+  for (const auto& told : line(0).told) {
+    const std::uint64_t one = told.load(std::memory_order_relaxed);
+    if (one >> kToldBits <= turn.base) last = std::max(last, one);
+  }
+  return static_cast<std::uint16_t>(last);
 }
 
 transport::Reading HostSegment::reading() {

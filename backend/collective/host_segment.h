@@ -119,6 +119,11 @@ class HostSegment {
   void setContract(HostTurn turn, const Contract& contract) { line(index_).contracts[turn.parity] = contract; }
   const Contract& contract(int index, HostTurn turn) const { return line(index).contracts[turn.parity]; }
 
+  // What the first rank tells for all turns after this one, before its first signal of this; and the last that it told
+  // in a turn before this one, or 0, once this rank has begun it: the same on all.
+  void tellForLater(HostTurn turn, std::uint16_t what);
+  std::uint16_t toldBefore(HostTurn turn) const;
+
   // How this rank reads the memory of the others' processes, once it has heard of all: the worst of it. And the worst
   // that any rank has told, the same for all; unknown until all have.
   void tellReading(transport::Reading reading) { line(index_).reading.store(reading); }
@@ -141,9 +146,10 @@ class HostSegment {
   static constexpr std::size_t kReasonBytes = 2048;
   struct alignas(64) Line {
     std::atomic<std::uint64_t> counter;
-    std::atomic<int> abandonedFor;  // 0: it goes on; else the culprit, plus 2
-    std::atomic<int> abortedBy;     // of the first line alone, for all: the rank, plus 1; or 0
-    std::uint64_t windowBytes;      // of the first line alone, for all
+    std::atomic<int> abandonedFor;       // 0: it goes on; else the culprit, plus 2
+    std::atomic<int> abortedBy;          // of the first line alone, for all: the rank, plus 1; or 0
+    std::uint64_t windowBytes;           // of the first line alone, for all
+    std::atomic<std::uint64_t> told[2];  // the same: each time the older one is written
     Contract contracts[2];
     char reason[kReasonBytes];  // ends with a zero
     std::atomic<transport::Reading> reading;

@@ -86,6 +86,20 @@ void Program::call(std::function<void()> work) {
   calls_.push_back(std::move(work));
 }
 
+void Program::later(std::function<void(Program&)> build) {
+  steps_.push_back({Kind::kLater, 0, nullptr, nullptr, later_.size(), 0, nullptr});
+  later_.push_back(std::move(build));
+}
+
+void Program::buildLater(std::size_t place) {
+  const auto next = steps_.begin() + static_cast<std::ptrdiff_t>(place) + 1;
+  const std::vector<Step> rest(next, steps_.end());
+  const std::size_t build = steps_[place].size;
+  steps_.resize(place + 1);
+  later_[build](*this);
+  steps_.insert(steps_.end(), rest.begin(), rest.end());
+}
+
 std::byte* Program::scratch(std::size_t bytes) {
   return scratch_.emplace_back(BufferPool::instance().take(bytes)).data();
 }
@@ -115,7 +129,10 @@ void Program::setContract(HostTurn turn, const Contract& contract) {
 }
 
 void Program::meet(HostTurn turn, int index) {
-  steps_.push_back({Kind::kMeet, index, nullptr, nullptr, turn.base + 1, contracts_.size() - 1, nullptr});
+  const auto contract =
+      std::ranges::find(contracts_, turn.base, [](const auto& contract) { return contract.first.base; });
+  const auto place = static_cast<std::size_t>(contract - contracts_.begin());
+  steps_.push_back({Kind::kMeet, index, nullptr, nullptr, turn.base + 1, place, nullptr});
 }
 
 void Program::offer(HostTurn turn, int entry, Offer::Way way, const void* data, std::size_t bytes, std::size_t place) {
@@ -296,6 +313,7 @@ bool ProgramOperation::postNext() {
         worked += step.size * step.elementSize;
         break;
       case Program::Kind::kCall: program_.calls_[step.size](); break;
+      case Program::Kind::kLater: program_.buildLater(next_); break;
       case Program::Kind::kWait: ++next_; return true;
       case Program::Kind::kWaitFor:
         if (messages_[step.size].isPending) {

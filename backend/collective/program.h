@@ -42,6 +42,8 @@ class Program {
   void finish(ReduceFunction function, void* data, int parts, std::size_t count);
   // Anything else that is local, with the transport held; throws nothing.
   void call(std::function<void()> work);
+  // What is built only once the program has come here, of steps that post no messages.
+  void later(std::function<void(Program&)> build);
 
   // Over the memory that the ranks of a host share. A program that uses it runs
   // when those before it have ended, and takes its turn when it is built.
@@ -89,6 +91,7 @@ class Program {
     kReduce,
     kReduceAndCopy,
     kCall,
+    kLater,
     kTell,
     kSignal,
     kAwait,
@@ -115,7 +118,11 @@ class Program {
   std::vector<Step> steps_;
   std::vector<const void*> sources_;
   std::vector<std::function<void()>> calls_;
+  std::vector<std::function<void(Program&)>> later_;
   std::vector<BufferPool::Buffer> scratch_;
+  // The step `place`, which is kLater: its steps follow it.
+  void buildLater(std::size_t place);
+
   int numMessages_ = 0;
   HostSegment* host_ = nullptr;
   std::vector<std::pair<HostTurn, Contract>> contracts_;

@@ -32,7 +32,8 @@ TEST(AlgorithmTable, SomeRuleFitsEverySituation) {
 constexpr auto kAllKinds = {CollectiveKind::kAllReduce,     CollectiveKind::kReduce,   CollectiveKind::kBroadcast,
                             CollectiveKind::kAllGather,     CollectiveKind::kGather,   CollectiveKind::kScatter,
                             CollectiveKind::kReduceScatter, CollectiveKind::kAllToAll, CollectiveKind::kBarrier};
-constexpr auto kOnHost = {Algorithm::kSlots, Algorithm::kWindows, Algorithm::kMemory, Algorithm::kMessages};
+constexpr auto kOnHost = {Algorithm::kSlots, Algorithm::kWindows, Algorithm::kMemory, Algorithm::kMessages,
+                          Algorithm::kMeasured};
 
 bool isOnHost(Algorithm algorithm) { return std::ranges::count(kOnHost, algorithm) > 0; }
 
@@ -48,6 +49,7 @@ bool exists(CollectiveKind kind, Algorithm algorithm, int ranks) {
     case Algorithm::kWindows: return reduces || (ranks == 2 && isForAll);
     case Algorithm::kMemory: return isForAll || kind == kGather || kind == kScatter;
     case Algorithm::kMessages: return isForAll || kind == kGather || kind == kScatter || kind == kBroadcast;
+    case Algorithm::kMeasured: return ranks == 2 && isForAll;
     default: return false;
   }
 }
@@ -56,7 +58,8 @@ TEST(AlgorithmTable, RanksThatShareMemoryUseItWhateverIsSet) {
   for (const CollectiveKind kind : kAllKinds) {
     if (kind == CollectiveKind::kBarrier) continue;  // has no choice there
     std::vector<std::string> texts = {""};
-    for (const auto* algorithm : {"slots", "windows", "memory", "messages", "flat", "ring", "direct", "hierarchical"}) {
+    for (const auto* algorithm :
+         {"slots", "windows", "memory", "messages", "measured", "flat", "ring", "direct", "hierarchical"}) {
       texts.push_back(std::string(toString(kind)) + "=" + algorithm);
     }
     for (const std::string& text : texts) {
@@ -102,7 +105,7 @@ TEST(AlgorithmTable, AnOverrideCountsInItsRangeOnly) {
   EXPECT_EQ(table.choose(CollectiveKind::kBroadcast, {4097, 2, 2, 1}), Algorithm::kBinomial);
 }
 
-TEST(AlgorithmTable, TwoRanksThatSwapReadWhereThatIsCheapUnlessSomethingElseIsSet) {
+TEST(AlgorithmTable, TwoRanksThatSwapMeasureWhereReadingIsCheapUnlessSomethingElseIsSet) {
   const AlgorithmTable plain;
   const AlgorithmTable overridden = AlgorithmTable::withOverrides("all_gather=windows,all_to_all=windows").value();
   for (const CollectiveKind kind : kAllKinds) {
@@ -110,7 +113,7 @@ TEST(AlgorithmTable, TwoRanksThatSwapReadWhereThatIsCheapUnlessSomethingElseIsSe
     const bool isSwap = kind == CollectiveKind::kAllGather || kind == CollectiveKind::kAllToAll;
     const Situation passes{1 << 20, 2, 1, 2};
     const Situation reads{1 << 20, 2, 1, 2, /*readsCheaply=*/true};
-    EXPECT_EQ(plain.choose(kind, reads), isSwap ? Algorithm::kMemory : plain.choose(kind, passes)) << toString(kind);
+    EXPECT_EQ(plain.choose(kind, reads), isSwap ? Algorithm::kMeasured : plain.choose(kind, passes)) << toString(kind);
     if (!isSwap) continue;
     EXPECT_EQ(plain.choose(kind, passes), Algorithm::kWindows);
     EXPECT_EQ(overridden.choose(kind, reads), Algorithm::kWindows);
@@ -149,7 +152,7 @@ TEST(AlgorithmTable, TheDescriptionHasALineForEachRuleAndTellsOverrides) {
   EXPECT_EQ(plain.size(), rules);
   EXPECT_EQ(std::ranges::count(plain,
                                "all_to_all: 32768 to 16777216 bytes, 2 ranks, 1 host, 2 ranks or more on a host: "
-                               "memory, where reading is cheap"),
+                               "measured, where reading is cheap"),
             1);
   EXPECT_EQ(plain[0], "all_reduce: up to 8192 bytes, 2 ranks, 1 host, 2 ranks or more on a host: slots");
   const auto lines = AlgorithmTable::withOverrides("all_reduce:64K-=ring,all_gather:-4K=slots").value().describe();

@@ -1,0 +1,142 @@
+#include "backend/collective/host_swap.h"
+
+#include <algorithm>
+
+#include "backend/collective/host_pipeline.h"
+#include "backend/collective/swap_ways.h"
+
+namespace farandole::collective {
+namespace {
+
+// Of a part from here on nothing is in the caches anyhow when it is next looked at: what is taken and kept goes past
+// them (8 MiB for each 1.6 ms -> 1.4, 32 MiB 7.7 -> 6.3; 2 MiB 0.2 -> 0.35).
+constexpr std::size_t kStreamedPartBytes = 8 << 20;
+
+// A swap in its turn. Each way ends with the turn's last step.
+class SwapInTurn {
+ public:
+  // `ways`: where it is measured; else null.
+  SwapInTurn(Program& program, HostSegment& host, HostTurn turn, std::uint64_t steps, const Swap& swap, SwapWays* ways)
+      : program_(program), host_(host), turn_(turn), end_(turn.base + steps), swap_(swap), ways_(ways) {}
+
+  void throughSlots() {
+    program_.copy(host_.slot(rank(), turn_), swap_.input.data, swap_.input.bytes);
+    program_.signal(end_);  // nobody waits for a slot to be read, but the turn after the next one
+    keepAll();
+    meet();
+    program_.copyAndClaim(swap_.output.data, host_.slot(1 - rank(), turn_), swap_.output.bytes);
+  }
+
+  // Each one's window is for the other.
+  void throughWindows() {
+    const std::size_t longest = longestOf(swap_);
+    const std::size_t pieceBytes = host_.windowBytes();
+    const std::size_t pieces = numPieces(longest, pieceBytes);
+    const bool isStreamed = longest >= kStreamedPartBytes;
+    const auto putIn = [&](std::size_t i) {
+      const Slice piece = pieceOf(swap_.input, i, pieceBytes);
+      program_.copy(host_.window(rank(), i), piece.data, piece.bytes);
+    };
+    const auto keep = [&](std::size_t i) {
+      const Slice to = pieceOf(swap_.kept, i, pieceBytes);
+      const std::byte* const from = pieceOf(swap_.keptInput, i, pieceBytes).data;
+      isStreamed ? program_.stream(to.data, from, to.bytes) : program_.copy(to.data, from, to.bytes);
+      if (i == std::min<std::size_t>(1, pieces - 1)) pause();  // who takes the first comes next
+    };
+    const auto take = [&](std::size_t i) {
+      if (i == 0) resume();
+      const Slice piece = pieceOf(swap_.output, i, pieceBytes);
+      std::byte* const window = host_.window(1 - rank(), i);
+      if (!isStreamed) return program_.copyAndClaim(piece.data, window, piece.bytes);
+      program_.stream(piece.data, window, piece.bytes);
+      program_.claim(window, piece.bytes);
+    };
+    passWindows(program_, turn_, pieces, putIn, keep, take);
+    const std::size_t rest = std::min(pieces * pieceBytes, swap_.kept.bytes);
+    program_.copy(swap_.kept.data + rest, swap_.keptInput.data + rest, swap_.kept.bytes - rest);
+  }
+
+  void byReading() {
+    program_.offer(turn_, 0, Offer::Way::kMemory, swap_.input.data, swap_.input.bytes, 0);
+    program_.signal(turn_.base + 1);
+    keepAll();
+    meet();
+    program_.take(turn_, 1 - rank(), 0, swap_.output.data, swap_.output.bytes, /*isOnlyReader=*/true);
+    program_.signal(end_);
+    program_.awaitRank(1 - rank(), end_);
+  }
+
+  static std::size_t longestOf(const Swap& swap) { return std::max(swap.output.bytes, swap.input.bytes); }
+
+ private:
+  int rank() const { return host_.index(); }
+  // The own part is copied while the other one may not have come yet.
+  void keepAll() { program_.copy(swap_.kept.data, swap_.keptInput.data, swap_.kept.bytes); }
+  void meet() {
+    pause();
+    program_.meet(turn_);
+    resume();
+  }
+  void pause() {
+    if (ways_ != nullptr) program_.call([ways = ways_] { ways->pause(); });
+  }
+  void resume() {
+    if (ways_ != nullptr) program_.call([ways = ways_] { ways->resume(); });
+  }
+
+  Program& program_;
+  HostSegment& host_;
+  const HostTurn turn_;
+  const std::uint64_t end_;
+  const Swap swap_;
+  SwapWays* const ways_;
+};
+
+bool hasRoom(const Swap& swap) { return SwapInTurn::longestOf(swap) <= HostSegment::kSlotBytes; }
+
+std::uint64_t stepsThroughWindows(const HostSegment& host, const Swap& swap) {
+  return Rounds::steps(numPieces(SwapInTurn::longestOf(swap), host.windowBytes()));
+}
+
+// Which way is known when the turn comes.
+void swapMeasured(Program& program, HostSegment& host, SwapWays& ways, const Contract& contract, const Swap& swap) {
+  const std::uint64_t steps = hasRoom(swap) ? 2 : stepsThroughWindows(host, swap);
+  const HostTurn turn = beginTurn(program, host, contract, steps);
+  program.later([&host, &ways, turn, steps, swap](Program& rest) {
+    const bool passes = ways.passes(turn, SwapInTurn::longestOf(swap));
+    SwapInTurn one(rest, host, turn, steps, swap, ways.measures() ? &ways : nullptr);
+    if (!passes) {
+      one.byReading();
+    } else if (hasRoom(swap)) {
+      one.throughSlots();
+    } else {
+      one.throughWindows();
+    }
+    if (ways.measures()) rest.call([&ways] { ways.end(); });
+  });
+}
+
+}  // namespace
+
+bool isSwap(HostSegment& host, Algorithm algorithm) {
+  return host.size() == 2 && algorithm != Algorithm::kMessages &&
+         (algorithm != Algorithm::kMemory || host.everybodyReads());
+}
+
+void swapOnHost(Program& program, const Topology& topology, Algorithm algorithm, Contract contract, const Swap& swap) {
+  HostSegment& host = *topology.wholeSegment();
+  contract.given = swap.input.bytes;
+  contract.wanted = swap.output.bytes;
+  const bool canRead = host.everybodyReads() && SwapInTurn::longestOf(swap) >= kSmallestRead;
+  if (algorithm == Algorithm::kMeasured && canRead) {
+    return swapMeasured(program, host, *topology.swapWays, contract, swap);
+  }
+  const auto begin = [&](std::uint64_t steps) {
+    return SwapInTurn(program, host, beginTurn(program, host, contract, steps), steps, swap, nullptr);
+  };
+  if (algorithm == Algorithm::kMemory && canRead) return begin(2).byReading();
+  if (algorithm != Algorithm::kWindows && hasRoom(swap)) return begin(1).throughSlots();
+  begin(stepsThroughWindows(host, swap)).throughWindows();
+}
+
+}  // namespace farandole::collective

@@ -1,0 +1,123 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <random>
+
+#include "backend/common/faster_way.h"
+#include "tests/backend/collective/communicators.h"
+#include "tests/backend/collective/slices.h"
+
+namespace farandole::collective {
+namespace {
+
+using namespace std::chrono_literals;
+using testing::Group;
+using testing::sliceOf;
+using testing::slicesOf;
+using testing::TestOperation;
+using Data = std::vector<std::byte>;
+
+// What two ranks give each other, of which the longer one has so many bytes.
+struct Swap {
+  bool isAllGather;
+  std::vector<Data> given[2];
+  std::vector<Data> taken[2];
+
+  Swap(std::mt19937_64& random, std::size_t longest) : isAllGather(random() % 2 == 0) {
+    const std::size_t other = random() % 2 == 0 ? longest : random() % longest;
+    for (int rank = 0; rank < 2; ++rank) {
+      for (int to = 0; to < 2; ++to) {
+        Data& data = given[rank].emplace_back(rank == to ? longest / 2 : rank == 0 ? longest : other);
+        std::ranges::generate(data, [&] { return static_cast<std::byte>(random()); });
+      }
+      if (isAllGather) given[rank].erase(given[rank].begin() + rank);
+    }
+    for (int rank = 0; rank < 2; ++rank) {
+      for (int from = 0; from < 2; ++from) taken[rank].emplace_back(expected(rank, from).size());
+    }
+  }
+
+  const Data& expected(int rank, int from) const { return given[from][isAllGather ? 0 : rank]; }
+  void build(Program& program, const Topology& t) {
+    if (isAllGather) return allGather(program, t, sliceOf(given[t.rank][0]), slicesOf(taken[t.rank]));
+    allToAll(program, t, slicesOf(taken[t.rank]), slicesOf(given[t.rank]));
+  }
+  bool hasArrived() const {
+    for (int rank = 0; rank < 2; ++rank) {
+      for (int from = 0; from < 2; ++from) {
+        if (taken[rank][from] != expected(rank, from)) return false;
+      }
+    }
+    return true;
+  }
+};
+
+// Runs them at once, up to three in one program, so that slots, windows and counters are used again.
+void run(const Group& group, std::mt19937_64& random, std::vector<Swap>& swaps) {
+  std::vector<std::shared_ptr<TestOperation>> operations;
+  for (std::size_t i = 0; i < swaps.size();) {
+    const std::size_t end = std::min(i + 1 + random() % 3, swaps.size());
+    for (int rank = 0; rank < 2; ++rank) {
+      Program program;
+      for (std::size_t j = i; j < end; ++j) swaps[j].build(program, group[rank]->topology());
+      operations.push_back(TestOperation::launch(group[rank], std::move(program), static_cast<std::uint32_t>(i)));
+    }
+    i = end;
+  }
+  for (auto& operation : operations) {
+    ASSERT_TRUE(operation->wait(transport::Clock::now() + 60s));
+    ASSERT_TRUE(operation->status()) << operation->status().toString();
+  }
+  for (const Swap& swap : swaps) ASSERT_TRUE(swap.hasArrived());
+}
+
+TEST(HostSwap, WhatGoesBothWaysInTurnsArrives) {
+  const std::uint64_t seed = std::random_device{}();
+  SCOPED_TRACE("seed " + std::to_string(seed));
+  std::mt19937_64 random(seed);
+  Group group(2, Group::kReading);
+  constexpr std::size_t kSizes[] = {32 << 10, 64 << 10, 65'537, 200'001, 1'000'000};
+  for (int round = 0; round < 12; ++round) {
+    std::vector<Swap> swaps;
+    for (int i = 0; i < 20; ++i) swaps.emplace_back(random, kSizes[random() % std::size(kSizes)]);
+    ASSERT_NO_FATAL_FAILURE(run(group, random, swaps));
+  }
+}
+
+TEST(HostSwap, TheOtherWayIsTriedAfterAPause) {
+  std::mt19937_64 random(1);
+  Group group(2, Group::kReading);
+  const auto toldLast = [&](int rank) { return group[rank]->topology().segment->toldBefore({1 << 30, 0}); };
+  const auto swapOne = [&] {
+    std::vector<Swap> swaps;
+    swaps.emplace_back(random, 100'000);
+    run(group, random, swaps);
+  };
+  for (unsigned i = 0; i < FasterWay::kFirstPause; ++i) {
+    swapOne();
+    EXPECT_EQ(toldLast(0), 0) << i;
+  }
+  for (unsigned i = 0; i < FasterWay::kTried; ++i) {
+    swapOne();
+    EXPECT_NE(toldLast(0), 0) << i;
+    EXPECT_EQ(toldLast(1), toldLast(0));
+  }
+}
+
+TEST(HostSwap, WhatIsToldInATurnCountsFromTheNextOneOn) {
+  auto memory = HostSegment::create(2, HostSegment::kSmallestWindow).value();
+  HostSegment first(std::move(memory), 0, 2);
+  EXPECT_EQ(first.toldBefore({0, 0}), 0);
+  first.tellForLater({0, 0}, 7);
+  EXPECT_EQ(first.toldBefore({0, 0}), 0);
+  EXPECT_EQ(first.toldBefore({1, 1}), 7);
+  first.tellForLater({4, 0}, 0xffff);
+  EXPECT_EQ(first.toldBefore({4, 0}), 7) << "the other rank may still be in it";
+  EXPECT_EQ(first.toldBefore({5, 0}), 0xffff);
+  first.tellForLater({9, 0}, 0);
+  EXPECT_EQ(first.toldBefore({9, 0}), 0xffff);
+  EXPECT_EQ(first.toldBefore({10, 0}), 0);
+}
+
+}  // namespace
+}  // namespace farandole::collective

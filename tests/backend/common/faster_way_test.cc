@@ -1,0 +1,86 @@
+#include "backend/common/faster_way.h"
+
+#include <gtest/gtest.h>
+
+#include <array>
+#include <random>
+
+namespace farandole {
+namespace {
+
+// One that is told what it costs to go either way; which it takes.
+struct Walker {
+  std::array<std::uint64_t, 2> costs;
+  FasterWay ways = {};
+
+  bool go(double factor = 1) {
+    const bool way = ways.next();
+    ways.note(way, static_cast<std::uint64_t>(static_cast<double>(costs[way]) * factor));
+    return way;
+  }
+  int goMany(int times) {
+    int second = 0;
+    for (int i = 0; i < times; ++i) second += go() ? 1 : 0;
+    return second;
+  }
+};
+
+constexpr int kRound = FasterWay::kFirstPause + FasterWay::kTried + 1;  // until the first has been tried
+
+TEST(FasterWay, TheFasterOneIsFoundAndStaysAllButFew) {
+  Walker first{{100, 150}};
+  EXPECT_EQ(first.goMany(kRound), FasterWay::kTried);
+  EXPECT_LT(first.goMany(100'000), 500);
+  Walker second{{150, 100}};
+  second.goMany(kRound);
+  EXPECT_TRUE(second.go());
+  EXPECT_GT(second.goMany(100'000), 99'500);
+}
+
+TEST(FasterWay, WhatBecomesTheFasterOneIsFoundWithinALongPause) {
+  Walker walker{{100, 150}};
+  walker.goMany(100'000);
+  for (const auto& costs : {std::array<std::uint64_t, 2>{300, 150}, {100, 150}, {100, 50}}) {
+    walker.costs = costs;
+    walker.goMany(FasterWay::kLongestPause + kRound);
+    EXPECT_EQ(walker.go(), costs[1] < costs[0]);
+    walker.goMany(10'000);
+  }
+}
+
+TEST(FasterWay, NobodyChangesForLittle) {
+  Walker walker{{100, 96}};
+  EXPECT_LT(walker.goMany(10'000), 200);
+}
+
+TEST(FasterWay, WhatOtherProgramsHoldUpDoesNotCount) {
+  std::mt19937_64 random(std::random_device{}());
+  Walker walker{{100, 150}};
+  int second = 0;
+  for (int i = 0; i < 100'000; ++i) second += walker.go(random() % 4 == 0 ? 5 : 1) ? 1 : 0;
+  EXPECT_LT(second, 5'000);
+}
+
+TEST(FasterWay, TheCostOfOneMayBeToldAfterTheNextHasBegun) {
+  FasterWay ways;
+  bool before = ways.next();
+  int second = 0;
+  for (int i = 0; i < 10'000; ++i) {
+    const bool way = ways.next();
+    ways.note(before, before ? 50 : 100);
+    second += way ? 1 : 0;
+    before = way;
+  }
+  EXPECT_GT(second, 9'900);
+}
+
+TEST(FasterWay, WhatWasNeverToldIsNotFaster) {
+  FasterWay ways;
+  for (int i = 0; i < 100; ++i) {
+    if (const bool way = ways.next(); !way) ways.note(way, 100);
+  }
+  EXPECT_FALSE(ways.next());
+}
+
+}  // namespace
+}  // namespace farandole
