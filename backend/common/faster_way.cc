@@ -17,7 +17,7 @@ bool FasterWay::next() {
   const std::uint64_t other = least(!way_);
   constexpr std::uint64_t kWorthIt = 16;  // the part by which it has to be faster
   const bool isFaster = other < least(way_) - least(way_) / kWorthIt;
-  pause_ = isFaster ? kFirstPause : std::min(2 * pause_, kLongestPause);
+  pause_ = isFaster ? kFirstPause : std::min(4 * pause_, kLongestPause);
   place_ = 1;
   return way_ = way_ != isFaster;
 }

@@ -17,7 +17,7 @@ class FasterWay {
   void note(bool way, std::uint64_t cost);
 
   // How many go one way before others are tried: the more, the longer that has been the faster one.
-  static constexpr unsigned kFirstPause = 16;
+  static constexpr unsigned kFirstPause = 4;
   static constexpr unsigned kLongestPause = 1024;
   static constexpr unsigned kTried = 4;
 

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <span>
 
+#include "backend/transport/shm/pull_ways.h"
+
 namespace farandole::transport {
 
 // How large one direction between two processes is.
@@ -66,12 +68,13 @@ struct alignas(64) TransferSlot {
   std::atomic<std::uint64_t> taken;     // fragments
 };
 
-// What the reader tells the writer.
+// What the two tell each other beside the cells.
 struct RingHeader {
   alignas(64) std::atomic<std::uint64_t> cellsRead;
   std::atomic<std::uint64_t> payloadRead;
   alignas(64) std::atomic<std::uint32_t> writerWaits;
   std::array<TransferSlot, kTransferSlots> slots;
+  alignas(64) PullWays::Told pullWays;  // by the writer
 };
 
 std::size_t ringBytes(RingShape shape);
@@ -89,6 +92,7 @@ class RingWriter {
   // The same of a cell with so many bytes; who looks `again` by itself is not told.
   bool hasRoom(std::size_t bytes, bool again);
   TransferSlot& slot(std::size_t index) const { return header_->slots[index]; }
+  PullWays::Told& pullWays() const { return header_->pullWays; }
   std::uint32_t payloadBytes() const { return shape_.payloadBytes; }
 
  private:
@@ -124,6 +128,7 @@ class RingReader {
   // Gives its room back. True when the writer waits for room and has to be woken up.
   bool pop();
   TransferSlot& slot(std::size_t index) const { return header_->slots[index]; }
+  PullWays::Told& pullWays() const { return header_->pullWays; }
 
  private:
   RingHeader* header_ = nullptr;

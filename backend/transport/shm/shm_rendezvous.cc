@@ -9,8 +9,10 @@
 namespace farandole::transport {
 namespace {
 
+using Clock = std::chrono::steady_clock;
+
 // From here on the sender helps; below one call by the receiver does it.
-constexpr std::size_t kSharedBytes = 64 << 10;
+constexpr std::size_t kSharedBytes = PullWays::kSmallest;
 // What the sender puts into the ring at once, and how many of these the receiver copies at once.
 constexpr std::size_t kFragmentBytes = 16 << 10;
 constexpr std::size_t kFragmentsPerCopy = 16;
@@ -112,6 +114,13 @@ void ShmTransport::pull(Link& link, Request& request, const Unexpected& message)
       return request.finish(std::move(status));
     }
   }
+  const bool isMeasured = !isOver && this->isMeasured(link, message.bytes);
+  bool isEager = link.reading == Reading::kCheap && message.bytes <= kMostEager;
+  if (isMeasured) {
+    const bool leads = meetingPoint_.token() < link.token;
+    PullWays::Told& told = leads ? link.writer.pullWays() : link.reader.pullWays();
+    isEager = link.pullWays.readsAtOnce(message.bytes, told, leads);
+  }
   const std::uint32_t id = takeEntry(pulls_, freePulls_);
   Pull& pull = pulls_[id];
   pull = {.request = &request,
@@ -122,7 +131,9 @@ void ShmTransport::pull(Link& link, Request& request, const Unexpected& message)
           .slot = static_cast<std::uint16_t>(message.slot),
           .isStreamed = !canRead(link.reading),
           .isOver = isOver,
-          .isEager = link.reading == Reading::kCheap && message.bytes <= kMostEager,
+          .isEager = isEager,
+          .isMeasured = isMeasured,
+          .begun = isMeasured ? Clock::now() : Clock::time_point(),
           .patience = kCallsForFirst};
   request.handle = &request;
   if (pull.isEager) ++numEager_;
@@ -135,6 +146,11 @@ void ShmTransport::pull(Link& link, Request& request, const Unexpected& message)
   }
 }
 
+bool ShmTransport::isMeasured(const Link& link, std::size_t bytes) const {
+  return options_.singleCopy == ShmOptions::SingleCopy::kAuto && link.reading == Reading::kCheap &&
+         bytes >= PullWays::kSmallest && bytes <= kMostEager;
+}
+
 Status ShmTransport::readMemory(PeerId peer, void* to, const void* from, std::size_t bytes) {
   return copyFromProcess(links_[static_cast<std::uint32_t>(peer)].pid, static_cast<std::byte*>(to),
                          static_cast<const std::byte*>(from), bytes);
@@ -143,6 +159,10 @@ Status ShmTransport::readMemory(PeerId peer, void* to, const void* from, std::si
 void ShmTransport::finish(Pull& pull, Status status) {
   Request& request = *std::exchange(pull.request, nullptr);
   if (pull.isEager) --numEager_;
+  if (pull.isMeasured && status) {
+    const auto cost = static_cast<std::uint64_t>((Clock::now() - pull.begun).count());
+    pull.link->pullWays.note(pull.bytes, pull.isEager, cost);
+  }
   freePulls_.push_back(static_cast<std::uint32_t>(
       std::find_if(pulls_.begin(), pulls_.end(), [&](const Pull& p) { return &p == &pull; }) - pulls_.begin()));
   request.handle = nullptr;

@@ -2,6 +2,7 @@
 
 #include <sys/types.h>
 
+#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <map>
@@ -89,6 +90,7 @@ class ShmTransport final : public Transport {
     Descriptor outSocket;
     std::deque<Queued> backlog;
     std::uint32_t freeSlots = (1u << kTransferSlots) - 1;
+    PullWays pullWays;
 
     // From the peer.
     SharedMemory in;
@@ -125,8 +127,10 @@ class ShmTransport final : public Transport {
     bool isStreamed = false;  // by the sender alone
     bool isOver = false;      // the sender's process has ended: how, its link will tell, and end this with that
     bool isEager = false;     // this side copies, too, without waiting for the sender
-    int patience = 0;         // else: empty calls, before it does
-    Status failure{};         // of this side's copying
+    bool isMeasured = false;  // since it was begun
+    std::chrono::steady_clock::time_point begun{};
+    int patience = 0;  // else: empty calls, before it does
+    Status failure{};  // of this side's copying
   };
 
   // What a receive that failed with kMismatch wanted, for its sender.
@@ -173,6 +177,7 @@ class ShmTransport final : public Transport {
   // Large messages (shm_rendezvous.cc).
   void offer(Link& link, std::uint64_t tag, const std::byte* data, std::size_t bytes, Request& request);
   void pull(Link& link, Request& request, const Unexpected& message);
+  bool isMeasured(const Link& link, std::size_t bytes) const;
   bool advancePulls();
   bool advance(Pull& pull);
   void noteCome(Pull& pull, std::size_t bytes);
