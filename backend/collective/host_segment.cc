@@ -73,8 +73,8 @@ void HostSegment::abort(int rank, std::string_view reason) {
   line(0).abortedBy.compare_exchange_strong(nobody, rank + 1);
 }
 
-// Both the turn, counted from 1, and what is told. Those that are still in the turn before do not look at the older
-// one: the newer is from before their turn. Who tells has met them in that.
+// A word is the turn, counted from 1, and what was told in it. When one is written over the others may be looking for
+// what counts in the same turn, no earlier one, for who tells has met them in each of those; and that is the newer one.
 void HostSegment::tellForLater(HostTurn turn, std::uint16_t what) {
   auto& [first, second] = line(0).told;
   auto& older = first.load(std::memory_order_relaxed) < second.load(std::memory_order_relaxed) ? first : second;

@@ -114,7 +114,7 @@ void ShmTransport::pull(Link& link, Request& request, const Unexpected& message)
       return request.finish(std::move(status));
     }
   }
-  const bool isMeasured = !isOver && this->isMeasured(link, message.bytes);
+  const bool isMeasured = !isOver && measures(link, message.bytes);
   bool isEager = link.reading == Reading::kCheap && message.bytes <= kMostEager;
   if (isMeasured) {
     const bool leads = meetingPoint_.token() < link.token;
@@ -146,7 +146,7 @@ void ShmTransport::pull(Link& link, Request& request, const Unexpected& message)
   }
 }
 
-bool ShmTransport::isMeasured(const Link& link, std::size_t bytes) const {
+bool ShmTransport::measures(const Link& link, std::size_t bytes) const {
   return options_.singleCopy == ShmOptions::SingleCopy::kAuto && link.reading == Reading::kCheap &&
          bytes >= PullWays::kSmallest && bytes <= kMostEager;
 }
