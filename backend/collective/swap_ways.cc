@@ -15,10 +15,11 @@ bool SwapWays::passes(HostTurn turn, std::size_t bytes) {
   told_ = ways_[size].next() ? told_ | bit : told_ & ~bit;
   host_.tellForLater(turn, told_);
   size_ = size;
+  bytes_ = bytes;
   started_ = clock_.now();
   return passes_ = passes;
 }
 
-void SwapWays::end() { ways_[size_].note(passes_, clock_.now() - started_); }
+void SwapWays::end() { ways_[size_].note(passes_, clock_.now() - started_, bytes_); }
 
 }  // namespace farandole::collective

@@ -35,6 +35,7 @@ class SwapWays {
   std::uint16_t told_ = 0;  // by size, a bit: what comes next passes
   // Of what is measured:
   std::size_t size_ = 0;
+  std::size_t bytes_ = 0;
   bool passes_ = false;
   observe::TickClock::Ticks started_ = 0;
   observe::TickClock::Ticks paused_ = 0;

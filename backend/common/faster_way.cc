@@ -22,7 +22,9 @@ bool FasterWay::next() {
   return way_ = way_ != isFaster;
 }
 
-void FasterWay::note(bool way, std::uint64_t cost) { costs_[way][noted_[way]++ % kKept] = cost; }
+void FasterWay::note(bool way, std::uint64_t cost, std::uint64_t bytes) {
+  costs_[way][noted_[way]++ % kKept] = cost * kUnit / bytes;
+}
 
 std::uint64_t FasterWay::least(bool way) const { return *std::ranges::min_element(costs_[way]); }
 

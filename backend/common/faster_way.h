@@ -5,16 +5,16 @@
 
 namespace farandole {
 
-// Which of two ways to do the same is the faster one at present: false or true. Most go the way that has been; now and
-// then a few in a row go the other one.
+// Which of two ways to move data is the faster one at present: false or true. Most go the way that has been; now and
+// then a few in a row go the other one. Of about the same sizes.
 class FasterWay {
  public:
   FasterWay();
 
   // That of the next one.
   bool next();
-  // What one has cost. The last that next() told may still be under way when it is called again.
-  void note(bool way, std::uint64_t cost);
+  // What one of so many bytes has cost. The last that next() told may still be under way when it is called again.
+  void note(bool way, std::uint64_t cost, std::uint64_t bytes);
 
   // How many go one way before others are tried: the more, the longer that has been the faster one.
   static constexpr unsigned kFirstPause = 4;
@@ -26,9 +26,11 @@ class FasterWay {
   // no other program has changed.
   static constexpr std::size_t kKept = kTried - 1;
 
+  static constexpr std::uint64_t kUnit = 64 << 10;
+
   std::uint64_t least(bool way) const;
 
-  std::array<std::array<std::uint64_t, kKept>, 2> costs_;  // by way: the last ones
+  std::array<std::array<std::uint64_t, kKept>, 2> costs_;  // by way: of the last ones, for kUnit
   std::array<std::size_t, 2> noted_ = {};
   bool way_ = false;
   unsigned pause_ = kFirstPause;

@@ -25,7 +25,7 @@ bool PullWays::readsAtOnce(std::size_t bytes, Told& told, bool leads) {
 }
 
 void PullWays::note(std::size_t bytes, bool wasRead, std::uint64_t cost) {
-  sizes_[sizeOf(bytes)].ways.note(!wasRead, cost);
+  sizes_[sizeOf(bytes)].ways.note(!wasRead, cost, bytes);
 }
 
 }  // namespace farandole::transport

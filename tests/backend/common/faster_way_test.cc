@@ -4,9 +4,12 @@
 
 #include <array>
 #include <random>
+#include <string>
 
 namespace farandole {
 namespace {
+
+constexpr std::uint64_t kBytes = 1000;
 
 // One that is told what it costs to go either way; which it takes.
 struct Walker {
@@ -15,7 +18,7 @@ struct Walker {
 
   bool go(double factor = 1) {
     const bool way = ways.next();
-    ways.note(way, static_cast<std::uint64_t>(static_cast<double>(costs[way]) * factor));
+    ways.note(way, static_cast<std::uint64_t>(static_cast<double>(costs[way]) * factor), kBytes);
     return way;
   }
   int goMany(int times) {
@@ -61,13 +64,28 @@ TEST(FasterWay, WhatOtherProgramsHoldUpDoesNotCount) {
   EXPECT_LT(second, 5'000);
 }
 
+TEST(FasterWay, WhatIsLargerMayCostMore) {
+  const std::uint64_t seed = std::random_device{}();
+  SCOPED_TRACE("seed " + std::to_string(seed));
+  std::mt19937_64 random(seed);
+  FasterWay ways;
+  int second = 0;
+  for (int i = 0; i < 100'000; ++i) {
+    const std::uint64_t bytes = kBytes * (100 + random() % 100);
+    const bool way = ways.next();
+    ways.note(way, bytes * (way ? 120 : 100), bytes);
+    second += way ? 1 : 0;
+  }
+  EXPECT_LT(second, 500);
+}
+
 TEST(FasterWay, TheCostOfOneMayBeToldAfterTheNextHasBegun) {
   FasterWay ways;
   bool before = ways.next();
   int second = 0;
   for (int i = 0; i < 10'000; ++i) {
     const bool way = ways.next();
-    ways.note(before, before ? 50 : 100);
+    ways.note(before, before ? 50 : 100, kBytes);
     second += way ? 1 : 0;
     before = way;
   }
@@ -77,7 +95,7 @@ TEST(FasterWay, TheCostOfOneMayBeToldAfterTheNextHasBegun) {
 TEST(FasterWay, WhatWasNeverToldIsNotFaster) {
   FasterWay ways;
   for (int i = 0; i < 100; ++i) {
-    if (const bool way = ways.next(); !way) ways.note(way, 100);
+    if (const bool way = ways.next(); !way) ways.note(way, 100, kBytes);
   }
   EXPECT_FALSE(ways.next());
 }
