@@ -32,11 +32,12 @@ void GradReducer::onBackwardEnd(int task) {
 std::vector<int> GradReducer::markRest(RoundEnd end) {
   // Only a backward that has come to its end shows what one brings.
   const bool counts = isCounting_ && hasArrivals_ && end != RoundEnd::kAbandoned;
+  const bool notesUse = options_.unused == UnusedParameters::kErrorInUsedGroup;
   std::vector<int> unused;
   c10::NoGradGuard noGrad;
   for (size_t p = 0; p < ready_.size(); ++p) {
     const int parameter = static_cast<int>(p);
-    if (arrived_[p] > 0) isGroupUsed_[issuer_.bucketGroupOf(parameter)] = 1;
+    if (notesUse && arrived_[p] > 0) isGroupUsed_[issuer_.bucketGroupOf(parameter)] = 1;
     if (ready_[p]) continue;
     if (arrived_[p] == 0) {
       unused.push_back(parameter);

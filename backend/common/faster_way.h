@@ -6,7 +6,7 @@
 namespace farandole {
 
 // Which of two ways to move data is the faster one at present: false or true. Most go the way that has been; now and
-// then a few in a row go the other one. Of about the same sizes.
+// then a few in a row go the other one. For sizes that are about the same.
 class FasterWay {
  public:
   FasterWay();

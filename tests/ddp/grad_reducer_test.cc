@@ -114,24 +114,6 @@ TEST(GradReducer, AnUnusedParameterIsNamedOnEveryRankAndNobodyWaits) {
   });
 }
 
-TEST(GradReducer, AGroupOfBucketsMayBeUnusedForGoodWhereThatIsAllowed) {
-  runThreads(2, [](ThreadRank& self) {
-    std::vector<at::Tensor> tensors = {parameter(10), parameter(20), parameter(30)};
-    auto reducer = GradReducer::create(self.group, modelOf(tensors),
-                                       {.buffers = {.bucketSize = 1}, .unused = UnusedParameters::kErrorInUsedGroup});
-    const auto some = self.rank == 0 ? std::vector<size_t>{0, 1} : std::vector<size_t>{1};
-    for (int round = 1; round <= 3; ++round) {
-      backward(lossOf(tensors, some, 2));
-      EXPECT_TRUE(isEverywhere(tensors[1].grad(), 2 * round));
-      EXPECT_TRUE(isEverywhere(tensors[2].grad(), 0));
-    }
-    const std::string error = errorOf([&] { backward(lossOf(tensors, {1, 2}, 2)); });
-    EXPECT_NE(error.find("rank 0 of the group: 1 of 3 parameters got no gradient"), std::string::npos) << error;
-    EXPECT_NE(error.find("'p0'"), std::string::npos) << error;
-    EXPECT_EQ(error.find("rank 1"), std::string::npos) << "it has never used the first: " << error;
-  });
-}
-
 TEST(GradReducer, ZeroFillLetsUnusedParametersCountAsZeroOrAsWhatTheyAccumulated) {
   runThreads(2, [](ThreadRank& self) {
     std::vector<at::Tensor> tensors = {parameter(10), parameter(20), parameter(30)};

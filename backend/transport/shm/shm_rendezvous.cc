@@ -114,8 +114,8 @@ void ShmTransport::pull(Link& link, Request& request, const Unexpected& message)
       return request.finish(std::move(status));
     }
   }
-  const bool isMeasured = !isOver && measures(link, message.bytes);
   bool isEager = link.reading == Reading::kCheap && message.bytes <= kMostEager;
+  const bool isMeasured = isEager && !isOver && options_.singleCopy == ShmOptions::SingleCopy::kAuto;
   if (isMeasured) {
     const bool leads = meetingPoint_.token() < link.token;
     PullWays::Told& told = leads ? link.writer.pullWays() : link.reader.pullWays();
@@ -144,11 +144,6 @@ void ShmTransport::pull(Link& link, Request& request, const Unexpected& message)
     link.reader.slot(pull.slot).receiver.store(id + 1, std::memory_order_release);
     if (message.bytes >= kWakeBytes) wakeWaiter(link);
   }
-}
-
-bool ShmTransport::measures(const Link& link, std::size_t bytes) const {
-  return options_.singleCopy == ShmOptions::SingleCopy::kAuto && link.reading == Reading::kCheap &&
-         bytes >= PullWays::kSmallest && bytes <= kMostEager;
 }
 
 Status ShmTransport::readMemory(PeerId peer, void* to, const void* from, std::size_t bytes) {

@@ -177,7 +177,6 @@ class ShmTransport final : public Transport {
   // Large messages (shm_rendezvous.cc).
   void offer(Link& link, std::uint64_t tag, const std::byte* data, std::size_t bytes, Request& request);
   void pull(Link& link, Request& request, const Unexpected& message);
-  bool measures(const Link& link, std::size_t bytes) const;
   bool advancePulls();
   bool advance(Pull& pull);
   void noteCome(Pull& pull, std::size_t bytes);
