@@ -12,20 +12,26 @@ using collective::Program;
 
 namespace {
 
-// That `inputs` make up `whole`, on the CPU.
-void checkInputs(const char* operation, const Tensors& inputs, const at::Tensor& whole, const ::c10d::ReduceOp& op) {
-  checkTensor(operation, "output", whole);
+// How many elements the inputs have, all of the type and on the CPU.
+std::int64_t checkInputs(const char* operation, const Tensors& inputs, at::ScalarType type,
+                         const ::c10d::ReduceOp& op) {
   std::int64_t numel = 0;
   for (const at::Tensor& input : inputs) {
     checkDense(operation, "inputs", input);
-    TORCH_CHECK_VALUE(input.scalar_type() == whole.scalar_type() && input.is_cpu(), operation, ": inputs has a ",
-                      input.scalar_type(), " on ", input.device(), "; expected ", whole.scalar_type(),
-                      " on the CPU, as the output");
+    TORCH_CHECK_VALUE(input.scalar_type() == type && input.is_cpu(), operation, ": inputs has a ", input.scalar_type(),
+                      " on ", input.device(), "; expected ", type, " on the CPU, as the others and the output");
     numel += input.numel();
   }
+  TORCH_CHECK_VALUE(!premulFactor(op), operation, ": PREMUL_SUM of inputs; expected another reduction");
+  return numel;
+}
+
+// That `inputs` make up `whole`, on the CPU.
+void checkInputs(const char* operation, const Tensors& inputs, const at::Tensor& whole, const ::c10d::ReduceOp& op) {
+  checkTensor(operation, "output", whole);
+  const std::int64_t numel = checkInputs(operation, inputs, whole.scalar_type(), op);
   TORCH_CHECK_VALUE(whole.is_cpu() && numel == whole.numel(), operation, ": inputs have ", numel,
                     " elements; expected ", whole.numel(), " as the output, on the CPU");
-  TORCH_CHECK_VALUE(!premulFactor(op), operation, ": PREMUL_SUM of inputs; expected another reduction");
 }
 
 }  // namespace
@@ -43,6 +49,22 @@ WorkPtr ProcessGroupFarandole::allReduceFrom(const Tensors& inputs, at::Tensor& 
   const collective::Reduction reduction = reductionFor(opts.reduceOp, output.scalar_type());
   return runProgram(OpType::ALLREDUCE, "farandole:all_reduce", opts.timeout, {output}, inputs, [&](Program& program) {
     collective::allReduce(program, topology(), reduction, Gathered(slicesOf(inputs)), sliceOf(output));
+  });
+}
+
+bool ProcessGroupFarandole::reducesInPlaces(c10::DeviceType device) const {
+  return gathers(device) && topology().wholeSegment() != nullptr;
+}
+
+WorkPtr ProcessGroupFarandole::allReduceInPlaces(const Tensors& tensors, const ::c10d::AllreduceOptions& opts) {
+  TORCH_CHECK_VALUE(!tensors.empty(), "all_reduce: inputs is empty; expected one or more");
+  TORCH_CHECK_VALUE(topology().wholeSegment() != nullptr,
+                    "all_reduce in several places: ranks of the group do not share memory; expected an output");
+  const at::ScalarType type = tensors[0].scalar_type();
+  checkInputs("all_reduce", tensors, type, opts.reduceOp);
+  const collective::Reduction reduction = reductionFor(opts.reduceOp, type);
+  return runProgram(OpType::ALLREDUCE, "farandole:all_reduce", opts.timeout, tensors, {}, [&](Program& program) {
+    collective::allReduceInPlaces(program, topology(), reduction, Gathered(slicesOf(tensors)));
   });
 }
 

@@ -129,6 +129,8 @@ class ProcessGroupFarandole final : public ::c10d::Backend, public RepeatedMessa
   bool gathers(c10::DeviceType device) const override { return device == c10::kCPU; }
   bool roundsOnce() const override;
   WorkPtr allReduceFrom(const Tensors& inputs, at::Tensor& output, const ::c10d::AllreduceOptions& opts) override;
+  bool reducesInPlaces(c10::DeviceType device) const override;
+  WorkPtr allReduceInPlaces(const Tensors& tensors, const ::c10d::AllreduceOptions& opts) override;
   WorkPtr reduceScatterFrom(const Tensors& inputs, at::Tensor& whole, at::Tensor& part,
                             const ::c10d::ReduceScatterOptions& opts) override;
   // Of a sparse tensor (COO): the sum, in place. The other kinds call it for sparse tensors. On CUDA the host waits for

@@ -26,6 +26,9 @@ void allReduce(Program& program, Topology topology, const Reduction& reduction, 
 // read where it is. It goes with the other form on other ranks.
 void allReduce(Program& program, Topology topology, const Reduction& reduction, const Gathered& input, Slice output);
 
+// The same, of a group that shares memory: of what lies in several places, and in place there.
+void allReduceInPlaces(Program& program, Topology topology, const Reduction& reduction, const Gathered& data);
+
 // In place on the root; the other ranks' memory is left as it was.
 void reduce(Program& program, Topology topology, const Reduction& reduction, int root, Slice data);
 

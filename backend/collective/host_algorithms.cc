@@ -26,9 +26,9 @@ Shard shardOf(int rank, int size, std::size_t elementSize, std::size_t bytes) {
   return {first * elementSize, (last - first) * elementSize};
 }
 
-Contract contractOf(const Reduction& reduction, int root, Slice data) {
+Contract contractOf(const Reduction& reduction, int root, std::size_t bytes) {
   return {root < 0 ? CollectiveKind::kAllReduce : CollectiveKind::kReduce, reduction.code,
-          static_cast<std::uint32_t>(std::max(root, 0)), data.bytes};
+          static_cast<std::uint32_t>(std::max(root, 0)), bytes};
 }
 
 // `begin`: in the input.
@@ -38,29 +38,31 @@ void copyFrom(Program& program, std::byte* to, const Gathered& input, std::size_
 
 // Two ranks: `output` = the input from `begin` on and what the other one has put into its slot.
 void reduceWithOther(Program& program, HostSegment& host, HostTurn turn, const Reduction& reduction,
-                     const Gathered& input, std::size_t begin, Slice output) {
+                     const Gathered& input, std::size_t begin, const Gathered& output, std::size_t bytes) {
   const int rank = host.index();
   std::byte* const theirs = host.slot(1 - rank, turn);
-  input.forEach(begin, output.bytes, [&](std::size_t place, Slice mine) {
+  forEachOfBoth(input, begin, output, 0, bytes, [&](std::size_t place, Slice mine, Slice result) {
     const void* parts[2];
     parts[rank] = mine.data;
     parts[1 - rank] = theirs + place;
-    program.reduce(reduction.function, output.data + place, parts, mine.bytes / reduction.elementSize);
+    program.reduce(reduction.function, result.data, parts, result.bytes / reduction.elementSize);
   });
-  program.claim(theirs, output.bytes);
+  program.claim(theirs, bytes);
 }
 
 void reduceFlat(Program& program, HostSegment& host, const Reduction& reduction, int root, const Gathered& input,
-                Slice output) {
-  const HostTurn turn = beginTurn(program, host, contractOf(reduction, root, output), 1);
-  copyFrom(program, host.slot(host.index(), turn), input, 0, output.bytes);
+                const Gathered& output, std::size_t bytes) {
+  const HostTurn turn = beginTurn(program, host, contractOf(reduction, root, bytes), 1);
+  copyFrom(program, host.slot(host.index(), turn), input, 0, bytes);
   program.signal(turn.base + 1);
   if (root >= 0 && root != host.index()) return;
   program.meet(turn);
-  if (host.size() == 2) return reduceWithOther(program, host, turn, reduction, input, 0, output);
-  std::vector<const void*> parts(host.size());
-  for (int rank = 0; rank < host.size(); ++rank) parts[rank] = host.slot(rank, turn);
-  program.reduce(reduction.function, output.data, parts, output.bytes / reduction.elementSize);
+  if (host.size() == 2) return reduceWithOther(program, host, turn, reduction, input, 0, output, bytes);
+  output.forEach(0, bytes, [&](std::size_t place, Slice result) {
+    std::vector<const void*> parts(host.size());
+    for (int rank = 0; rank < host.size(); ++rank) parts[rank] = host.slot(rank, turn) + place;
+    program.reduce(reduction.function, result.data, parts, result.bytes / reduction.elementSize);
+  });
 }
 
 // What the slot has room for, of two ranks.
@@ -71,7 +73,8 @@ void reduceScatterFlat(Program& program, HostSegment& host, const Reduction& red
   copyFrom(program, host.slot(rank, turn), input, rank == 0 ? bytes[0] : 0, bytes[1 - rank]);
   program.signal(turn.base + 1);
   program.meet(turn);
-  reduceWithOther(program, host, turn, reduction, input, rank == 0 ? 0 : bytes[0], output);
+  reduceWithOther(program, host, turn, reduction, input, rank == 0 ? 0 : bytes[0], Gathered({&output, 1}),
+                  output.bytes);
 }
 
 }  // namespace
@@ -113,69 +116,67 @@ void broadcastOnHost(Program& program, HostSegment& host, const Contract& contra
 }
 
 void reduceOnHost(Program& program, const Topology& topology, const Reduction& reduction, int root,
-                  const Gathered& input, Slice output) {
+                  const Gathered& input, const Gathered& output) {
   HostSegment& host = *topology.wholeSegment();
   const int rank = host.index();
   const int size = host.size();
+  const std::size_t bytes = output.bytes();
   const CollectiveKind kind = root < 0 ? CollectiveKind::kAllReduce : CollectiveKind::kReduce;
-  if (output.bytes <= HostSegment::kSlotBytes && choose(topology, kind, output.bytes) == Algorithm::kSlots) {
-    return reduceFlat(program, host, reduction, root, input, output);
+  if (bytes <= HostSegment::kSlotBytes && choose(topology, kind, bytes) == Algorithm::kSlots) {
+    return reduceFlat(program, host, reduction, root, input, output, bytes);
   }
   const std::size_t pieceBytes = host.windowBytes() / reduction.elementSize * reduction.elementSize;
-  const auto shard = [&](int owner, std::size_t bytes) { return shardOf(owner, size, reduction.elementSize, bytes); };
+  const auto lengthOf = [&](std::size_t i) { return std::min(pieceBytes, bytes - std::min(i * pieceBytes, bytes)); };
+  const auto shard = [&](int owner, std::size_t i) { return shardOf(owner, size, reduction.elementSize, lengthOf(i)); };
   // Of two ranks, where the other one has put its part, and from where it alone takes it out.
-  const auto result = [&](int owner, const Shard& part, std::size_t i) {
+  const auto resultOf = [&](int owner, const Shard& part, std::size_t i) {
     return size == 2 ? host.window(1 - owner, i) + part.begin : host.result(owner, i);
   };
-  const auto isStreamed = [&](std::size_t begin, Slice mine) {
-    return output.bytes >= kStreamedResultBytes && mine.data != output.data + begin;
+  const auto isStreamed = [&](Slice mine, Slice result) {
+    return bytes >= kStreamedResultBytes && mine.data != result.data;
   };
   const auto takeOut = [&](std::size_t i) {  // all but the own shard
     if (root >= 0 && root != rank) return;
-    const Slice piece = pieceOf(output, i, pieceBytes);
     for (int owner = 0; owner < size; ++owner) {
       if (owner == rank) continue;
-      const Shard part = shard(owner, piece.bytes);
+      const Shard part = shard(owner, i);
+      const std::byte* const from = resultOf(owner, part, i);
       const std::size_t begin = i * pieceBytes + part.begin;
-      input.forEach(begin, part.bytes, [&](std::size_t place, Slice mine) {
-        std::byte* const to = output.data + begin + place;
-        const std::byte* const from = result(owner, part, i) + place;
-        isStreamed(begin + place, mine) ? program.stream(to, from, mine.bytes) : program.copy(to, from, mine.bytes);
+      forEachOfBoth(input, begin, output, begin, part.bytes, [&](std::size_t place, Slice mine, Slice to) {
+        isStreamed(mine, to) ? program.stream(to.data, from + place, to.bytes)
+                             : program.copy(to.data, from + place, to.bytes);
       });
     }
   };
   const auto putIn = [&](std::size_t i) {  // all but the own shard
-    const Slice piece = pieceOf(output, i, pieceBytes);
-    const Shard own = shard(rank, piece.bytes);
+    const Shard own = shard(rank, i);
     const std::size_t end = own.begin + own.bytes;
     copyFrom(program, host.window(rank, i), input, i * pieceBytes, own.begin);
-    copyFrom(program, host.window(rank, i) + end, input, i * pieceBytes + end, piece.bytes - end);
+    copyFrom(program, host.window(rank, i) + end, input, i * pieceBytes + end, lengthOf(i) - end);
   };
   const auto reduce = [&](std::size_t i) {
-    const Slice piece = pieceOf(output, i, pieceBytes);
-    const Shard own = shard(rank, piece.bytes);
+    const Shard own = shard(rank, i);
+    const std::size_t begin = i * pieceBytes + own.begin;
     std::vector<const void*> parts(size);
-    input.forEach(i * pieceBytes + own.begin, own.bytes, [&](std::size_t place, Slice mine) {
-      const std::size_t begin = own.begin + place;
+    forEachOfBoth(input, begin, output, begin, own.bytes, [&](std::size_t place, Slice mine, Slice result) {
       for (int from = 0; from < size; ++from) {
-        parts[from] = from == rank ? mine.data : host.window(from, i) + begin;
+        parts[from] = from == rank ? mine.data : host.window(from, i) + own.begin + place;
       }
-      const std::size_t count = mine.bytes / reduction.elementSize;
-      std::byte* const shared = result(rank, own, i) + place;
+      const std::size_t count = result.bytes / reduction.elementSize;
+      std::byte* const shared = resultOf(rank, own, i) + place;
       if (root == rank) {
-        program.reduce(reduction.function, piece.data + begin, parts, count);
+        program.reduce(reduction.function, result.data, parts, count);
       } else if (root >= 0) {
         program.reduce(reduction.function, shared, parts, count);
-      } else if (isStreamed(i * pieceBytes + begin, mine)) {
+      } else if (isStreamed(mine, result)) {
         program.reduce(reduction.function, shared, parts, count);
-        program.stream(piece.data + begin, shared, mine.bytes);
+        program.stream(result.data, shared, result.bytes);
       } else {
-        program.reduceAndCopy(reduction.function, piece.data + begin, shared, parts, count, reduction.elementSize);
+        program.reduceAndCopy(reduction.function, result.data, shared, parts, count, reduction.elementSize);
       }
     });
   };
-  pipeline(program, host, contractOf(reduction, root, output), numPieces(output.bytes, pieceBytes), takeOut, putIn,
-           reduce);
+  pipeline(program, host, contractOf(reduction, root, bytes), numPieces(bytes, pieceBytes), takeOut, putIn, reduce);
 }
 
 void reduceScatterOnHost(Program& program, const Topology& topology, const Reduction& reduction, Slice output,

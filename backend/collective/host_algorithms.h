@@ -26,7 +26,7 @@ void allToAllOnHost(Program& program, const Topology& topology, std::span<const 
 
 // The same. Without a root (-1) everybody gets the result in `output`, which `input` may be.
 void reduceOnHost(Program& program, const Topology& topology, const Reduction& reduction, int root,
-                  const Gathered& input, Slice output);
+                  const Gathered& input, const Gathered& output);
 // `bytes`: of the part of each rank, one after another in the input.
 void reduceScatterOnHost(Program& program, const Topology& topology, const Reduction& reduction, Slice output,
                          const Gathered& input, std::span<const std::size_t> bytes);

@@ -19,15 +19,15 @@ void copyTogether(Program& program, const Gathered& input, Slice output) {
 }  // namespace
 
 void allReduce(Program& program, Topology topology, const Reduction& reduction, const Gathered& input, Slice output) {
-  if (topology.wholeSegment() != nullptr) return reduceOnHost(program, topology, reduction, -1, input, output);
+  if (topology.wholeSegment() != nullptr) {
+    return reduceOnHost(program, topology, reduction, -1, input, Gathered({&output, 1}));
+  }
   copyTogether(program, input, output);
   allReduce(program, topology, reduction, output);
 }
 
 void allReduce(Program& program, Topology topology, const Reduction& reduction, Slice data) {
-  if (topology.wholeSegment() != nullptr) {
-    return reduceOnHost(program, topology, reduction, -1, Gathered({&data, 1}), data);
-  }
+  if (topology.wholeSegment() != nullptr) return allReduceInPlaces(program, topology, reduction, Gathered({&data, 1}));
   const Algorithm algorithm = choose(topology, CollectiveKind::kAllReduce, data.bytes);
   if (algorithm == Algorithm::kHierarchical) return hierarchy::allReduce(program, topology, reduction, data);
   announce(program, topology, {CollectiveKind::kAllReduce, reduction.code, 0, data.bytes});
@@ -35,9 +35,14 @@ void allReduce(Program& program, Topology topology, const Reduction& reduction, 
                      data);
 }
 
+void allReduceInPlaces(Program& program, Topology topology, const Reduction& reduction, const Gathered& data) {
+  reduceOnHost(program, topology, reduction, -1, data, data);
+}
+
 void reduce(Program& program, Topology topology, const Reduction& reduction, int root, Slice data) {
   if (topology.wholeSegment() != nullptr) {
-    return reduceOnHost(program, topology, reduction, root, Gathered({&data, 1}), data);
+    const Gathered all({&data, 1});
+    return reduceOnHost(program, topology, reduction, root, all, all);
   }
   const Algorithm algorithm = choose(topology, CollectiveKind::kReduce, data.bytes);
   if (algorithm == Algorithm::kHierarchical) return hierarchy::reduce(program, topology, reduction, root, data);

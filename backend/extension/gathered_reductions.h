@@ -26,6 +26,13 @@ class GatheredReductions {
   virtual c10::intrusive_ptr<c10d::Work> allReduceFrom(const std::vector<at::Tensor>& inputs, at::Tensor& output,
                                                        const c10d::AllreduceOptions& options) = 0;
 
+  // Whether it can do without an output, too.
+  virtual bool reducesInPlaces(c10::DeviceType device) const = 0;
+
+  // The same, where this is so: each part of the result goes where its input is, which are one type on one device.
+  virtual c10::intrusive_ptr<c10d::Work> allReduceInPlaces(const std::vector<at::Tensor>& tensors,
+                                                           const c10d::AllreduceOptions& options) = 0;
+
   // A reduce-scatter of them into `part`. An input may be where it would lie in `whole`, which has as many elements and
   // of which nothing is left as it was; `part` may be this rank's part of that.
   virtual c10::intrusive_ptr<c10d::Work> reduceScatterFrom(const std::vector<at::Tensor>& inputs, at::Tensor& whole,

@@ -38,7 +38,14 @@ at::Tensor combined(const std::vector<at::Tensor>& inputs, const c10d::ReduceOp&
   return result;
 }
 
-// Each rank brings where the result goes, and after it what it gives where that is not there.
+// Each part of `whole`, one after another.
+void cut(const at::Tensor& whole, std::vector<at::Tensor>::iterator part, std::vector<at::Tensor>::iterator end) {
+  for (int64_t begin = 0; part != end; begin += part->numel(), ++part) {
+    part->copy_(whole.slice(0, begin, begin + part->numel()).view(part->sizes()));
+  }
+}
+
+// Each rank brings where the result goes, and after it what it gives where that is not there; undefined: it goes there.
 ThreadHub::Combine sumInto(const c10d::ReduceOp& op) {
   return [op](std::vector<std::vector<at::Tensor>>& byRank) {
     std::vector<at::Tensor> given;
@@ -48,7 +55,9 @@ ThreadHub::Combine sumInto(const c10d::ReduceOp& op) {
       given.push_back(flat.empty() ? tensors[0] : at::cat(flat));
     }
     const at::Tensor reduced = combined(given, op);
-    for (std::vector<at::Tensor>& tensors : byRank) tensors[0].copy_(reduced);
+    for (std::vector<at::Tensor>& tensors : byRank) {
+      tensors[0].defined() ? void(tensors[0].copy_(reduced)) : cut(reduced, tensors.begin() + 1, tensors.end());
+    }
   };
 }
 
@@ -62,12 +71,12 @@ ThreadHub::Combine scatterOf(const c10d::ReduceOp& op) {
   };
 }
 
-// The sizes of the inputs, in brackets where they are not in the output.
+// The sizes of the inputs, in brackets where they are not in the output, if there is one.
 std::string describe(const std::vector<at::Tensor>& inputs, const at::Tensor& output) {
   std::string text;
   for (const at::Tensor& input : inputs) {
     const std::string size = std::to_string(input.numel());
-    text += input.is_alias_of(output) ? " " + size : " [" + size + "]";
+    text += !output.defined() || input.is_alias_of(output) ? " " + size : " [" + size + "]";
   }
   return text;
 }
@@ -128,6 +137,14 @@ c10::intrusive_ptr<c10d::Work> ThreadBackend::allReduceFrom(const std::vector<at
   std::vector<at::Tensor> tensors = {output};
   tensors.insert(tensors.end(), inputs.begin(), inputs.end());
   return start(std::move(tensors), sumInto(options.reduceOp));
+}
+
+c10::intrusive_ptr<c10d::Work> ThreadBackend::allReduceInPlaces(const std::vector<at::Tensor>& tensors,
+                                                                const c10d::AllreduceOptions& options) {
+  events.push_back("allreduce in" + describe(tensors, at::Tensor()));
+  std::vector<at::Tensor> all = {at::Tensor()};
+  all.insert(all.end(), tensors.begin(), tensors.end());
+  return start(std::move(all), sumInto(options.reduceOp));
 }
 
 c10::intrusive_ptr<c10d::Work> ThreadBackend::reduceScatterFrom(const std::vector<at::Tensor>& inputs,

@@ -78,6 +78,9 @@ class ThreadBackend : public c10d::Backend, public GatheredReductions {
 
   bool gathers(c10::DeviceType) const override { return gathersTensors; }
   bool roundsOnce() const override { return true; }
+  bool reducesInPlaces(c10::DeviceType) const override { return reducesTensorsInPlaces; }
+  c10::intrusive_ptr<c10d::Work> allReduceInPlaces(const std::vector<at::Tensor>& tensors,
+                                                   const c10d::AllreduceOptions& options) override;
   c10::intrusive_ptr<c10d::Work> allReduceFrom(const std::vector<at::Tensor>& inputs, at::Tensor& output,
                                                const c10d::AllreduceOptions& options) override;
   c10::intrusive_ptr<c10d::Work> reduceScatterFrom(const std::vector<at::Tensor>& inputs, at::Tensor& whole,
@@ -90,6 +93,7 @@ class ThreadBackend : public c10d::Backend, public GatheredReductions {
   std::vector<std::string> events;
 
   bool gathersTensors = false;
+  bool reducesTensorsInPlaces = false;  // for which it must gather, too
 
   // Fails the allreduce with this message when it is waited for.
   std::string failure;

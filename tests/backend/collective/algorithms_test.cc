@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstring>
 #include <functional>
 #include <random>
 
@@ -113,6 +114,14 @@ std::vector<Slice> scattered(std::mt19937_64& random, Data& data, Data& elsewher
   return slices;
 }
 
+Data together(const std::vector<Slice>& slices, std::size_t size) {
+  Data data(size);
+  Gathered(slices).forEach(0, size * sizeof(data[0]), [&](std::size_t place, Slice slice) {
+    std::memcpy(sliceOf(data).data + place, slice.data, slice.bytes);
+  });
+  return data;
+}
+
 TEST_P(AlgorithmsTest, AllReduceReadsWhatLiesInSeveralPlaces) {
   forRandomGroups([&](std::mt19937_64& random, int size) {
     const std::size_t n = randomSize(random);
@@ -134,6 +143,32 @@ TEST_P(AlgorithmsTest, AllReduceReadsWhatLiesInSeveralPlaces) {
     });
     for (const Data& d : outputs) EXPECT_EQ(d, expected);
     EXPECT_EQ(data, inputs);
+  });
+}
+
+TEST_P(AlgorithmsTest, AllReduceLeavesTheResultInSeveralPlacesWhereMemoryIsShared) {
+  if (GetParam() != Group::kSharedMemory && GetParam() != Group::kUnreadable) GTEST_SKIP() << "no shared memory";
+  forRandomGroups([&](std::mt19937_64& random, int size) {
+    if (size == 1) return;  // it shares none
+    const std::size_t n = randomSize(random);
+    std::vector<Data> data;
+    Data expected(n, 0);
+    for (int rank = 0; rank < size; ++rank) {
+      data.push_back(randomData(random, n));
+      for (std::size_t i = 0; i < n; ++i) expected[i] += data[rank][i];
+    }
+    std::vector<Data> elsewhere(size, Data(n, -1));
+    std::vector<std::vector<Slice>> places(size);
+    for (int rank = 0; rank < size; ++rank) places[rank] = scattered(random, data[rank], elsewhere[rank]);
+    const int inOne = static_cast<int>(random() % size);  // this rank calls the other form
+    data[inOne] = together(places[inOne], n);
+    runOnAll(size, [&](Program& p, Topology t) {
+      if (t.rank == inOne) return allReduce(p, t, kSum, sliceOf(data[t.rank]));
+      allReduceInPlaces(p, t, kSum, Gathered(places[t.rank]));
+    });
+    for (int rank = 0; rank < size; ++rank) {
+      EXPECT_EQ(rank == inOne ? data[rank] : together(places[rank], n), expected);
+    }
   });
 }
 
