@@ -26,23 +26,23 @@ void Bucket::setHook(std::shared_ptr<CommHook> hook, int index) {
   index_ = index;
 }
 
-void Bucket::issue(std::vector<at::Tensor> inputs) {
+void Bucket::issue(Parts parts) {
   if (hook_) {
     future_ = hook_->run(index_);
     return;
   }
   step_ = Step::kGroup;
-  inputs_ = std::move(inputs);
-  work_ = reduction_->startGroup(inputs_, data_, received_);
+  parts_ = std::move(parts);
+  work_ = reduction_->startGroup(parts_, data_, received_);
 }
 
-bool Bucket::releaseInputs() {
-  if (inputs_.empty() && !received_.defined()) return true;
+bool Bucket::releaseParts() {
+  if (parts_.tensors.empty() && !received_.defined()) return true;
   // A failure is left for wait().
   if (work_ && (!work_->isCompleted() || work_->exception() != nullptr)) return false;
   if (received_.defined()) awaitGroup();
   work_.reset();  // it holds them, too
-  inputs_.clear();
+  parts_.tensors.clear();
   return true;
 }
 
@@ -67,7 +67,7 @@ void Bucket::wait() {
   } else {
     await(work_, reduction_->replicas().instances);
   }
-  inputs_.clear();
+  parts_.tensors.clear();
 }
 
 void Bucket::awaitGroup() {
@@ -84,7 +84,7 @@ void Bucket::reset() {
   work_.reset();
   received_.reset();
   future_.reset();
-  inputs_.clear();
+  parts_.tensors.clear();
 }
 
 }  // namespace farandole::ddp

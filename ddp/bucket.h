@@ -20,12 +20,12 @@ class Bucket {
   // The hook reduces it from now on, and knows it by this number.
   void setHook(std::shared_ptr<CommHook> hook, int index);
 
-  // Starts the reduction, of `inputs` where there are any (Reduction::startGroup); returns without waiting.
-  void issue(std::vector<at::Tensor> inputs = {});
-  bool takesInputs() const { return !hook_ && reduction_->gathers(); }
+  // Starts the reduction, of `parts` where there are any; returns without waiting.
+  void issue(Parts parts = {});
+  bool takesParts() const { return !hook_ && reduction_->gathers(); }
 
   // Lets go of what was read, or has come to be added up, once the first step has ended: true when none is left.
-  bool releaseInputs();
+  bool releaseParts();
 
   // Starts what comes between instances, once the first step has ended: true when that is started or not needed.
   // Ranks must do so in one order for all buckets. With `wait`, for that end if need be, as wait() does.
@@ -55,7 +55,7 @@ class Bucket {
   std::shared_ptr<const Reduction> reduction_;
   std::shared_ptr<CommHook> hook_;
   int index_ = 0;
-  std::vector<at::Tensor> inputs_;
+  Parts parts_;
   Step step_ = Step::kIdle;
   WorkPtr work_;
   Reduction::Received received_;

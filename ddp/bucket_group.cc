@@ -13,12 +13,12 @@ void BucketGroup::setHook(const std::shared_ptr<CommHook>& hook, const std::vect
   for (std::size_t i = 0; i < buckets_.size(); ++i) buckets_[i].setHook(hook, indices[i]);
 }
 
-void BucketGroup::issue(const InputsOf& inputsOf) {
-  for (std::size_t i = 0; i < buckets_.size(); ++i) buckets_[i].issue(inputsOf(i));
+void BucketGroup::issue(const PartsOf& partsOf) {
+  for (std::size_t i = 0; i < buckets_.size(); ++i) buckets_[i].issue(partsOf(i));
 }
 
-bool BucketGroup::releaseInputs() {
-  return std::all_of(buckets_.begin(), buckets_.end(), [](Bucket& bucket) { return bucket.releaseInputs(); });
+bool BucketGroup::releaseParts() {
+  return std::all_of(buckets_.begin(), buckets_.end(), [](Bucket& bucket) { return bucket.releaseParts(); });
 }
 
 bool BucketGroup::advance(bool wait) {

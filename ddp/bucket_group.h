@@ -26,12 +26,12 @@ class BucketGroup {
   void setHook(const std::shared_ptr<CommHook>& hook, const std::vector<int>& indices);
 
   // Those of the i-th of its buckets, see Bucket::issue().
-  using InputsOf = std::function<std::vector<at::Tensor>(std::size_t i)>;
+  using PartsOf = std::function<Parts(std::size_t i)>;
 
   // As Bucket's.
-  void issue(const InputsOf& inputsOf);
-  bool takesInputs() const { return buckets_.front().takesInputs(); }
-  bool releaseInputs();
+  void issue(const PartsOf& partsOf);
+  bool takesParts() const { return buckets_.front().takesParts(); }
+  bool releaseParts();
   bool advance(bool wait);
   void wait();
 

@@ -53,6 +53,10 @@ void BucketIssuer::setHook(const std::shared_ptr<CommHook>& hook) {
   }
 }
 
+bool BucketIssuer::reducesInPlaces() const {
+  return std::all_of(reductions_.begin(), reductions_.end(), [](const auto& of) { return of->reducesInPlaces(); });
+}
+
 void BucketIssuer::setScale(double scale) {
   for (const auto& reduction : reductions_) reduction->setScale(scale);
 }
@@ -62,19 +66,19 @@ void BucketIssuer::markReady(int parameter) {
   if (bucketGroups_[group].markReady()) queues_[bucketGroups_[group].queue()].markReady(group);
 }
 
-void BucketIssuer::issue(const InputsOf& inputsOf) {
+void BucketIssuer::issue(const PartsOf& partsOf) {
   for (IssueQueue& queue : queues_) {
     while (const std::optional<int> group = queue.takeNext()) {
       if (timeline_) {
         for (int bucket : bucketsOf_[*group]) events_[bucket] = timeline_->begin(Timeline::Kind::kReduction, bucket);
       }
-      bucketGroups_[*group].issue([&](std::size_t i) { return inputsOf(bucketsOf_[*group][i]); });
+      bucketGroups_[*group].issue([&](std::size_t i) { return partsOf(bucketsOf_[*group][i]); });
       issued_.push_back(*group);
     }
   }
   advance(false);
   // Memory that is free again is what autograd takes for the next gradients.
-  while (released_ < issued_.size() && bucketGroups_[issued_[released_]].releaseInputs()) ++released_;
+  while (released_ < issued_.size() && bucketGroups_[issued_[released_]].releaseParts()) ++released_;
 }
 
 void BucketIssuer::advance(bool wait) {

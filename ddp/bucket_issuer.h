@@ -31,17 +31,19 @@ class BucketIssuer {
   // All gradients of the parameter that this round expects are there.
   void markReady(int parameter);
 
-  // What of a bucket is not in its buffer, see Reduction::startGroup(). Called before it is issued.
-  using InputsOf = std::function<std::vector<at::Tensor>(int bucket)>;
+  // Where a bucket's gradients are. Called before it is issued.
+  using PartsOf = std::function<Parts(int bucket)>;
 
   // Issues all groups whose turn it is.
-  void issue(const InputsOf& inputsOf);
+  void issue(const PartsOf& partsOf);
 
   std::size_t bucketGroups() const { return bucketGroups_.size(); }
   int bucketGroupOf(int parameter) const { return bucketGroupOf_[parameter]; }
 
-  // Whether the parameter's gradient may be among the inputs of its bucket.
-  bool takesInput(int parameter) const { return bucketGroups_[bucketGroupOf_[parameter]].takesInputs(); }
+  // Whether the parameter's gradient may lie elsewhere than in its bucket until it is reduced.
+  bool takesPart(int parameter) const { return bucketGroups_[bucketGroupOf_[parameter]].takesParts(); }
+  // Whether any may, and be there ever after, where there is no hook.
+  bool reducesInPlaces() const;
 
   // All are waited for, also after a failure: a reduction that is under way still writes into its bucket.
   void await();
@@ -68,7 +70,7 @@ class BucketIssuer {
   std::vector<IssueQueue> queues_;           // of dense buckets, of experts
   std::vector<int> issued_;                  // bucket groups, in the order of their issue
   std::size_t advanced_ = 0;                 // how many of them have come to their last step
-  std::size_t released_ = 0;                 // and how many need no input any more
+  std::size_t released_ = 0;                 // and how many need no part of theirs any more
   std::shared_ptr<Timeline> timeline_;
   std::vector<std::size_t> events_;  // by bucket: the timeline's, once issued
 };

@@ -2,6 +2,10 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/GradMode.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdint>
 
 namespace farandole::ddp {
 namespace {
@@ -11,11 +15,21 @@ at::Tensor alias(const at::Tensor& base, at::IntArrayRef sizes, at::IntArrayRef 
   return at::as_strided(base, sizes, strides, offset);
 }
 
+// They are zero as before, and take memory once somebody writes there. Where the system does not do so nothing is lost.
+void giveBackZeroPages(const at::Tensor& zeros) {
+  const auto page = static_cast<std::uintptr_t>(sysconf(_SC_PAGESIZE));
+  const auto begin = reinterpret_cast<std::uintptr_t>(zeros.data_ptr());
+  const std::uintptr_t first = (begin + page - 1) / page * page;
+  const std::uintptr_t last = (begin + zeros.nbytes()) / page * page;
+  if (first < last) (void)madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
+}
+
 }  // namespace
 
 FlatBuffer::FlatBuffer(int64_t numel, const at::TensorOptions& options) {
   c10::NoGradGuard noGrad;
   data_ = at::zeros({numel}, options);
+  if (data_.is_cpu()) giveBackZeroPages(data_);
 }
 
 at::Tensor FlatBuffer::like(const at::Tensor& param, int64_t offset, bool isFlat) const {

@@ -4,7 +4,8 @@
 
 namespace farandole::ddp {
 
-// One contiguous buffer of gradients or parameters, zero at first; `numel` in elements.
+// One contiguous buffer of gradients or parameters, zero at first; `numel` in elements. On the CPU what nobody has
+// written to takes no memory.
 // The views it gives alias it without being autograd views of it: each has a version
 // counter of its own, as separate tensors would.
 class FlatBuffer {
@@ -16,6 +17,8 @@ class FlatBuffer {
 
   // The elements [begin, end), flat.
   at::Tensor range(int64_t begin, int64_t end) const;
+
+  bool holds(const at::Tensor& view) const { return view.is_alias_of(data_); }
 
   void zero();
   void scale(double factor);

@@ -29,7 +29,7 @@ void GradReducer::prepareForward(bool requireSync, const std::string& change) {
     if (lookedInRound_ != rounds_) lookForChange();
     if (!change.empty()) change_ = change;
     if (!change_.empty()) isFinished_ = false;  // it is to be told also where no gradient comes
-    if (!inRound_) return;
+    if (!inRound_) return gradients_.release();
   }
   finishRound(RoundEnd::kAbandoned);
 }
@@ -61,6 +61,7 @@ void GradReducer::setCommHook(std::shared_ptr<c10d::CommHookInterface> hook) {
   TORCH_CHECK(!hasCommHook_, "farandole.ddp: register_comm_hook: there is one already: expected one call at most");
   TORCH_CHECK(!inRound_, "farandole.ddp: register_comm_hook while gradients are reduced: expected between steps");
   CommHook::check(*buffers_, groups_);
+  gradients_.moveIntoBuffers();
   issuer_.setHook(std::make_shared<CommHook>(std::move(hook), buffers_));
   hasCommHook_ = isOrderLearned_ = true;
 }
@@ -175,7 +176,8 @@ void GradReducer::onGradReady(int parameter, const at::Tensor& brought) {
   if (isUsed) touched_[parameter] = 1;
   // Where nothing is issued before finishSync(), that opens the round.
   if (!requireSync_ || !(options_.overlaps || options_.endsWithBackward)) {
-    if (named.tensor.grad().defined()) gradients_.accumulate(parameter);
+    const bool stays = gradients_.home() == Gradients::Home::kGrad;
+    if (named.tensor.grad().defined()) gradients_.accumulate(parameter, stays ? brought : at::Tensor());
     return;
   }
   if (options_.endsWithBackward) queueBackwardEnd();
@@ -199,7 +201,8 @@ void GradReducer::onGradReady(int parameter, const at::Tensor& brought) {
 }
 
 bool GradReducer::borrows(int parameter) const {
-  return !options_.checks.isEnabled() && !isCounting_ && expected_[parameter] == 1 && issuer_.takesInput(parameter);
+  if (gradients_.home() == Gradients::Home::kGrad) return true;
+  return !options_.checks.isEnabled() && !isCounting_ && expected_[parameter] == 1 && issuer_.takesPart(parameter);
 }
 
 // Where gradients come inside inner backwards alone, nothing else queues the callback of the outer one.
@@ -229,7 +232,7 @@ std::exception_ptr GradReducer::issueReady() {
   try {
     issuer_.issue([this](int bucket) {
       if (options_.checks.isEnabled() && finding_.empty()) finding_ = troubleIn(*buffers_, bucket, options_.checks);
-      return gradients_.takeBorrowed(bucket);
+      return gradients_.takeParts(bucket);
     });
     return nullptr;
   } catch (const std::exception&) {

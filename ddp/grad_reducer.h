@@ -154,8 +154,8 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   std::vector<ReadyHook> hooks_;
 
   std::mutex mutex_;  // guards all below
-  Gradients gradients_;
   BucketIssuer issuer_;
+  Gradients gradients_;
   bool requireSync_ = true;
   bool isOrderLearned_ = false;
   bool hasCommHook_ = false;

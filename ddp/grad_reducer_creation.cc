@@ -33,6 +33,13 @@ void checkReplicas(const Replicas& replicas, const std::vector<ModelParameter>& 
   if (found) std::rethrow_exception(found);
 }
 
+// Checks look at whole buckets.
+Gradients::Home homeFor(const ReducerOptions& options, const BucketIssuer& issuer) {
+  if (options.home != Gradients::Home::kGrad) return options.home;
+  const bool stays = issuer.reducesInPlaces() && !options.checks.isEnabled();
+  return stays ? Gradients::Home::kGrad : Gradients::Home::kBucketView;
+}
+
 }  // namespace
 
 std::shared_ptr<GradReducer> GradReducer::create(const DataParallelGroups& groups, const Model& model,
@@ -68,8 +75,8 @@ GradReducer::GradReducer(DataParallelGroups groups, std::shared_ptr<ModelBuffers
       parameters_(buffers_->parameters()),
       options_(options),
       group_(*groups_.dense.group),
-      gradients_(buffers_, options.home, std::move(isAdded)),
       issuer_(groups_, *buffers_, options),
+      gradients_(buffers_, homeFor(options, issuer_), std::move(isAdded)),
       expected_(parameters_.size(), 1),
       arrived_(parameters_.size(), 0),
       ready_(parameters_.size(), 0),

@@ -54,7 +54,7 @@ std::vector<int> GradReducer::markRest(RoundEnd end) {
 // What no rank has added to is not to be reduced once more, which would multiply a sum.
 void GradReducer::keep(int parameter) {
   if (options_.unused != UnusedParameters::kSkip || touched_[parameter]) return;
-  if (options_.home == Gradients::Home::kGrad && !parameters_[parameter].tensor.grad().defined()) return;
+  if (gradients_.home() != Gradients::Home::kMainGrad && !parameters_[parameter].tensor.grad().defined()) return;
   kept_.emplace_back(parameter, buffers_->mainGrads()[parameter].clone());
 }
 

@@ -37,43 +37,46 @@ Gradients::Gradients(std::shared_ptr<ModelBuffers> buffers, Home home, IsAdded i
 
 void Gradients::accumulate(int parameter, const at::Tensor& brought) {
   isReduced_ = isZero_ = false;
-  home_ == Home::kGrad ? adopt(parameter, brought) : add(parameter, brought);
+  home_ == Home::kMainGrad ? add(parameter, brought) : adopt(parameter, brought);
 }
 
-std::vector<at::Tensor> Gradients::takeBorrowed(int bucket) {
-  const Layout& layout = buffers_->layout();
-  const BucketLayout& range = layout.buckets[bucket];
-  at::AutoDispatchBelowADInplaceOrView untracked;
-  std::vector<at::Tensor> inputs;
-  int64_t reached = range.begin;
-  const auto fillUpTo = [&](int64_t end) {
-    if (reached < end) inputs.push_back(buffers_->gradsOf(bucket).narrow(0, reached - range.begin, end - reached));
-  };
-  for (int parameter : range.parameters) {
-    if (!borrowed_[parameter].defined()) continue;
-    const Slot& slot = layout.slots[parameter];
-    fillUpTo(slot.offset);
-    inputs.push_back(std::move(borrowed_[parameter]));
-    reached = slot.offset + slot.numel;
+void Gradients::moveIntoBuffers() {
+  if (home_ != Home::kGrad) return;
+  home_ = Home::kBucketView;
+  buffers_->returnGrads();
+}
+
+// Parts hold on to their memory: `.grad` may get another one while they are reduced.
+Parts Gradients::takeParts(int bucket) {
+  const bool stays = home_ == Home::kGrad;
+  const std::vector<int>& parameters = buffers_->layout().buckets[bucket].parameters;
+  if (stays) {
+    at::AutoDispatchBelowADInplaceOrView untracked;
+    for (int parameter : parameters) {
+      if (buffers_->hasMoved(parameter)) borrowed_[parameter] = at::alias(buffers_->mainGrads()[parameter]);
+    }
   }
-  if (!inputs.empty()) fillUpTo(range.end);
-  return inputs;
+  Parts parts{buffers_->partsOf(bucket, borrowed_), stays};
+  for (int parameter : parameters) borrowed_[parameter].reset();
+  return parts;
 }
 
 void Gradients::dropBorrowed() {
   for (at::Tensor& grad : borrowed_) grad.reset();
 }
 
-void Gradients::copyOrBorrow(int parameter, const at::Tensor& grad, const at::Tensor& brought) {
+void Gradients::copyOrLeave(int parameter, const at::Tensor& grad, const at::Tensor& brought) {
   const at::Tensor& view = buffers_->mainGrads()[parameter];
   const bool isAlike = grad.scalar_type() == view.scalar_type() && grad.strides() == view.strides() &&
                        grad.is_non_overlapping_and_dense() && !grad.is_complex() && !grad.is_neg() &&
                        !grad._is_zerotensor();
   const bool isLarge = static_cast<int64_t>(grad.nbytes()) >= kBorrowedBytes;
-  if (brought.defined() && isLarge && isAlike && isUnshared(grad, brought)) {
-    borrowed_[parameter] = grad;
-  } else {
+  if (!brought.defined() || !isLarge || !isAlike || !isUnshared(grad, brought)) {
     view.copy_(grad);
+  } else if (home_ == Home::kGrad) {
+    buffers_->moveGrad(parameter, grad);
+  } else {
+    borrowed_[parameter] = grad;
   }
 }
 
@@ -90,17 +93,18 @@ void Gradients::fill(int parameter, bool shown) {
 }
 
 void Gradients::show(int parameter) {
-  if (home_ == Home::kGrad) buffers_->parameters()[parameter].tensor.mutable_grad() = buffers_->mainGrads()[parameter];
+  if (home_ == Home::kMainGrad) return;
+  buffers_->parameters()[parameter].tensor.mutable_grad() = buffers_->mainGrads()[parameter];
 }
 
-// Makes the view the parameter's gradient, with the value of the gradient that was there, or zero.
+// Makes main_grad the parameter's gradient, with the value of the gradient that was there, or zero.
 void Gradients::adopt(int parameter, const at::Tensor& brought) {
   at::Tensor& grad = buffers_->parameters()[parameter].tensor.mutable_grad();
   const at::Tensor& view = buffers_->mainGrads()[parameter];
   if (grad.is_same(view)) return;
   if (grad.defined()) {
     checkFits(parameter, grad);
-    copyOrBorrow(parameter, grad, brought);
+    copyOrLeave(parameter, grad, brought);
   } else {
     view.zero_();
   }
@@ -117,11 +121,20 @@ void Gradients::add(int parameter, const at::Tensor& brought) {
                 "the step where kernels add to main_grad");
   } else if (grad.defined()) {
     checkFits(parameter, grad);
-    isForgotten ? copyOrBorrow(parameter, grad, brought) : static_cast<void>(mainGrad.add_(grad));
+    isForgotten ? copyOrLeave(parameter, grad, brought) : static_cast<void>(mainGrad.add_(grad));
   } else if (isForgotten) {
     mainGrad.zero_();
   }
   grad.reset();
+}
+
+void Gradients::release() {
+  if (home_ != Home::kGrad) return;
+  for (size_t p = 0; p < buffers_->parameters().size(); ++p) {
+    const int parameter = static_cast<int>(p);
+    const bool isEmptied = !buffers_->parameters()[p].tensor.grad().defined();
+    if (isEmptied && buffers_->hasMoved(parameter)) buffers_->forgetMoved(parameter);
+  }
 }
 
 void Gradients::zero() {

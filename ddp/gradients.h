@@ -10,12 +10,13 @@
 
 namespace farandole::ddp {
 
-// How gradients come from autograd into the buffers, and what `.grad` is after.
+// How gradients come from autograd to where they are reduced, and what `.grad` is after.
 // Not synchronized: its GradReducer is.
 class Gradients {
  public:
   enum class Home {
-    kGrad,      // `.grad` is a view of the buffer, as in torch's DDP with gradient_as_bucket_view
+    kGrad,        // `.grad`: large ones stay where autograd has computed them
+    kBucketView,  // `.grad`, a view of the buffer, as in torch's DDP with gradient_as_bucket_view
     kMainGrad,  // the gradient is added to main_grad, whatever its type, and `.grad` is left empty, as in Megatron-core
   };
 
@@ -25,24 +26,31 @@ class Gradients {
 
   Gradients(std::shared_ptr<ModelBuffers> buffers, Home home, IsAdded isAdded);
 
+  Home home() const { return home_; }
+  // kGrad becomes kBucketView.
+  void moveIntoBuffers();
+
   // Throws where what the buffers hold cannot be added to.
   void checkAccumulates(int parameter) const;
 
   // Takes what autograd has accumulated, after checkAccumulates(). Throws, naming the parameter, what cannot be taken.
   // With `brought`, what autograd came with and is done with, a large gradient that would be copied stays where it is,
-  // for takeBorrowed(), unless others have its memory, too.
+  // unless others have its memory, too: for ever with kGrad, else until takeParts().
   void accumulate(int parameter, const at::Tensor& brought = {});
 
   // Whether a kernel has added the gradient to main_grad, so that autograd has none.
   bool isAddedByKernel(int parameter) const { return isAdded_ && isAdded_(parameter); }
 
-  // The gradients of a bucket from one end to the other, some of them not in the buffer; empty where all are.
-  std::vector<at::Tensor> takeBorrowed(int bucket);
+  // Where the gradients of a bucket are.
+  Parts takeParts(int bucket);
   void dropBorrowed();
 
   // For one that has got no gradient: what it holds counts, or zero. Where it is not `shown`, `.grad` stays empty.
   void fill(int parameter, bool shown);
   void show(int parameter);
+
+  // Where `.grad` has been emptied, what was in its place is free for a forward to come.
+  void release();
 
   // The buffers hold zero, and whatever adds to main_grad may do so.
   void zero();
@@ -61,14 +69,14 @@ class Gradients {
  private:
   void adopt(int parameter, const at::Tensor& brought = {});
   void add(int parameter, const at::Tensor& brought = {});
-  void copyOrBorrow(int parameter, const at::Tensor& grad, const at::Tensor& brought);
+  void copyOrLeave(int parameter, const at::Tensor& grad, const at::Tensor& brought);
   void checkFits(int parameter, const at::Tensor& grad) const;
 
   const std::shared_ptr<ModelBuffers> buffers_;
-  const Home home_;
+  Home home_;
   const IsAdded isAdded_;
   std::vector<char> isForgotten_;     // by parameter: what main_grad holds does not count
-  std::vector<at::Tensor> borrowed_;  // by parameter: what will be reduced into main_grad
+  std::vector<at::Tensor> borrowed_;  // by parameter: what is reduced from where it is, while it is not main_grad
   bool isReduced_ = false;
   bool isZero_ = false;
 };

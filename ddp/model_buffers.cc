@@ -17,6 +17,12 @@ at::ScalarType storageTypeOf(const at::Tensor& parameter) {
   return at::isFloat8Type(parameter.scalar_type()) ? kQuantizedStorage : parameter.scalar_type();
 }
 
+// The same tensor has its elements there from now on.
+void place(const at::Tensor& view, const at::Tensor& memory) {
+  view.unsafeGetTensorImpl()->set_storage_keep_dtype(memory.storage());
+  view.unsafeGetTensorImpl()->set_storage_offset(memory.storage_offset());
+}
+
 ParameterSpec specOf(const ModelParameter& parameter, const BufferOptions& options) {
   const at::ScalarType type = parameter.tensor.scalar_type();
   return {.numel = parameter.tensor.numel(),
@@ -133,12 +139,68 @@ at::Tensor ModelBuffers::parametersOf(int bucket) const {
   return data_.at(range.buffer).range(range.begin, range.end);
 }
 
+at::Tensor ModelBuffers::placeOf(int parameter) const {
+  const Slot& slot = layout_.slots[parameter];
+  return grads_[slot.buffer].range(slot.offset, slot.offset + slot.numel);
+}
+
+void ModelBuffers::moveGrad(int parameter, const at::Tensor& grad) { place(mainGrads_[parameter], grad); }
+
+void ModelBuffers::forgetMoved(int parameter) { place(mainGrads_[parameter], placeOf(parameter)); }
+
+bool ModelBuffers::hasMoved(int parameter) const {
+  return !grads_[layout_.slots[parameter].buffer].holds(mainGrads_[parameter]);
+}
+
+void ModelBuffers::returnGrads() {
+  c10::NoGradGuard noGrad;
+  for (size_t p = 0; p < mainGrads_.size(); ++p) {
+    const int parameter = static_cast<int>(p);
+    if (!hasMoved(parameter)) continue;
+    const at::Tensor held = at::alias(mainGrads_[p]);
+    forgetMoved(parameter);
+    mainGrads_[p].copy_(held);
+  }
+}
+
+std::vector<at::Tensor> ModelBuffers::partsOf(int bucket, const std::vector<at::Tensor>& elsewhere) const {
+  const BucketLayout& range = layout_.buckets[bucket];
+  std::vector<at::Tensor> parts;
+  int64_t reached = range.begin;
+  const auto fillUpTo = [&](int64_t end) {
+    if (reached < end) parts.push_back(grads_[range.buffer].range(reached, end));
+  };
+  for (int parameter : range.parameters) {
+    if (!elsewhere[parameter].defined()) continue;
+    const Slot& slot = layout_.slots[parameter];
+    fillUpTo(slot.offset);
+    parts.push_back(elsewhere[parameter]);
+    reached = slot.offset + slot.numel;
+  }
+  if (!parts.empty()) fillUpTo(range.end);
+  return parts;
+}
+
 void ModelBuffers::zeroGrads() {
+  for (size_t p = 0; p < mainGrads_.size(); ++p) {
+    const int parameter = static_cast<int>(p);
+    if (hasMoved(parameter)) forgetMoved(parameter);
+  }
   for (FlatBuffer& buffer : grads_) buffer.zero();
 }
 
 void ModelBuffers::scaleGrads(double factor) {
-  for (FlatBuffer& buffer : grads_) buffer.scale(factor);
+  c10::NoGradGuard noGrad;
+  std::vector<char> isTorn(grads_.size(), 0);  // what nobody has written to is not to be touched
+  for (size_t p = 0; p < mainGrads_.size(); ++p) {
+    if (hasMoved(static_cast<int>(p))) isTorn[layout_.slots[p].buffer] = 1;
+  }
+  for (size_t b = 0; b < grads_.size(); ++b) {
+    if (!isTorn[b]) grads_[b].scale(factor);
+  }
+  for (size_t p = 0; p < mainGrads_.size(); ++p) {
+    if (isTorn[layout_.slots[p].buffer]) mainGrads_[p].mul_(factor);
+  }
 }
 
 }  // namespace farandole::ddp

@@ -27,7 +27,7 @@ struct BufferOptions {
 
 // The contiguous buffers of a model's trainable parameters: of gradients, and where
 // sharded of the parameters themselves, which become views of them. Immutable but
-// for the buffers' contents.
+// for the buffers' contents, and for gradients that have moved out of them.
 class ModelBuffers {
  public:
   // Of the trainable parameters of a model that refusalOf() has nothing against.
@@ -40,17 +40,30 @@ class ModelBuffers {
   // Without parameters nothing is on any.
   c10::Device device() const { return parameters_.empty() ? c10::Device(at::kCPU) : parameters_[0].tensor.device(); }
 
-  // Gradients by parameter: views with its shape.
+  // Gradients by parameter, with its shape: views of the buffers, but for those that have moved.
   const std::vector<at::Tensor>& mainGrads() const { return mainGrads_; }
 
-  // All of a bucket, flat, padding included.
+  // All of a bucket's buffer, flat, padding included.
   at::Tensor gradsOf(int bucket) const;
   at::Tensor parametersOf(int bucket) const;  // where sharded
 
-  void zeroGrads();
+  // The parameter's gradient is what this tensor holds, and where it holds it: of the same type, shape and strides.
+  void moveGrad(int parameter, const at::Tensor& grad);
+  bool hasMoved(int parameter) const;
+  // It is in the buffer again, whatever that holds.
+  void forgetMoved(int parameter);
+  // All are in the buffers again, with what they hold.
+  void returnGrads();
+
+  // Where a bucket's gradients lie, one after another, if those of some parameters lie there; empty if none does.
+  std::vector<at::Tensor> partsOf(int bucket, const std::vector<at::Tensor>& elsewhere) const;
+
+  void zeroGrads();  // those that have moved return
   void scaleGrads(double factor);
 
  private:
+  at::Tensor placeOf(int parameter) const;  // in the buffer, flat
+
   std::vector<ModelParameter> parameters_;
   bool sharded_;
   Layout layout_;

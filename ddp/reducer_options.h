@@ -21,7 +21,7 @@ enum class UnusedParameters {
 
 struct ReducerOptions {
   BufferOptions buffers = {};
-  Gradients::Home home = Gradients::Home::kGrad;
+  Gradients::Home home = Gradients::Home::kGrad;  // kBucketView where what reduces cannot go with it
   UnusedParameters unused = UnusedParameters::kError;
   bool overlaps = true;              // buckets are issued while backward runs; else all at the end
   bool endsWithBackward = true;      // backward waits for them; else finishSync() does, as in Megatron-core

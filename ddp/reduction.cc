@@ -24,12 +24,17 @@ Reduction::Reduction(Replicas replicas, c10::DeviceType device, const Options& o
       canAverage_(averages(*replicas_.group, device) &&
                   (!replicas_.instances || averages(*replicas_.instances, device))) {
   setScale(options.scale);
-  if (replicas_.group->getSize() == 1) return;
+  const bool isWhole = !sharded_ && !replicas_.instances;
+  if (replicas_.group->getSize() == 1) {
+    reducesInPlaces_ = isWhole && device == c10::kCPU;
+    return;
+  }
   backend_ = replicas_.group->getBackend(device);
   auto* const gatherer = dynamic_cast<GatheredReductions*>(backend_.get());
   if (gatherer == nullptr || !gatherer->gathers(device)) return;
   gatherer_ = gatherer;
   accumulatesInFloat_ = accumulatesInFloat_ && !gatherer->roundsOnce();
+  reducesInPlaces_ = isWhole && gatherer->reducesInPlaces(device);
 }
 
 void Reduction::setScale(double scale) {
@@ -50,13 +55,14 @@ at::Tensor Reduction::partOf(const at::Tensor& data) const {
   return data.narrow(0, replicas_.group->getRank() * numel, numel);
 }
 
-WorkPtr Reduction::startGroup(const std::vector<at::Tensor>& inputs, at::Tensor& data, Received& received) const {
+WorkPtr Reduction::startGroup(const Parts& parts, at::Tensor& data, Received& received) const {
   if (data.numel() == 0) return nullptr;
+  if (parts.takeResult && !parts.tensors.empty()) return startInPlaces(parts.tensors);
   if (accumulatesInFloat_ && isShort(data.scalar_type()) && replicas_.group->getSize() > 1) {
     received = at::empty_like(data);
     return allToAll(*replicas_.group, received, data);
   }
-  if (!inputs.empty()) return startGroupFrom(inputs, data);
+  if (!parts.tensors.empty()) return startGroupFrom(parts.tensors, data);
   if (factor_ != 1) data.mul_(factor_);
   if (replicas_.group->getSize() == 1) return nullptr;
   if (!sharded_) return allReduce(*replicas_.group, data, op_);
@@ -85,6 +91,16 @@ WorkPtr Reduction::startGroupFrom(const std::vector<at::Tensor>& inputs, at::Ten
   options.reduceOp = op_;
   at::Tensor part = partOf(data);
   return gatherer_->reduceScatterFrom(inputs, data, part, options);
+}
+
+WorkPtr Reduction::startInPlaces(const std::vector<at::Tensor>& parts) const {
+  if (factor_ != 1) {
+    for (const at::Tensor& part : parts) part.mul_(factor_);
+  }
+  if (replicas_.group->getSize() == 1) return nullptr;
+  c10d::AllreduceOptions options;
+  options.reduceOp = op_;
+  return gatherer_->allReduceInPlaces(parts, options);
 }
 
 WorkPtr Reduction::startInstances(at::Tensor& part) const {

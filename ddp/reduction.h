@@ -18,6 +18,12 @@ struct Replicas {
   int size() const { return group->getSize() * (instances ? instances->getSize() : 1); }
 };
 
+// Where a bucket's gradients lie, one after another, if not all are in its buffer; else nothing.
+struct Parts {
+  std::vector<at::Tensor> tensors;
+  bool takeResult = false;  // each its part of it; else that goes to the buffer
+};
+
 // How the gradients of one kind of parameters become the sum over their replicas
 // times a scale, in place: by an all-reduce, or, where each rank owns a part of
 // every bucket, by a reduce-scatter, after which it has its part; then that part is
@@ -46,17 +52,20 @@ class Reduction {
   // This rank's part of `data`: all of it where nothing is sharded.
   at::Tensor partOf(const at::Tensor& data) const;
 
-  // Whether startGroup() takes inputs. What must be scaled first is as well copied.
+  // Whether startGroup() takes parts. What must be scaled first is as well copied.
   bool gathers() const { return gatherer_ != nullptr && factor_ == 1 && !accumulatesInFloat_; }
+  // Whether it takes parts that take the result.
+  bool reducesInPlaces() const { return reducesInPlaces_; }
 
-  // Start the two steps. Null: nothing is to be done in it. `inputs`: where what is to be reduced lies, part by part;
-  // empty: in `data`. `received` goes to finishGroup() when the first one has ended.
-  WorkPtr startGroup(const std::vector<at::Tensor>& inputs, at::Tensor& data, Received& received) const;
+  // Start the two steps. Null: nothing is to be done in it. What is to be reduced lies in `parts`, or, without any, in
+  // `data`. `received` goes to finishGroup() when the first one has ended.
+  WorkPtr startGroup(const Parts& parts, at::Tensor& data, Received& received) const;
   void finishGroup(Received& received, at::Tensor& part) const;
   WorkPtr startInstances(at::Tensor& part) const;
 
  private:
   WorkPtr startGroupFrom(const std::vector<at::Tensor>& inputs, at::Tensor& data) const;
+  WorkPtr startInPlaces(const std::vector<at::Tensor>& parts) const;
 
   Replicas replicas_;
   bool sharded_;
@@ -68,6 +77,7 @@ class Reduction {
   double factor_ = 1;                          // of each rank's gradients, before
   c10::intrusive_ptr<c10d::Backend> backend_;  // owns gatherer_
   GatheredReductions* gatherer_ = nullptr;
+  bool reducesInPlaces_ = false;
 };
 
 }  // namespace farandole::ddp

@@ -99,6 +99,13 @@ void bindOptions(py::module_& module) {
             options.home = inMainGrad ? ddp::Gradients::Home::kMainGrad : ddp::Gradients::Home::kGrad;
           })
       .def_property(
+          "in_bucket_view",
+          [](const ddp::ReducerOptions& options) { return options.home == ddp::Gradients::Home::kBucketView; },
+          [](ddp::ReducerOptions& options, bool inBucketView) {
+            if (options.home == ddp::Gradients::Home::kMainGrad) return;  // which is one
+            options.home = inBucketView ? ddp::Gradients::Home::kBucketView : ddp::Gradients::Home::kGrad;
+          })
+      .def_property(
           "bucket_size", [](const ddp::ReducerOptions& options) { return options.buffers.bucketSize; },
           [](ddp::ReducerOptions& options, std::optional<int64_t> size) { options.buffers.bucketSize = size; })
       .def_property(

@@ -239,6 +239,7 @@ class ReducerOptions:
     broadcasts: bool
     is_agreed: bool
     in_main_grad: bool
+    in_bucket_view: bool
     bucket_size: int | None
     is_bucketed: bool
     in_one_group: bool

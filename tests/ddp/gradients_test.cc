@@ -166,5 +166,148 @@ TEST(Gradients, ThoseOfALinearsWeightAreViewsThatNobodyElseHas) {
   });
 }
 
+// Where reductions take gradients, and leave them, where they are.
+class GradientsInPlaces : public ::testing::Test {
+ protected:
+  static constexpr int64_t kSmall = 10;
+
+  // Of a large parameter and a small one.
+  static void run(const std::function<void(ThreadRank&, GradReducer&, const std::vector<at::Tensor>&)>& body,
+                  const ReducerOptions& options = {.averageInCollective = true}) {
+    runThreads(2, [&](ThreadRank& self) {
+      self.backend->gathersTensors = self.backend->reducesTensorsInPlaces = true;
+      const std::vector<at::Tensor> tensors = {parameter(kSmall), parameter(kLarge)};
+      auto reducer = GradReducer::create(self.group, modelOf(tensors), options);
+      self.backend->events.clear();
+      body(self, *reducer, tensors);
+    });
+  }
+
+  static void step(ThreadRank& self, GradReducer& reducer, const std::vector<at::Tensor>& tensors) {
+    reducer.prepareForward(true);
+    backward(lossOf(tensors, allOf(tensors), self.rank + 1));
+  }
+
+  static std::string takeEvent(ThreadRank& self) {
+    const std::string event = self.backend->events.at(0);
+    self.backend->events.clear();
+    return event;
+  }
+
+  static void empty(const std::vector<at::Tensor>& tensors) {
+    for (const at::Tensor& tensor : tensors) tensor.mutable_grad().reset();
+  }
+
+  static inline const std::string kInPlaces = "allreduce in " + std::to_string(kLarge) + " " + std::to_string(kSmall);
+  static inline const std::string kInBuffer = "allreduce " + std::to_string(kLarge + kSmall);
+};
+
+TEST_F(GradientsInPlaces, LargeOnesStayWhereAutogradLeftThem) {
+  run([](ThreadRank& self, GradReducer& reducer, const std::vector<at::Tensor>& tensors) {
+    for (int round = 0; round < 2; ++round) {
+      step(self, reducer, tensors);
+      EXPECT_EQ(takeEvent(self), kInPlaces);
+      for (int p = 0; p < 2; ++p) {
+        EXPECT_TRUE(isEverywhere(tensors[p].grad(), 1.5));
+        EXPECT_TRUE(tensors[p].grad().is_same(reducer.buffers()->mainGrads()[p]));
+        EXPECT_EQ(reducer.buffers()->hasMoved(p), p == 1);
+      }
+      const at::Tensor buffer = reducer.buffers()->gradsOf(0);
+      EXPECT_TRUE(isEverywhere(buffer.slice(0, 0, kLarge), 0));
+      EXPECT_TRUE(isEverywhere(buffer.slice(0, kLarge), 1.5));
+      empty(tensors);
+    }
+  });
+}
+
+TEST_F(GradientsInPlaces, WhatAccumulatedIsAddedToWhereItIs) {
+  run([](ThreadRank& self, GradReducer& reducer, const std::vector<at::Tensor>& tensors) {
+    reducer.prepareForward(false);
+    backward(lossOf(tensors, allOf(tensors), 10));
+    const void* const before = tensors[1].grad().const_data_ptr();
+    EXPECT_TRUE(reducer.buffers()->hasMoved(1));
+    step(self, reducer, tensors);
+    EXPECT_EQ(takeEvent(self), kInPlaces);
+    EXPECT_EQ(tensors[1].grad().const_data_ptr(), before);
+    for (const at::Tensor& tensor : tensors) EXPECT_TRUE(isEverywhere(tensor.grad(), 11.5));
+  });
+}
+
+TEST_F(GradientsInPlaces, AFirstRoundThatCountsLeavesThemToo) {
+  run(
+      [](ThreadRank& self, GradReducer& reducer, const std::vector<at::Tensor>& tensors) {
+        step(self, reducer, tensors);
+        EXPECT_EQ(takeEvent(self), kInPlaces);
+        EXPECT_TRUE(isEverywhere(tensors[1].grad(), 1.5));
+      },
+      {.averageInCollective = true, .isGraphStatic = true});
+}
+
+TEST_F(GradientsInPlaces, WhatIsScaledBeforeIsScaledThere) {
+  run(
+      [](ThreadRank& self, GradReducer& reducer, const std::vector<at::Tensor>& tensors) {
+        step(self, reducer, tensors);
+        EXPECT_EQ(takeEvent(self), kInPlaces);
+        for (const at::Tensor& tensor : tensors) EXPECT_TRUE(isEverywhere(tensor.grad(), 1.5));
+      },
+      {});
+}
+
+TEST_F(GradientsInPlaces, ZeroedOnesAreInTheirBufferAgain) {
+  run([](ThreadRank& self, GradReducer& reducer, const std::vector<at::Tensor>& tensors) {
+    step(self, reducer, tensors);
+    reducer.zeroGrads();
+    for (const at::Tensor& tensor : tensors) EXPECT_TRUE(isEverywhere(tensor.grad(), 0));
+    EXPECT_TRUE(isEverywhere(reducer.buffers()->gradsOf(0), 0));
+    self.backend->events.clear();
+    step(self, reducer, tensors);
+    EXPECT_EQ(takeEvent(self), kInBuffer);
+    EXPECT_TRUE(isEverywhere(reducer.buffers()->gradsOf(0), 1.5));
+    EXPECT_TRUE(tensors[1].grad().is_alias_of(reducer.buffers()->gradsOf(0)));
+  });
+}
+
+TEST_F(GradientsInPlaces, ThoseThatAreAwayAreScaledToo) {
+  run([](ThreadRank& self, GradReducer& reducer, const std::vector<at::Tensor>& tensors) {
+    step(self, reducer, tensors);
+    reducer.scaleGrads(2);
+    for (const at::Tensor& tensor : tensors) EXPECT_TRUE(isEverywhere(tensor.grad(), 3));
+  });
+}
+
+TEST_F(GradientsInPlaces, AForwardFreesThoseThatTheUserHasDropped) {
+  run([](ThreadRank& self, GradReducer& reducer, const std::vector<at::Tensor>& tensors) {
+    step(self, reducer, tensors);
+    reducer.prepareForward(true);
+    EXPECT_TRUE(reducer.buffers()->hasMoved(1));  // `.grad` has it
+    const c10::weak_intrusive_ptr<c10::StorageImpl> memory(tensors[1].grad().storage().getWeakStorageImpl());
+    empty(tensors);
+    EXPECT_FALSE(memory.expired());
+    reducer.prepareForward(true);
+    EXPECT_TRUE(memory.expired());
+  });
+}
+
+TEST_F(GradientsInPlaces, WhereEveryBucketIsLookedAtTheyAreInIt) {
+  run(
+      [](ThreadRank& self, GradReducer& reducer, const std::vector<at::Tensor>& tensors) {
+        step(self, reducer, tensors);
+        EXPECT_EQ(takeEvent(self), kInBuffer);
+        EXPECT_FALSE(reducer.buffers()->hasMoved(1));
+      },
+      {.averageInCollective = true, .checks = {.nan = true}});
+}
+
+TEST_F(GradientsInPlaces, ViewsOfBucketsAreReducedIntoThem) {
+  run(
+      [](ThreadRank& self, GradReducer& reducer, const std::vector<at::Tensor>& tensors) {
+        step(self, reducer, tensors);
+        EXPECT_EQ(takeEvent(self), "allreduce [" + std::to_string(kLarge) + "] " + std::to_string(kSmall));
+        EXPECT_TRUE(isEverywhere(reducer.buffers()->gradsOf(0), 1.5));
+        EXPECT_TRUE(tensors[1].grad().is_alias_of(reducer.buffers()->gradsOf(0)));
+      },
+      {.home = Gradients::Home::kBucketView, .averageInCollective = true});
+}
+
 }  // namespace
 }  // namespace farandole::ddp

@@ -45,8 +45,8 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters, Ab
     buckets. Hooks in C++ issue the all-reduce of a bucket, in index order, as soon as its gradients are there, while
     the rest of backward runs; ``backward()`` returns when all are done. The result is that of
     ``torch.nn.parallel.DistributedDataParallel``: the sum over ranks of gradients scaled by 1 / size. Each trainable
-    parameter gets a ``main_grad``, its part of the buffer; after a backward its ``.grad`` is that very tensor. It may
-    be set to None, zeroed or replaced between steps.
+    parameter gets a ``main_grad``; after a backward its ``.grad`` is that very tensor, in the buffer, or, on the CPU
+    where ranks share memory, where autograd computed it. It may be set to None, zeroed or replaced between steps.
 
     Constructing is a collective: all ranks must bring the same module (names, shapes, types, what is frozen) and the
     same options, else a ValueError on every rank names the first difference. Parameters and buffers are then
@@ -72,7 +72,7 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters, Ab
         find_unused_parameters: ``unused_parameters="skip"``. Nothing is searched for: what a backward has left out
             is known at its end, where its buckets are reduced.
         check_reduction: has no meaning, as torch's.
-        gradient_as_bucket_view: gradients are views of buckets either way.
+        gradient_as_bucket_view: gradients are views of buckets in every case, also where they need not be.
         static_graph: every backward is like the first one, which counts how many gradients each parameter gets: so
             reentrant checkpoints may share parameters. What it leaves out is skipped.
         device_mesh: instead of ``process_group``, of one dimension: a part of a larger mesh where parameters are sharded
@@ -190,11 +190,11 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters, Ab
         options.grad_dtype = torch.float32 if grad_reduce_in_fp32 else None
         options.is_sharded = use_distributed_optimizer
         options.in_main_grad = grad_reduce_in_fp32 or use_distributed_optimizer
+        options.in_bucket_view = gradient_as_bucket_view
         options.average_in_collective = average_in_collective
         options.accumulates_in_float = reduce_scatter_with_fp32_accumulation
         options.is_averaged = not calculate_per_token_loss
-        options.checks_nan = check_for_nan_in_grad
-        options.largest_grad = check_for_large_grads
+        options.checks_nan, options.largest_grad = check_for_nan_in_grad, check_for_large_grads
         options.pads_for_bus_bandwidth = pad_buckets_for_high_nccl_busbw
         group = group_in(process_group, device_mesh, module)
         experts = group if expert_process_group is None else group_of("expert_process_group", expert_process_group)
@@ -369,7 +369,7 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters, Ab
             self._reducer.forget_grads()
 
     def scale_gradients(self, scaling_factor: float) -> None:
-        """Multiplies every ``main_grad``, one kernel per buffer: e.g. by one over the number of tokens."""
+        """Multiplies every ``main_grad``: e.g. by one over the number of tokens."""
         self._reducer.scale_grads(scaling_factor)
 
     @contextlib.contextmanager
