@@ -164,6 +164,8 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   Status abortOf(int rank) const;
   bool poll() override;
   bool isReady() const override;
+  bool waitsForThisCore() const override;
+  void noteCore() override { host_->noteCore(); }
   Result<transport::SharedMemory> meetHost(transport::Clock::time_point deadline, std::size_t windowBytes,
                                            const Health& health);
   // Until all ranks of the host have told each other how they read the others' memory.

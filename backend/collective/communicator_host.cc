@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "backend/collective/communicator.h"
+#include "backend/collective/program.h"
 
 namespace farandole::collective {
 
@@ -137,6 +138,13 @@ Status Communicator::readFrom(int index, void* to, const void* from, std::size_t
   if (status.code() != StatusCode::kPeerFailed) return status.wrapUnlessOk("receiving from " + describe(rank));
   noteLost(rank);
   return Status(StatusCode::kPeerFailed, "its process died").wrap(describe(rank) + " failed");
+}
+
+// Before others have come there is nobody to make room for.
+bool Communicator::waitsForThisCore() const {
+  if (turns_.empty()) return false;
+  const int index = turns_.front()->awaitedIndex();
+  return index >= 0 && host_->coreOf(index) == sched_getcpu();
 }
 
 void Communicator::nudgeHost() {

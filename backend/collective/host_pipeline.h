@@ -29,6 +29,9 @@ struct Rounds {
   std::uint64_t reduced(std::uint64_t piece) const { return turn.base + 2 * piece + 4; }
 };
 
+// Of a piece: in, reduced, out, and the signals and waits of each.
+inline constexpr std::size_t kStepsOfPiece = 8;
+
 // Before what another rank has put in is used: until all have.
 inline void awaitPutIn(Program& program, const Rounds& rounds, std::uint64_t piece) {
   if (piece == 0) {
@@ -42,6 +45,7 @@ template <typename TakeOut, typename PutIn, typename Reduce>
 void pipeline(Program& program, HostSegment& host, const Contract& contract, std::size_t pieces, const TakeOut& takeOut,
               const PutIn& putIn, const Reduce& reduce) {
   const Rounds rounds{beginTurn(program, host, contract, Rounds::steps(pieces))};
+  program.reserve(pieces * kStepsOfPiece);
   for (std::uint64_t i = 0; i < pieces + 2; ++i) {
     if (i < pieces) {
       putIn(i);
@@ -66,6 +70,7 @@ template <typename PutIn, typename Meanwhile, typename Take>
 void passWindows(Program& program, HostTurn turn, std::size_t pieces, const PutIn& putIn, const Meanwhile& meanwhile,
                  const Take& take) {
   const Rounds rounds{turn};
+  program.reserve(pieces * kStepsOfPiece);
   for (std::uint64_t i = 0; i <= pieces; ++i) {
     if (i < pieces) {
       if (i >= HostSegment::kWindows) program.await(rounds.reduced(i - HostSegment::kWindows));

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <sched.h>
+
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -97,10 +99,17 @@ class HostSegment {
   HostTurn nextTurn(std::uint64_t steps);
 
   // This rank's counter.
-  void signal(std::uint64_t value) { line(index_).counter.store(value, std::memory_order_release); }
+  void signal(std::uint64_t value) {
+    noteCore();
+    line(index_).counter.store(value, std::memory_order_release);
+  }
   bool hasCome(int index, std::uint64_t value) const {
     return line(index).counter.load(std::memory_order_acquire) >= value;
   }
+
+  // The core that this rank goes on with its collectives on: the calling thread's; and the one that a rank did last.
+  void noteCore() { line(index_).core.store(sched_getcpu(), std::memory_order_relaxed); }
+  int coreOf(int index) const { return line(index).core.load(std::memory_order_relaxed); }
 
   // This rank gives up, because `culprit`, a rank of the group, died or for a reason of its own (kNobody):
   // who waits for it need not.
@@ -146,6 +155,7 @@ class HostSegment {
   static constexpr std::size_t kReasonBytes = 2048;
   struct alignas(64) Line {
     std::atomic<std::uint64_t> counter;
+    std::atomic<int> core;               // that it was last counted up on
     std::atomic<int> abandonedFor;       // 0: it goes on; else the culprit, plus 2
     std::atomic<int> abortedBy;          // of the first line alone, for all: the rank, plus 1; or 0
     std::uint64_t windowBytes;           // of the first line alone, for all

@@ -171,6 +171,12 @@ bool ProgramOperation::isReady() const {
   return index < 0 || !communicator_->canCome(index);
 }
 
+int ProgramOperation::awaitedIndex() const {
+  if (!blocked_ || waitsForTurn_) return -1;
+  const Program::Step& step = program_.steps_[next_];
+  return step.kind == Program::Kind::kAwait ? missing(step) : -1;
+}
+
 std::string ProgramOperation::missingRanks() const {
   std::set<int> ranks;
   if (waitsForTurn_) return {};

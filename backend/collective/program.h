@@ -72,6 +72,9 @@ class Program {
   void claim(std::byte* data, std::size_t bytes);
   void copyAndClaim(void* dst, std::byte* src, std::size_t bytes);
 
+  // About so many steps are to come: their list then grows but once.
+  void reserve(std::size_t steps) { steps_.reserve(steps_.size() + steps); }
+
   // Memory that lives as long as the program.
   std::byte* scratch(std::size_t bytes);
 
@@ -154,6 +157,8 @@ class ProgramOperation : public Operation {
 
   // While it is blocked: whether the ranks that it waits for have come, or one of them never will.
   bool isReady() const;
+  // The index of a rank of the host that it waits for after they have met; or -1.
+  int awaitedIndex() const;
   // The index of the first of the ranks that a step waits for that has not come; -1 when all have.
   int missing(const Program::Step& step) const;
   std::string describe(const Contract& contract) const;

@@ -37,6 +37,10 @@ constexpr Clock::duration kMostForYield = std::chrono::microseconds(20);
 constexpr Clock::duration kPatience = std::chrono::microseconds(40);
 constexpr Clock::duration kLongestPatience = std::chrono::milliseconds(20);
 
+// So do two loops, and each sleeps while the other one works (measured: an all_reduce of 80 MiB that nobody waits for
+// 28 ms instead of 12). Shared memory tells the cores: who waits on that of the other one steps aside, not too often.
+constexpr Clock::duration kBetweenMoves = std::chrono::milliseconds(1);
+
 // Moves the calling thread to another core that it may run on, whichever, and
 // leaves it as free as it was.
 void stepAside() {
@@ -267,6 +271,17 @@ void ProgressEngine::noteGaveWay(Clock::duration yield) {
   timeGivenWay_ = {};
   stepsAsideAfter_ = std::min(2 * stepsAsideAfter_, kLongestPatience);
   stepAside();
+}
+
+bool ProgressEngine::leaveSharedCore() {
+  const auto waits = [](const Poller* poller) { return poller->waitsForThisCore(); };
+  if (!everyRankHasACore_ || std::none_of(pollers_.begin(), pollers_.end(), waits)) return false;
+  const auto now = Clock::now();
+  if (now - lastMove_ < kBetweenMoves) return false;
+  lastMove_ = now;
+  stepAside();
+  for (Poller* poller : pollers_) poller->noteCore();  // that the other one does not come after it
+  return true;
 }
 
 void ProgressEngine::leaveOwnership(bool slept) {

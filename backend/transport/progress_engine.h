@@ -46,6 +46,10 @@ class ProgressEngine {
     // Goes on as far as it can; true when it did.
     virtual bool poll() = 0;
     virtual bool isReady() const = 0;
+    // Whether it waits for somebody who goes on, as he did last, on the core of the calling thread.
+    virtual bool waitsForThisCore() const { return false; }
+    // The calling thread, which goes on with it, runs on another core now.
+    virtual void noteCore() {}
   };
 
   // Something that has ended, with what is left to do for that once the transport is let go of. In one list at a time.
@@ -125,6 +129,8 @@ class ProgressEngine {
   // A yield let somebody run who brought what was waited for.
   void noteGaveWay(Clock::duration yield);
   void leaveOwnership(bool slept);
+  // From a core that the loop shares with who it waits for; true when it has.
+  bool leaveSharedCore();
   void armForLoop();
   // Advances the transport and the pollers; true when something happened. Only by
   // whoever is responsible for arming afterwards. `again`: by who calls it at once again.
@@ -160,6 +166,7 @@ class ProgressEngine {
   Clock::duration timeGivenWay_{};  // in turn
   Clock::duration stepsAsideAfter_;
   Clock::time_point lastLeave_;  // of an owner, while the loop sleeps
+  Clock::time_point lastMove_;   // of the loop, to another core
   std::vector<std::function<void()>> deferred_;
   Leaver* leavers_ = nullptr;
   std::vector<Listener*> listeners_;

@@ -52,11 +52,13 @@ void ProgressEngine::onEventFromLoop() {
     return;
   }
   sleeperArmed_ = false;
-  for (int idle = 0; idle < kLoopSpins && !owner_.load();) {
-    idle = progress() ? 0 : idle + 1;
-    runDeferred();
-    yieldToContenders();
-  }
+  do {
+    for (int idle = 0; idle < kLoopSpins && !owner_.load();) {
+      idle = progress() ? 0 : idle + 1;
+      runDeferred();
+      yieldToContenders();
+    }
+  } while (!owner_.load() && leaveSharedCore());
   release();
   sleepFromLoop();
 }

@@ -1,7 +1,9 @@
 #include "backend/transport/progress_engine.h"
 
 #include <gtest/gtest.h>
+#include <sched.h>
 
+#include <algorithm>
 #include <atomic>
 #include <thread>
 
@@ -131,6 +133,58 @@ TEST_F(ProgressEngineTest, ASleepingWaiterWakesForAMessageThatComesLate) {
   EXPECT_TRUE(b_.wait(received.done, Clock::now() + 20s));
   late.join();
   EXPECT_EQ(in, 9);
+}
+
+// On whatever core: the loop can only try another one, once.
+struct WaitsForItsCore final : ProgressEngine::Poller {
+  bool poll() override { return false; }
+  bool isReady() const override { return false; }
+  bool waitsForThisCore() const override {
+    ++asked;
+    if (moves == 0) from = sched_getcpu();
+    return true;
+  }
+  void noteCore() override {
+    if (moves++ == 0) to = sched_getcpu();
+  }
+  mutable std::atomic<int> asked{0};
+  mutable std::atomic<int> from{-1};
+  std::atomic<int> moves{0};
+  std::atomic<int> to{-1};
+};
+
+TEST_F(ProgressEngineTest, TheLoopLeavesTheCoreOfWhoItWaitsForIfThereIsOneForEachRank) {
+  cpu_set_t allowed;
+  ASSERT_EQ(sched_getaffinity(0, sizeof allowed, &allowed), 0);
+  const int cores = CPU_COUNT(&allowed);
+  if (cores < 2) GTEST_SKIP() << "there is one core";
+  for (const int ranks : {cores, cores + 1}) {
+    SCOPED_TRACE(ranks);
+    WaitsForItsCore poller;
+    b_.noteRanksOnHost(ranks);
+    {
+      ProgressEngine::Access access(b_);
+      b_.addPoller(poller);
+    }
+    const auto end = Clock::now() + 20s;
+    for (std::uint64_t tag = 0; poller.moves == 0 && poller.asked < 5 && Clock::now() < end; ++tag) {
+      int in = 0;
+      const int value = 1;
+      Flagged received;
+      Flagged sent;
+      recv(tag, in, received);
+      send(tag, value, sent);
+      while (!(received.done && sent.done) && Clock::now() < end) std::this_thread::sleep_for(1ms);
+      ASSERT_TRUE(received.done && sent.done);
+      if (ranks > cores && tag == 5) break;
+    }
+    {
+      ProgressEngine::Access access(b_);
+      b_.removePoller(poller);
+    }
+    EXPECT_EQ(poller.moves > 0, ranks == cores);
+    if (ranks == cores) EXPECT_NE(poller.from, poller.to);
+  }
 }
 
 TEST_F(ProgressEngineTest, DeferredTasksRunWithNothingHeld) {
