@@ -56,8 +56,8 @@ def test_an_unused_parameter_is_an_error_on_all_ranks_where_reductions_overlap(b
     run_ranks(_unused, 2, backend)
 
 
-def _never_used(rank: int, world_size: int) -> None:
-    collection = support.collection_of(world(), None)
+def _never_used(rank: int, world_size: int, pp_rank: int) -> None:
+    collection = support.collection_of(world(), None, pp_rank)  # of later stages without a bucket size
     module = _Branches()
     module.left_out.shared_embedding = True  # of multi-token prediction, on the last stage: a bucket of its own
     model = _wrap(module, collection, overlap_grad_reduce=True, use_distributed_optimizer=True, bucket_size=1)
@@ -77,9 +77,10 @@ def _never_used(rank: int, world_size: int) -> None:
     await_all(rank, world_size)
 
 
+@pytest.mark.parametrize("pp_rank", [0, 1])
 @pytest.mark.parametrize("backend", ["gloo", "farandole"])
-def test_a_bucket_group_may_go_unused_until_its_first_gradient(backend):
-    run_ranks(_never_used, 2, backend)
+def test_a_bucket_group_may_go_unused_until_its_first_gradient(backend, pp_rank):
+    run_ranks(_never_used, 2, backend, pp_rank=pp_rank)
 
 
 def _not_a_number(rank: int, world_size: int) -> None:
