@@ -43,7 +43,26 @@ void Gradients::accumulate(int parameter, const at::Tensor& brought) {
 void Gradients::moveIntoBuffers() {
   if (home_ != Home::kGrad) return;
   home_ = Home::kBucketView;
-  buffers_->returnGrads();
+  returnAll();
+}
+
+void Gradients::returnAll() {
+  for (size_t p = 0; p < buffers_->parameters().size(); ++p) {
+    const int parameter = static_cast<int>(p);
+    if (!buffers_->hasMoved(parameter)) continue;
+    const bool isShown = isMainGrad(parameter);
+    buffers_->returnGrad(parameter);
+    if (isShown) show(parameter);
+  }
+}
+
+// Whether `.grad` is main_grad, or has its memory.
+bool Gradients::isMainGrad(int parameter) const {
+  const at::Tensor& grad = buffers_->parameters()[parameter].tensor.grad();
+  const at::Tensor& view = buffers_->mainGrads()[parameter];
+  return grad.is_same(view) ||
+         (grad.defined() && grad.is_alias_of(view) && grad.storage_offset() == view.storage_offset() &&
+          grad.sizes() == view.sizes() && grad.strides() == view.strides());
 }
 
 // Parts hold on to their memory: `.grad` may get another one while they are reduced.
@@ -71,12 +90,14 @@ void Gradients::copyOrLeave(int parameter, const at::Tensor& grad, const at::Ten
                        grad.is_non_overlapping_and_dense() && !grad.is_complex() && !grad.is_neg() &&
                        !grad._is_zerotensor();
   const bool isLarge = static_cast<int64_t>(grad.nbytes()) >= kBorrowedBytes;
-  if (!brought.defined() || !isLarge || !isAlike || !isUnshared(grad, brought)) {
-    view.copy_(grad);
-  } else if (home_ == Home::kGrad) {
+  const bool canLeave = brought.defined() && isLarge && isAlike && isUnshared(grad, brought);
+  if (home_ == Home::kGrad && canLeave && grad.storage().nbytes() == grad.nbytes()) {
     buffers_->moveGrad(parameter, grad);
-  } else {
+  } else if (home_ != Home::kGrad && canLeave) {
     borrowed_[parameter] = grad;
+  } else {
+    buffers_->forgetMoved(parameter);
+    view.copy_(grad);
   }
 }
 
@@ -88,8 +109,14 @@ void Gradients::fill(int parameter, bool shown) {
   } else if (shown || grad.defined()) {
     adopt(parameter);
   } else {
-    buffers_->mainGrads()[parameter].zero_();
+    zeroMainGrad(parameter);
   }
+}
+
+// What the user may still have of the step before stays as it is.
+void Gradients::zeroMainGrad(int parameter) {
+  buffers_->forgetMoved(parameter);
+  buffers_->mainGrads()[parameter].zero_();
 }
 
 void Gradients::show(int parameter) {
@@ -97,18 +124,17 @@ void Gradients::show(int parameter) {
   buffers_->parameters()[parameter].tensor.mutable_grad() = buffers_->mainGrads()[parameter];
 }
 
-// Makes main_grad the parameter's gradient, with the value of the gradient that was there, or zero.
+// Makes main_grad the parameter's gradient, with the value of the gradient that was there, or zero; or moves it there.
 void Gradients::adopt(int parameter, const at::Tensor& brought) {
+  if (isMainGrad(parameter)) return;
   at::Tensor& grad = buffers_->parameters()[parameter].tensor.mutable_grad();
-  const at::Tensor& view = buffers_->mainGrads()[parameter];
-  if (grad.is_same(view)) return;
   if (grad.defined()) {
     checkFits(parameter, grad);
     copyOrLeave(parameter, grad, brought);
   } else {
-    view.zero_();
+    zeroMainGrad(parameter);
   }
-  grad = view;
+  if (!buffers_->hasMoved(parameter)) grad = buffers_->mainGrads()[parameter];
 }
 
 void Gradients::add(int parameter, const at::Tensor& brought) {
@@ -133,11 +159,18 @@ void Gradients::release() {
   for (size_t p = 0; p < buffers_->parameters().size(); ++p) {
     const int parameter = static_cast<int>(p);
     const bool isEmptied = !buffers_->parameters()[p].tensor.grad().defined();
-    if (isEmptied && buffers_->hasMoved(parameter)) buffers_->forgetMoved(parameter);
+    if (isEmptied) buffers_->forgetMoved(parameter);
   }
 }
 
 void Gradients::zero() {
+  for (size_t p = 0; p < buffers_->parameters().size(); ++p) {
+    const int parameter = static_cast<int>(p);
+    if (!buffers_->hasMoved(parameter)) continue;
+    const bool isShown = isMainGrad(parameter);
+    buffers_->forgetMoved(parameter);
+    if (isShown) show(parameter);
+  }
   buffers_->zeroGrads();
   std::fill(isForgotten_.begin(), isForgotten_.end(), 0);
   isReduced_ = false;

@@ -29,6 +29,8 @@ class Gradients {
   Home home() const { return home_; }
   // kGrad becomes kBucketView.
   void moveIntoBuffers();
+  // All are in the buffers, with what they hold, until autograd comes with the next ones.
+  void returnAll();
 
   // Throws where what the buffers hold cannot be added to.
   void checkAccumulates(int parameter) const;
@@ -69,6 +71,8 @@ class Gradients {
  private:
   void adopt(int parameter, const at::Tensor& brought = {});
   void add(int parameter, const at::Tensor& brought = {});
+  bool isMainGrad(int parameter) const;
+  void zeroMainGrad(int parameter);
   void copyOrLeave(int parameter, const at::Tensor& grad, const at::Tensor& brought);
   void checkFits(int parameter, const at::Tensor& grad) const;
 

@@ -146,21 +146,20 @@ at::Tensor ModelBuffers::placeOf(int parameter) const {
 
 void ModelBuffers::moveGrad(int parameter, const at::Tensor& grad) { place(mainGrads_[parameter], grad); }
 
-void ModelBuffers::forgetMoved(int parameter) { place(mainGrads_[parameter], placeOf(parameter)); }
+void ModelBuffers::forgetMoved(int parameter) {
+  if (hasMoved(parameter)) place(mainGrads_[parameter], placeOf(parameter));
+}
 
 bool ModelBuffers::hasMoved(int parameter) const {
   return !grads_[layout_.slots[parameter].buffer].holds(mainGrads_[parameter]);
 }
 
-void ModelBuffers::returnGrads() {
+void ModelBuffers::returnGrad(int parameter) {
+  if (!hasMoved(parameter)) return;
   c10::NoGradGuard noGrad;
-  for (size_t p = 0; p < mainGrads_.size(); ++p) {
-    const int parameter = static_cast<int>(p);
-    if (!hasMoved(parameter)) continue;
-    const at::Tensor held = at::alias(mainGrads_[p]);
-    forgetMoved(parameter);
-    mainGrads_[p].copy_(held);
-  }
+  const at::Tensor held = at::alias(mainGrads_[parameter]);
+  forgetMoved(parameter);
+  mainGrads_[parameter].copy_(held);
 }
 
 std::vector<at::Tensor> ModelBuffers::partsOf(int bucket, const std::vector<at::Tensor>& elsewhere) const {
@@ -182,10 +181,6 @@ std::vector<at::Tensor> ModelBuffers::partsOf(int bucket, const std::vector<at::
 }
 
 void ModelBuffers::zeroGrads() {
-  for (size_t p = 0; p < mainGrads_.size(); ++p) {
-    const int parameter = static_cast<int>(p);
-    if (hasMoved(parameter)) forgetMoved(parameter);
-  }
   for (FlatBuffer& buffer : grads_) buffer.zero();
 }
 

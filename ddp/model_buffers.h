@@ -50,15 +50,14 @@ class ModelBuffers {
   // The parameter's gradient is what this tensor holds, and where it holds it: of the same type, shape and strides.
   void moveGrad(int parameter, const at::Tensor& grad);
   bool hasMoved(int parameter) const;
-  // It is in the buffer again, whatever that holds.
+  // If it has, it is in the buffer again: whatever that holds, or with what it holds itself.
   void forgetMoved(int parameter);
-  // All are in the buffers again, with what they hold.
-  void returnGrads();
+  void returnGrad(int parameter);
 
   // Where a bucket's gradients lie, one after another, if those of some parameters lie there; empty if none does.
   std::vector<at::Tensor> partsOf(int bucket, const std::vector<at::Tensor>& elsewhere) const;
 
-  void zeroGrads();  // those that have moved return
+  void zeroGrads();  // of those that are in the buffers
   void scaleGrads(double factor);
 
  private:

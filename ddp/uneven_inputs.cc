@@ -34,7 +34,7 @@ void GradReducer::shadowRound() {
     {
       std::lock_guard lock(mutex_);
       c10::NoGradGuard noGrad;
-      buffers_->returnGrads();
+      gradients_.returnAll();
       for (size_t bucket = 0; bucket < buffers_->layout().buckets.size(); ++bucket) {
         own.push_back(buffers_->gradsOf(static_cast<int>(bucket)).clone());
       }

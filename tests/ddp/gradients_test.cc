@@ -209,7 +209,7 @@ TEST_F(GradientsInPlaces, LargeOnesStayWhereAutogradLeftThem) {
       EXPECT_EQ(takeEvent(self), kInPlaces);
       for (int p = 0; p < 2; ++p) {
         EXPECT_TRUE(isEverywhere(tensors[p].grad(), 1.5));
-        EXPECT_TRUE(tensors[p].grad().is_same(reducer.buffers()->mainGrads()[p]));
+        EXPECT_EQ(tensors[p].grad().const_data_ptr(), reducer.buffers()->mainGrads()[p].const_data_ptr());
         EXPECT_EQ(reducer.buffers()->hasMoved(p), p == 1);
       }
       const at::Tensor buffer = reducer.buffers()->gradsOf(0);
@@ -264,6 +264,29 @@ TEST_F(GradientsInPlaces, ZeroedOnesAreInTheirBufferAgain) {
     EXPECT_EQ(takeEvent(self), kInBuffer);
     EXPECT_TRUE(isEverywhere(reducer.buffers()->gradsOf(0), 1.5));
     EXPECT_TRUE(tensors[1].grad().is_alias_of(reducer.buffers()->gradsOf(0)));
+  });
+}
+
+TEST_F(GradientsInPlaces, WhatTheUserKeepsStaysAsItIs) {
+  run([](ThreadRank& self, GradReducer& reducer, const std::vector<at::Tensor>& tensors) {
+    step(self, reducer, tensors);
+    const at::Tensor kept = tensors[1].grad();
+    empty(tensors);
+    step(self, reducer, tensors);
+    tensors[1].grad().mul_(2);
+    EXPECT_TRUE(isEverywhere(kept, 1.5));
+    EXPECT_TRUE(isEverywhere(reducer.buffers()->mainGrads()[1], 3));
+  });
+}
+
+TEST_F(GradientsInPlaces, APartOfLargerMemoryIsCopied) {
+  run([](ThreadRank& self, GradReducer& reducer, const std::vector<at::Tensor>& tensors) {
+    reducer.prepareForward(true);
+    backward(at::cat({tensors[0], tensors[1]}).mul(self.rank + 1.0).sum());  // both gradients are views of one
+    for (int p = 0; p < 2; ++p) {
+      EXPECT_TRUE(isEverywhere(tensors[p].grad(), 1.5));
+      EXPECT_FALSE(reducer.buffers()->hasMoved(p));
+    }
   });
 }
 

@@ -143,7 +143,7 @@ def _rebuild(model: DistributedDataParallel, options: _C.ReducerOptions, bucket_
     with torch.no_grad():
         for name, main_grad in reducer.main_grads():
             parameter: Any = model._trainable[name]
-            if parameter.grad is parameter.main_grad:
+            if parameter.grad is not None and parameter.grad.data_ptr() == parameter.main_grad.data_ptr():
                 main_grad.copy_(parameter.grad)
                 parameter.grad = main_grad
             parameter.main_grad = main_grad

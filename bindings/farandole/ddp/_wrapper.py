@@ -45,7 +45,7 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters, Ab
     buckets. Hooks in C++ issue the all-reduce of a bucket, in index order, as soon as its gradients are there, while
     the rest of backward runs; ``backward()`` returns when all are done. The result is that of
     ``torch.nn.parallel.DistributedDataParallel``: the sum over ranks of gradients scaled by 1 / size. Each trainable
-    parameter gets a ``main_grad``; after a backward its ``.grad`` is that very tensor, in the buffer, or, on the CPU
+    parameter gets a ``main_grad``; after a backward its ``.grad`` has the same memory, in the buffer, or, on the CPU
     where ranks share memory, where autograd computed it. It may be set to None, zeroed or replaced between steps.
 
     Constructing is a collective: all ranks must bring the same module (names, shapes, types, what is frozen) and the

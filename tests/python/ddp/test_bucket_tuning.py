@@ -67,7 +67,8 @@ def _tune(rank: int, world_size: int, measured: list[float]) -> tuple[str, str, 
             with torch.no_grad():
                 model.module(x)  # one rank's forwards are its own
     for parameter in model.parameters():
-        assert parameter.grad is parameter.main_grad
+        assert parameter.grad is not None
+        assert parameter.grad.data_ptr() == parameter.main_grad.data_ptr()
     reason = model.bucket_tuning()
     assert reason is not None
     DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
