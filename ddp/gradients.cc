@@ -46,12 +46,12 @@ void Gradients::moveIntoBuffers() {
   returnAll();
 }
 
-void Gradients::returnAll() {
+void Gradients::returnAll(bool withValues) {
   for (size_t p = 0; p < buffers_->parameters().size(); ++p) {
     const int parameter = static_cast<int>(p);
     if (!buffers_->hasMoved(parameter)) continue;
     const bool isShown = isMainGrad(parameter);
-    buffers_->returnGrad(parameter);
+    withValues ? buffers_->returnGrad(parameter) : buffers_->forgetMoved(parameter);
     if (isShown) show(parameter);
   }
 }
@@ -164,13 +164,7 @@ void Gradients::release() {
 }
 
 void Gradients::zero() {
-  for (size_t p = 0; p < buffers_->parameters().size(); ++p) {
-    const int parameter = static_cast<int>(p);
-    if (!buffers_->hasMoved(parameter)) continue;
-    const bool isShown = isMainGrad(parameter);
-    buffers_->forgetMoved(parameter);
-    if (isShown) show(parameter);
-  }
+  returnAll(false);
   buffers_->zeroGrads();
   std::fill(isForgotten_.begin(), isForgotten_.end(), 0);
   isReduced_ = false;

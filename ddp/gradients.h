@@ -29,8 +29,8 @@ class Gradients {
   Home home() const { return home_; }
   // kGrad becomes kBucketView.
   void moveIntoBuffers();
-  // All are in the buffers, with what they hold, until autograd comes with the next ones.
-  void returnAll();
+  // All are in the buffers until autograd comes with the next ones: with what they hold, or whatever is there.
+  void returnAll(bool withValues = true);
 
   // Throws where what the buffers hold cannot be added to.
   void checkAccumulates(int parameter) const;

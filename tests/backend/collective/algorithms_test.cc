@@ -81,16 +81,22 @@ TEST_P(AlgorithmsTest, BroadcastGivesEveryRankTheRootsData) {
   });
 }
 
+// Fills `data` for each rank; returns the sum of all.
+Data sumOfRandom(std::mt19937_64& random, int size, std::size_t n, std::vector<Data>& data) {
+  Data sum(n, 0);
+  for (int rank = 0; rank < size; ++rank) {
+    data.push_back(randomData(random, n));
+    for (std::size_t i = 0; i < n; ++i) sum[i] += data[rank][i];
+  }
+  return sum;
+}
+
 TEST_P(AlgorithmsTest, AllReduceAndReduceGiveTheSum) {
   forRandomGroups([&](std::mt19937_64& random, int size) {
     const std::size_t n = randomSize(random);
     const int root = static_cast<int>(random() % size);
     std::vector<Data> data;
-    Data expected(n, 0);
-    for (int rank = 0; rank < size; ++rank) {
-      data.push_back(randomData(random, n));
-      for (std::size_t i = 0; i < n; ++i) expected[i] += data[rank][i];
-    }
+    const Data expected = sumOfRandom(random, size, n, data);
     const std::vector<Data> inputs = data;
     runOnAll(size, [&](Program& p, Topology t) { reduce(p, t, kSum, root, sliceOf(data[t.rank])); });
     for (int rank = 0; rank < size; ++rank) EXPECT_EQ(data[rank], rank == root ? expected : inputs[rank]);
@@ -126,11 +132,7 @@ TEST_P(AlgorithmsTest, AllReduceReadsWhatLiesInSeveralPlaces) {
   forRandomGroups([&](std::mt19937_64& random, int size) {
     const std::size_t n = randomSize(random);
     std::vector<Data> data;
-    Data expected(n, 0);
-    for (int rank = 0; rank < size; ++rank) {
-      data.push_back(randomData(random, n));
-      for (std::size_t i = 0; i < n; ++i) expected[i] += data[rank][i];
-    }
+    const Data expected = sumOfRandom(random, size, n, data);
     const std::vector<Data> inputs = data;
     std::vector<Data> outputs(size, Data(n, -1));
     std::vector<std::vector<Slice>> places(size);
@@ -152,11 +154,7 @@ TEST_P(AlgorithmsTest, AllReduceLeavesTheResultInSeveralPlacesWhereMemoryIsShare
     if (size == 1) return;  // it shares none
     const std::size_t n = randomSize(random);
     std::vector<Data> data;
-    Data expected(n, 0);
-    for (int rank = 0; rank < size; ++rank) {
-      data.push_back(randomData(random, n));
-      for (std::size_t i = 0; i < n; ++i) expected[i] += data[rank][i];
-    }
+    const Data expected = sumOfRandom(random, size, n, data);
     std::vector<Data> elsewhere(size, Data(n, -1));
     std::vector<std::vector<Slice>> places(size);
     for (int rank = 0; rank < size; ++rank) places[rank] = scattered(random, data[rank], elsewhere[rank]);
