@@ -26,10 +26,13 @@ void GradReducer::prepareForward(bool requireSync, const std::string& change) {
     std::lock_guard lock(mutex_);
     checkUsable();
     requireSync_ = requireSync;
-    if (lookedInRound_ != rounds_) lookForChange();
+    if (lookedInRound_ != rounds_) {
+      lookForChange();
+      if (!inRound_) gradients_.release();
+    }
     if (!change.empty()) change_ = change;
     if (!change_.empty()) isFinished_ = false;  // it is to be told also where no gradient comes
-    if (!inRound_) return gradients_.release();
+    if (!inRound_) return;
   }
   finishRound(RoundEnd::kAbandoned);
 }

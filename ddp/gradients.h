@@ -51,7 +51,7 @@ class Gradients {
   void fill(int parameter, bool shown);
   void show(int parameter);
 
-  // Where `.grad` has been emptied, what was in its place is free for a forward to come.
+  // Where `.grad` has been emptied, what was in its place is free for the first forward of a step.
   void release();
 
   // The buffers hold zero, and whatever adds to main_grad may do so.

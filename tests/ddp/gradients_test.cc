@@ -300,9 +300,8 @@ TEST_F(GradientsInPlaces, ThoseThatAreAwayAreScaledToo) {
 
 TEST_F(GradientsInPlaces, AForwardFreesThoseThatTheUserHasDropped) {
   run([](ThreadRank& self, GradReducer& reducer, const std::vector<at::Tensor>& tensors) {
-    step(self, reducer, tensors);
-    reducer.prepareForward(true);
-    EXPECT_TRUE(reducer.buffers()->hasMoved(1));  // `.grad` has it
+    for (int round = 0; round < 2; ++round) step(self, reducer, tensors);
+    EXPECT_TRUE(reducer.buffers()->hasMoved(1));  // also after a forward, since `.grad` has it
     const c10::weak_intrusive_ptr<c10::StorageImpl> memory(tensors[1].grad().storage().getWeakStorageImpl());
     empty(tensors);
     EXPECT_FALSE(memory.expired());
