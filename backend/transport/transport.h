@@ -93,8 +93,8 @@ class Transport {
   // Wakes the peer up if it sleeps: shared memory was written, and a full fence passed.
   virtual void nudge(PeerId) {}
 
-  // Tells the peers that this process leaves in order: its end is no failure of
-  // theirs. Destroying the transport does it too.
+  // Tells the peers that this process leaves in order: its end is no failure of theirs, and what becomes of them is
+  // told nobody here from now on. Destroying the transport does it too.
   virtual void leave() = 0;
 
   // Makes eventFd() readable. Any thread.

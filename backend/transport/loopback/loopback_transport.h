@@ -50,7 +50,7 @@ class LoopbackTransport final : public Transport {
   bool progress() override;
   int eventFd() const override { return eventFd_; }
   bool arm() override;
-  void leave() override {}
+  void leave() override { peerFailed_ = nullptr; }
   void signal() override;
   std::string describe(PeerId peer) const override { return "loopback"; }
 

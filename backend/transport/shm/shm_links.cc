@@ -60,6 +60,7 @@ Status ShmTransport::open() {
 ShmTransport::~ShmTransport() { leave(); }
 
 void ShmTransport::leave() {
+  hasLeft_ = true;
   for (const Link& link : links_) {
     say(link.outSocket, kGoodbye);
     say(link.inSocket, kGoodbye);
@@ -224,8 +225,9 @@ void ShmTransport::hear(Link& link, Descriptor& socket) {
   }
 }
 
+// Peers close their side of who leaves: they have not died, and nobody here is to tell others that they have.
 void ShmTransport::noteGone(Link& link) {
-  if (link.isGone) return;
+  if (link.isGone || hasLeft_) return;
   link.isGone = true;
   gone_.push_back(&link);
 }

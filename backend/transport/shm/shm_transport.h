@@ -208,6 +208,7 @@ class ShmTransport final : public Transport {
   std::vector<Link*> incoming_;  // with a ring to read
   std::vector<Descriptor> visitors_;
   std::vector<Link*> gone_;
+  bool hasLeft_ = false;
   std::map<std::pair<std::uint32_t, std::uint64_t>, Descriptor> passed_;  // by link and key
   std::size_t numBacklogged_ = 0;
 

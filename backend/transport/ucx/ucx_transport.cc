@@ -87,6 +87,7 @@ std::vector<ucp_ep_h> UcxTransport::handles() const {
 }
 
 void UcxTransport::leave() {
+  peerFailed_ = nullptr;  // others may end before this process does
   if (memoryType_ == UCS_MEMORY_TYPE_HOST) return;
   flushEndpoints(handles(), [this] { (void)progress(); });
 }

@@ -155,6 +155,29 @@ TEST_P(TransportConformance, AnArmedTransportWakesUpForAMessageAndForASignal) {
   EXPECT_TRUE(readable(b_->eventFd(), 5000));
 }
 
+// Others may close what leads to who leaves, and end, before its process does.
+TEST_P(TransportConformance, WhoLeavesTakesNoPeerForDead) {
+  std::vector<std::string> deaths;
+  const auto note = [&](PeerId, const Status& status) {
+    if (status.code() == StatusCode::kPeerFailed) deaths.push_back(status.toString());
+  };
+  a_->onPeerFailed(note);
+  b_->onPeerFailed(note);
+  Tracked received;
+  char got = 0;
+  a_->recv(b_of_a_, 7, p2p::kExactMask, &got, 1, received);
+  Tracked sent;
+  const char byte = 'x';
+  b_->send(a_of_b_, 7, &byte, 1, sent);
+  ASSERT_TRUE(progressUntil([&] { return received.done && sent.done; }));
+  a_->leave();
+  EXPECT_FALSE(progressUntil([&] { return !deaths.empty(); }, 100ms)) << deaths.front();
+  b_.reset();
+  const auto end = std::chrono::steady_clock::now() + 100ms;
+  while (std::chrono::steady_clock::now() < end) a_->progress();
+  EXPECT_TRUE(deaths.empty()) << deaths.front();
+}
+
 TEST_P(TransportConformance, RefusesAnAddressThatIsNone) {
   if (a_->name() == "ucx") GTEST_SKIP() << "a UCX address has no checksum: the rendezvous layer guards it";
   EXPECT_FALSE(a_->connect("nowhere"));
