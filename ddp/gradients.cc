@@ -60,9 +60,11 @@ void Gradients::returnAll(bool withValues) {
 bool Gradients::isMainGrad(int parameter) const {
   const at::Tensor& grad = buffers_->parameters()[parameter].tensor.grad();
   const at::Tensor& view = buffers_->mainGrads()[parameter];
-  return grad.is_same(view) ||
-         (grad.defined() && grad.is_alias_of(view) && grad.storage_offset() == view.storage_offset() &&
-          grad.sizes() == view.sizes() && grad.strides() == view.strides());
+  if (grad.is_same(view)) return true;
+  // A sparse one has no storage: it is refused where it is read.
+  return grad.defined() && grad.has_storage() && grad.is_alias_of(view) &&
+         grad.storage_offset() == view.storage_offset() && grad.sizes() == view.sizes() &&
+         grad.strides() == view.strides();
 }
 
 // Parts hold on to their memory: `.grad` may get another one while they are reduced.
