@@ -81,6 +81,11 @@ void bindOptions(py::module_& module) {
       .value("zero_fill", ddp::UnusedParameters::kZeroFill)
       .value("skip", ddp::UnusedParameters::kSkip);
 
+  py::enum_<ddp::Gradients::Home>(module, "GradHome")
+      .value("grad", ddp::Gradients::Home::kGrad)
+      .value("bucket_view", ddp::Gradients::Home::kBucketView)
+      .value("main_grad", ddp::Gradients::Home::kMainGrad);
+
   py::class_<ddp::ReducerOptions>(module, "ReducerOptions")
       .def(py::init<>())
       .def_readwrite("unused", &ddp::ReducerOptions::unused)
@@ -92,19 +97,7 @@ void bindOptions(py::module_& module) {
       .def_readwrite("is_graph_static", &ddp::ReducerOptions::isGraphStatic)
       .def_readwrite("broadcasts", &ddp::ReducerOptions::broadcasts)
       .def_readwrite("is_agreed", &ddp::ReducerOptions::isAgreed)
-      .def_property(
-          "in_main_grad",
-          [](const ddp::ReducerOptions& options) { return options.home == ddp::Gradients::Home::kMainGrad; },
-          [](ddp::ReducerOptions& options, bool inMainGrad) {
-            options.home = inMainGrad ? ddp::Gradients::Home::kMainGrad : ddp::Gradients::Home::kGrad;
-          })
-      .def_property(
-          "in_bucket_view",
-          [](const ddp::ReducerOptions& options) { return options.home == ddp::Gradients::Home::kBucketView; },
-          [](ddp::ReducerOptions& options, bool inBucketView) {
-            if (options.home == ddp::Gradients::Home::kMainGrad) return;  // which is one
-            options.home = inBucketView ? ddp::Gradients::Home::kBucketView : ddp::Gradients::Home::kGrad;
-          })
+      .def_readwrite("home", &ddp::ReducerOptions::home)
       .def_property(
           "bucket_size", [](const ddp::ReducerOptions& options) { return options.buffers.bucketSize; },
           [](ddp::ReducerOptions& options, std::optional<int64_t> size) { options.buffers.bucketSize = size; })

@@ -228,6 +228,11 @@ class RowExchange:
     @property
     def has_come(self) -> bool: ...
 
+class GradHome:
+    grad: ClassVar[GradHome]
+    bucket_view: ClassVar[GradHome]
+    main_grad: ClassVar[GradHome]
+
 class ReducerOptions:
     unused: UnusedParameters
     overlaps: bool
@@ -238,8 +243,7 @@ class ReducerOptions:
     is_graph_static: bool
     broadcasts: bool
     is_agreed: bool
-    in_main_grad: bool
-    in_bucket_view: bool
+    home: GradHome
     bucket_size: int | None
     is_bucketed: bool
     in_one_group: bool

@@ -1,6 +1,12 @@
 #include "ddp/flat_buffer.h"
 
 #include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
 
 namespace farandole::ddp {
 namespace {
@@ -16,6 +22,19 @@ TEST(FlatBuffer, StartsAtZeroAndGradientsAliasTheirRange) {
   EXPECT_EQ(buffer.range(0, 64).abs().sum().item<double>(), 0);
   buffer.zero();
   EXPECT_EQ(grad.abs().sum().item<double>(), 0);
+}
+
+TEST(FlatBuffer, WhatNobodyHasWrittenToTakesNoMemory) {
+  const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+  FlatBuffer buffer(16 << 20, at::kFloat);
+  buffer.range(8 << 20, (8 << 20) + 1).fill_(1);
+  const auto start = reinterpret_cast<std::uintptr_t>(buffer.range(0, 16 << 20).const_data_ptr()) / page * page;
+  std::vector<unsigned char> pages((std::size_t{64} << 20) / page);
+  ASSERT_EQ(mincore(reinterpret_cast<void*>(start), pages.size() * page, pages.data()), 0);
+  const auto resident = std::ranges::count_if(pages, [](unsigned char bits) { return (bits & 1) != 0; });
+  EXPECT_GE(resident, 1);
+  // What is written to may be in a huge page; the ends may share theirs with others.
+  EXPECT_LE(static_cast<std::size_t>(resident) * page, std::size_t{8} << 20);
 }
 
 TEST(FlatBuffer, GradientsHaveTheStridesOfDenseParametersAndAreContiguousForOthers) {

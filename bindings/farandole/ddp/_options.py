@@ -91,9 +91,18 @@ def input_device(module: torch.nn.Module, device_ids: Any, output_device: Any, d
     return given[0] if given else None
 
 
+def home_of(in_main_grad: bool, gradient_as_bucket_view: bool) -> _C.GradHome:
+    """Where gradients are reduced; main_grad is a view of its bucket anyway."""
+    if in_main_grad:
+        return _C.GradHome.main_grad
+    return _C.GradHome.bucket_view if gradient_as_bucket_view else _C.GradHome.grad
+
+
 def grad_place(options: _C.ReducerOptions) -> str:
     """Where a reduced gradient is, for who looks at parameters alone: "grad", "main_grad" or "part of main_grad"."""
-    return "part of main_grad" if options.is_sharded else "main_grad" if options.in_main_grad else "grad"
+    if options.is_sharded:
+        return "part of main_grad"
+    return "main_grad" if options.home == _C.GradHome.main_grad else "grad"
 
 
 def bucket_elements(bucket_size: Any, bucket_cap_mb: float | None, module: torch.nn.Module) -> int | None:

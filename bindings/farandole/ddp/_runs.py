@@ -145,7 +145,7 @@ class Cut:
         for index in indices:
             name, parameter = self._trainable[index]
             piece = Piece(name, parameter, 0, parameter.numel(), 0)
-            shown = None if self._model._options.in_main_grad else parameter
+            shown = None if self._model._options.home == _C.GradHome.main_grad else parameter
             yield Run(self._group_of[parameter], [piece], parameter.data, parameter.main_grad, bucket.is_expert, shown)
 
     def shards(self) -> Iterator[GradShard]:

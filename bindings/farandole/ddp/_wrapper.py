@@ -26,6 +26,7 @@ from farandole.ddp._options import (
     grad_place,
     group_in,
     group_of,
+    home_of,
     input_device,
     parameters_of,
     unused_policy,
@@ -189,8 +190,7 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters, Ab
         options.overlaps = overlap_grad_reduce
         options.grad_dtype = torch.float32 if grad_reduce_in_fp32 else None
         options.is_sharded = use_distributed_optimizer
-        options.in_main_grad = grad_reduce_in_fp32 or use_distributed_optimizer
-        options.in_bucket_view = gradient_as_bucket_view
+        options.home = home_of(grad_reduce_in_fp32 or use_distributed_optimizer, gradient_as_bucket_view)
         options.average_in_collective = average_in_collective
         options.accumulates_in_float = reduce_scatter_with_fp32_accumulation
         options.is_averaged = not calculate_per_token_loss
@@ -231,7 +231,7 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters, Ab
         self._divides_by_world = True
         self._options = options
         self._overlap_param_gather = overlap_param_gather
-        self._is_added = is_added_of(module, options.in_main_grad, fuses)
+        self._is_added = is_added_of(module, grad_place(options) != "grad", fuses)
         self._tuner = None
         self._timeline: _C.GradTimeline | None = None  # where rounds are recorded
         self._reducer = _C.GradReducer(

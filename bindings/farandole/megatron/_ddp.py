@@ -203,7 +203,7 @@ def _bucket_size(
 
 def _options(config: Any, ddp_config: Any, bucket_size: int | None) -> _C.ReducerOptions:
     options = _C.ReducerOptions()
-    options.in_main_grad = True
+    options.home = _C.GradHome.main_grad
     options.ends_with_backward = False
     options.unused = _C.UnusedParameters.error_in_used_group
     options.broadcasts = False
