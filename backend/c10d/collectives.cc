@@ -15,6 +15,10 @@ using collective::Program;
 
 namespace {
 
+// What nobody may wait for wakes the loop up from here on. It costs who does wait at once 20 us of 200, or of 60 for
+// 1 MiB; what is smaller is soon done where it is waited for.
+constexpr std::size_t kUnattendedBytes = 4 << 20;
+
 void checkRootTensor(const char* operation, std::int64_t rootTensor) {
   TORCH_CHECK_VALUE(rootTensor == 0, operation, ": rootTensor is ", rootTensor, "; expected 0, one tensor per rank");
 }
@@ -30,6 +34,12 @@ void checkSameSize(const char* operation, const char* argument, const Tensors& t
     TORCH_CHECK_VALUE(tensor.numel() == like.numel(), operation, ": ", argument, " has a tensor of ", tensor.numel(),
                       " elements; expected ", like.numel(), " as the other argument");
   }
+}
+
+std::size_t bytesOf(const Tensors& tensors) {
+  std::size_t bytes = 0;
+  for (const at::Tensor& tensor : tensors) bytes += tensor.nbytes();
+  return bytes;
 }
 
 // A tensor that is listed again is the same one: it is reduced once, as where all are copied into one buffer first.
@@ -72,7 +82,7 @@ WorkPtr ProcessGroupFarandole::runCollective(OpType type, const char* title, con
     work = cuda().run(workOptions(type, title, call.timeout), device, call.isAsync, std::move(results), std::move(kept),
                       build);
   } else {
-    work = runProgram(type, title, call.timeout, std::move(results), std::move(kept), [&](Program& program) {
+    work = runProgram(type, title, call, std::move(results), std::move(kept), [&](Program& program) {
       ProgramCalls calls(program, topology());
       build(calls);
     });
@@ -81,9 +91,10 @@ WorkPtr ProcessGroupFarandole::runCollective(OpType type, const char* title, con
   return work;
 }
 
-WorkPtr ProcessGroupFarandole::runProgram(OpType type, const char* title, std::chrono::milliseconds timeout,
-                                          Tensors results, Tensors kept, const BuildProgram& build) {
-  auto work = makeCollective(type, title, timeout);
+WorkPtr ProcessGroupFarandole::runProgram(OpType type, const char* title, const Call& call, Tensors results,
+                                          Tensors kept, const BuildProgram& build) {
+  auto work = makeCollective(type, title, call.timeout);
+  if (call.isAsync && std::max(bytesOf(results), bytesOf(kept)) >= kUnattendedBytes) work->goOnUnattended();
   work->setTensors(std::move(results), std::move(kept));
   Program program;
   build(program);
@@ -371,8 +382,7 @@ WorkPtr ProcessGroupFarandole::barrier(const ::c10d::BarrierOptions& opts) {
   if (opts.device && opts.device->is_cuda()) {
     work = cuda().barrier(workOptions(type, title, opts.timeout), *opts.device);
   } else {
-    work = runProgram(type, title, opts.timeout, {}, {},
-                      [&](Program& program) { collective::barrier(program, topology()); });
+    work = runProgram(type, title, opts, {}, {}, [&](Program& program) { collective::barrier(program, topology()); });
   }
   if (Batch* const batch = openBatch_->find()) batch->collectives.push_back(work);
   return work;

@@ -47,7 +47,7 @@ WorkPtr ProcessGroupFarandole::allReduceFrom(const Tensors& inputs, at::Tensor& 
                                              const ::c10d::AllreduceOptions& opts) {
   checkInputs("all_reduce", inputs, output, opts.reduceOp);
   const collective::Reduction reduction = reductionFor(opts.reduceOp, output.scalar_type());
-  return runProgram(OpType::ALLREDUCE, "farandole:all_reduce", opts.timeout, {output}, inputs, [&](Program& program) {
+  return runProgram(OpType::ALLREDUCE, "farandole:all_reduce", opts, {output}, inputs, [&](Program& program) {
     collective::allReduce(program, topology(), reduction, Gathered(slicesOf(inputs)), sliceOf(output));
   });
 }
@@ -63,7 +63,7 @@ WorkPtr ProcessGroupFarandole::allReduceInPlaces(const Tensors& tensors, const :
   const at::ScalarType type = tensors[0].scalar_type();
   checkInputs("all_reduce", tensors, type, opts.reduceOp);
   const collective::Reduction reduction = reductionFor(opts.reduceOp, type);
-  return runProgram(OpType::ALLREDUCE, "farandole:all_reduce", opts.timeout, tensors, {}, [&](Program& program) {
+  return runProgram(OpType::ALLREDUCE, "farandole:all_reduce", opts, tensors, {}, [&](Program& program) {
     collective::allReduceInPlaces(program, topology(), reduction, Gathered(slicesOf(tensors)));
   });
 }
@@ -75,8 +75,8 @@ WorkPtr ProcessGroupFarandole::reduceScatterFrom(const Tensors& inputs, at::Tens
   const collective::Reduction reduction = reductionFor(opts.reduceOp, whole.scalar_type());
   Tensors kept = inputs;
   kept.push_back(whole);
-  return runProgram(OpType::_REDUCE_SCATTER_BASE, "farandole:_reduce_scatter_base", opts.timeout, {part},
-                    std::move(kept), [&](Program& program) {
+  return runProgram(OpType::_REDUCE_SCATTER_BASE, "farandole:_reduce_scatter_base", opts, {part}, std::move(kept),
+                    [&](Program& program) {
                       collective::reduceScatter(program, topology(), reduction, Gathered(slicesOf(inputs)),
                                                 sliceOf(whole), sliceOf(part));
                     });

@@ -208,8 +208,8 @@ class ProcessGroupFarandole final : public ::c10d::Backend, public RepeatedMessa
   WorkPtr runCollective(::c10d::OpType type, const char* title, const Call& call, Tensors results, Tensors kept,
                         const BuildCollective& build);
   WorkPtr sumOnCuda(SparseSum sum, const ::c10d::AllreduceOptions& opts);
-  WorkPtr runProgram(::c10d::OpType type, const char* title, std::chrono::milliseconds timeout, Tensors results,
-                     Tensors kept, const BuildProgram& build);
+  WorkPtr runProgram(::c10d::OpType type, const char* title, const Call& call, Tensors results, Tensors kept,
+                     const BuildProgram& build);
   // Throws where the device of the tensor cannot reduce so.
   Reducing reducingFor(const char* operation, const ::c10d::ReduceOp& op, const at::Tensor& tensor);
   c10::intrusive_ptr<CollectiveWork> makeCollective(::c10d::OpType type, const char* title,

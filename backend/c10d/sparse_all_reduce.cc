@@ -44,7 +44,7 @@ WorkPtr ProcessGroupFarandole::allreduce_sparse(Tensors& tensors, const ::c10d::
 WorkPtr ProcessGroupFarandole::sumOnCuda(SparseSum sum, const ::c10d::AllreduceOptions& opts) {
   // The calls of NCCL must come in the order of the program, on all ranks: the host waits for the shapes here, as it
   // has for coalescing. All else is in order on the current stream.
-  runProgram(kType, kTitle, opts.timeout, {}, sum.shapeTensors(), [&](Program& program) {
+  runProgram(kType, kTitle, opts, {}, sum.shapeTensors(), [&](Program& program) {
     ProgramCalls calls(program, topology());
     sum.gatherShapes(calls);
   })->wait();

@@ -27,6 +27,7 @@ void Operation::start() {
     retain();
     communicator_->add(*this);
     communicator_->engine().notePending();
+    if (goesOnUnattended_) communicator_->engine().noteUnattended();
   }
 }
 

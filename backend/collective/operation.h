@@ -55,6 +55,8 @@ class Operation : private transport::ProgressEngine::Leaver {
   // Before start(): how long it may take. It ends with an error some time after.
   void setTimeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
   std::chrono::milliseconds timeout() const { return timeout_; }
+  // Before start(): it is to go on though no thread may wait for it for long.
+  void goOnUnattended() { goesOnUnattended_ = true; }
   // Valid while it is pending.
   transport::Clock::time_point deadline() const { return deadline_; }
 
@@ -124,6 +126,7 @@ class Operation : private transport::ProgressEngine::Leaver {
   std::atomic<bool> done_{false};
   bool registered_ = false;
   bool wantsEnding_ = false;
+  bool goesOnUnattended_ = false;
   bool isLost_ = false;  // a message did not come, and it will fail for that: nothing is built on what came instead
   int outstanding_ = 0;
   const Message* awaited_ = nullptr;

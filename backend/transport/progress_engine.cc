@@ -135,6 +135,7 @@ void ProgressEngine::releaseAfterPosting() {
     transport_->signal();
   }
   pendingPosted_ = false;
+  if (isUnattended_ && !owner_.load(std::memory_order_relaxed)) wakeLoop();
   release();
 }
 
@@ -286,6 +287,8 @@ bool ProgressEngine::leaveSharedCore() {
 
 void ProgressEngine::leaveOwnership(bool slept) {
   hasWaiter_ = false;
+  if (isUnattended_ && numPending_ > 0) wakeLoop();
+  isUnattended_ = false;
   if (loopTicking_) {
     if (slept) loop_.post([this] { onTickFromLoop(); });
   } else if (const auto now = Clock::now(); now - lastLeave_ < kTick) {

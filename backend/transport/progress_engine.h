@@ -98,6 +98,8 @@ class ProgressEngine {
     ++numPending_;
   }
   void noteSettled() { --numPending_; }
+  // And whoever posted it may not wait for long: a loop that looks by timer looks at once.
+  void noteUnattended() { isUnattended_ = true; }
   // One that was left pending before has posted more.
   void notePosted() { pendingPosted_ = true; }
   // An operation was completed: whoever waits must look.
@@ -142,6 +144,8 @@ class ProgressEngine {
   void onEventFromLoop();
   void startTickFromLoop();
   void onTickFromLoop();
+  void wakeLoop();
+  void progressFromLoop();
   void tickAgainFromLoop(Clock::duration interval);
   void startDeadlineTimerFromLoop();
 
@@ -157,6 +161,7 @@ class ProgressEngine {
   bool completed_ = false;
   bool sleeperArmed_ = false;  // somebody sleeps and relies on the transport's event
   bool ownerPolling_ = false;  // that somebody is the owner
+  bool isUnattended_ = false;  // something is, that the loop does not know of
   bool loopTicking_ = false;   // the loop looks by timer, not by event
   bool hasWaiter_ = false;
   std::uint64_t waits_ = 0;

@@ -51,6 +51,11 @@ void ProgressEngine::onEventFromLoop() {
     startTickFromLoop();
     return;
   }
+  progressFromLoop();
+}
+
+// For as long as there is something to do, and then sleeps. With the transport held, which it lets go of.
+void ProgressEngine::progressFromLoop() {
   sleeperArmed_ = false;
   do {
     for (int idle = 0; idle < kLoopSpins && !owner_.load();) {
@@ -61,6 +66,19 @@ void ProgressEngine::onEventFromLoop() {
   } while (!owner_.load() && leaveSharedCore());
   release();
   sleepFromLoop();
+}
+
+void ProgressEngine::wakeLoop() {
+  isUnattended_ = false;
+  if (!loopTicking_) return;  // the event wakes it
+  loop_.post([this] {
+    acquire();
+    isUnattended_ = owner_.load();  // it is attended to, until that leaves
+    if (!loopTicking_ || isUnattended_) return release();
+    tick_.cancel();
+    loopTicking_ = false;
+    progressFromLoop();
+  });
 }
 
 void ProgressEngine::startTickFromLoop() {
