@@ -11,8 +11,8 @@ void OpenBatch::open(int rank) {
       "farandole: another thread has a batch open on this group; expected one at a time, or a group per thread");
   if (batch_)
     TORCH_WARN("farandole: a batch of ", batch_->entries.size(), " operations was never ended; it is dropped");
-  const auto dropThis = [weak = weak_from_this()] {
-    if (const auto batch = weak.lock()) batch->drop();
+  const auto dropThis = [weak = weak_from_this(), number = ++numOpened_] {
+    if (const auto batch = weak.lock()) batch->dropIfOpen(number);
   };
   batch_.emplace(Batch{{}, {}, c10::make_intrusive<BatchMemberWork>(rank, dropThis)});
   thread_ = std::this_thread::get_id();
@@ -31,6 +31,13 @@ Batch OpenBatch::take() {
               "farandole: endCoalescing without startCoalescing on this thread");
   isOpen_ = false;
   return *std::exchange(batch_, std::nullopt);
+}
+
+void OpenBatch::dropIfOpen(std::uint64_t number) {
+  std::lock_guard lock(mutex_);
+  if (number != numOpened_) return;  // another one was opened since
+  batch_.reset();
+  isOpen_ = false;
 }
 
 void OpenBatch::drop() {

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <atomic>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -43,8 +44,12 @@ class OpenBatch : public std::enable_shared_from_this<OpenBatch> {
   void drop();
 
  private:
+  // The batch of this number, where it is the open one.
+  void dropIfOpen(std::uint64_t number);
+
   std::mutex mutex_;
   std::optional<Batch> batch_;
+  std::uint64_t numOpened_ = 0;  // the last one's number
   std::thread::id thread_;
   std::atomic<bool> isOpen_{false};
 };

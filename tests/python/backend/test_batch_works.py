@@ -47,6 +47,24 @@ def _outlive(rank, world_size):
     return True
 
 
+def _stale_member(rank, world_size):
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    backend._start_coalescing()
+    stale = backend.send([torch.ones(1)], 1 - rank, 0)
+    backend._start_coalescing()
+    received = torch.zeros(1)
+    backend.send([torch.full((1,), float(rank))], 1 - rank, 0)
+    backend.recv([received], 1 - rank, 0)
+    with pytest.raises(RuntimeError, match="before the batch was ended"):
+        stale.wait()
+    backend._end_coalescing().wait()
+    return received.item()
+
+
+def test_waiting_in_vain_for_a_member_of_a_dropped_batch_leaves_the_next_one_open():
+    assert run_ranks(_stale_member, 2, "farandole") == [1, 0]
+
+
 def test_a_member_of_a_batch_that_was_never_ended_outlives_its_group():
     assert all(run_ranks(_outlive, 2, "farandole"))
 
