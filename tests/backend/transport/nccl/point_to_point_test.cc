@@ -18,11 +18,14 @@ using testing::joined;
 using testing::OperationPtr;
 using namespace std::chrono_literals;
 
-// One message of a random plan; the data is its number, which the receiver must find.
+// One message of a random plan; the receiver must find its count in the data.
 struct Planned {
   int from;
   int to;
   std::uint32_t tag;
+  // Another for each message: of a batch that both ends have posted alike once it is taken that they do so again, and
+  // the other end's batches are others here.
+  std::uint32_t element;
   std::size_t count;
   std::vector<int> sent;
   std::vector<int> received;
@@ -63,7 +66,8 @@ TEST(PointToPoint, RandomBatchesArriveInWhateverOrderTheRanksComeToTheirEdges) {
       const int from = static_cast<int>(rng() % size);
       const int to = (from + 1 + static_cast<int>(rng() % (size - 1))) % size;
       const std::size_t count = rng() % 3 == 0 ? 0 : 1 + rng() % 500;
-      plan.push_back({from, to, static_cast<std::uint32_t>(rng() % 3), count, std::vector<int>(count, -2),
+      const auto tag = static_cast<std::uint32_t>(rng() % 3);
+      plan.push_back({from, to, tag, static_cast<std::uint32_t>(i), count, std::vector<int>(count, -2),
                       std::vector<int>(count, -1)});
     }
     const auto batches = randomBatches(plan, size, rng);
@@ -83,7 +87,7 @@ TEST(PointToPoint, RandomBatchesArriveInWhateverOrderTheRanksComeToTheirEdges) {
           }
           messages.push_back({isSend, isSend ? message->to : message->from,
                               isSend ? message->sent.data() : message->received.data(), message->count * sizeof(int),
-                              message->tag});
+                              message->tag, message->element});
         }
         for (const auto& operation : ranks.post(rank, messages)) pending.push_back(operation);
       }
