@@ -12,9 +12,9 @@ void OpenBatch::open(int rank) {
   if (batch_)
     TORCH_WARN("farandole: a batch of ", batch_->entries.size(), " operations was never ended; it is dropped");
   const auto dropThis = [weak = weak_from_this(), number = ++numOpened_] {
-    if (const auto batch = weak.lock()) batch->dropIfOpen(number);
+    if (const auto batch = weak.lock()) batch->drop(number);
   };
-  batch_.emplace(Batch{{}, {}, c10::make_intrusive<BatchMemberWork>(rank, dropThis)});
+  batch_.emplace(Batch{numOpened_, {}, {}, c10::make_intrusive<BatchMemberWork>(rank, dropThis)});
   thread_ = std::this_thread::get_id();
   isOpen_ = true;
 }
@@ -33,15 +33,9 @@ Batch OpenBatch::take() {
   return *std::exchange(batch_, std::nullopt);
 }
 
-void OpenBatch::dropIfOpen(std::uint64_t number) {
+void OpenBatch::drop(std::uint64_t number) {
   std::lock_guard lock(mutex_);
-  if (number != numOpened_) return;  // another one was opened since
-  batch_.reset();
-  isOpen_ = false;
-}
-
-void OpenBatch::drop() {
-  std::lock_guard lock(mutex_);
+  if (!batch_ || batch_->number != number) return;
   batch_.reset();
   isOpen_ = false;
 }

@@ -26,6 +26,7 @@ struct BatchEntry {
 
 // Operations between startCoalescing and endCoalescing, of one thread.
 struct Batch {
+  std::uint64_t number;  // among those of its group
   std::vector<BatchEntry> entries;
   std::vector<c10::intrusive_ptr<::c10d::Work>> collectives;
   c10::intrusive_ptr<BatchMemberWork> member;
@@ -41,15 +42,13 @@ class OpenBatch : public std::enable_shared_from_this<OpenBatch> {
   Batch* find();
   // This thread's, which is open no more; throws when there is none.
   Batch take();
-  void drop();
+  // The batch of this number, if it is still open.
+  void drop(std::uint64_t number);
 
  private:
-  // The batch of this number, where it is the open one.
-  void dropIfOpen(std::uint64_t number);
-
   std::mutex mutex_;
   std::optional<Batch> batch_;
-  std::uint64_t numOpened_ = 0;  // the last one's number
+  std::uint64_t numOpened_ = 0;
   std::thread::id thread_;
   std::atomic<bool> isOpen_{false};
 };

@@ -40,7 +40,7 @@ WorkPtr ProcessGroupFarandole::pointToPoint(Direction direction, Tensors& tensor
     checkTag(name, tag);
   } catch (...) {
     // Who called leaves the batch by this exception and will not end it.
-    if (batch != nullptr) openBatch_->drop();
+    if (batch != nullptr) openBatch_->drop(batch->number);
     throw;
   }
   if (batch != nullptr) {

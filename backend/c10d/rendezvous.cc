@@ -3,7 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstring>
+#include <string_view>
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <utility>
@@ -11,6 +11,7 @@
 #include "backend/common/deadline.h"
 #include "backend/common/rank_name.h"
 #include "backend/net/token_proof.h"
+#include "backend/net/wire.h"
 
 namespace farandole::backend {
 namespace {
@@ -23,61 +24,18 @@ constexpr const char* kGivenUp = "farandole/given up";
 // Between two looks for a rank that is late.
 constexpr std::chrono::milliseconds kLongestPause{100};
 
-template <typename T>
-void putNumber(std::string& blob, T number) {
-  blob.append(reinterpret_cast<const char*>(&number), sizeof number);
+using Blob = std::vector<std::uint8_t>;  // as stores have them
+
+Blob blobOf(std::string_view text) { return {text.begin(), text.end()}; }
+
+std::string_view textOf(const Blob& blob) { return {reinterpret_cast<const char*>(blob.data()), blob.size()}; }
+
+Blob encode(const Member& member, const std::string& cudaMessages) {
+  net::WireWriter writer;
+  writer.number(kWireVersion).number(member.group).number(member.pid);
+  writer.text(member.host).text(member.hostIdentity).text(member.address).text(member.algorithms).text(cudaMessages);
+  return blobOf(writer.take());
 }
-
-void putText(std::string& blob, const std::string& text) {
-  putNumber(blob, static_cast<std::uint32_t>(text.size()));
-  blob += text;
-}
-
-std::vector<std::uint8_t> encode(const Member& member, const std::string& cudaMessages) {
-  std::string blob;
-  putNumber(blob, kWireVersion);
-  putNumber(blob, member.group);
-  putNumber(blob, member.pid);
-  putText(blob, member.host);
-  putText(blob, member.hostIdentity);
-  putText(blob, member.address);
-  putText(blob, member.algorithms);
-  putText(blob, cudaMessages);
-  return {blob.begin(), blob.end()};
-}
-
-// Reads from the front of a blob; once something was missing, all that follows is.
-class Reader {
- public:
-  explicit Reader(const std::vector<std::uint8_t>& blob) : blob_(blob) {}
-
-  template <typename T>
-  T number() {
-    T value{};
-    read(&value, sizeof value);
-    return value;
-  }
-  std::string text() {
-    const auto bytes = number<std::uint32_t>();
-    std::string value(ok_ && bytes <= blob_.size() - at_ ? bytes : 0, '\0');
-    ok_ = ok_ && value.size() == bytes;
-    read(value.data(), value.size());
-    return value;
-  }
-  bool ok() const { return ok_ && at_ == blob_.size(); }
-
- private:
-  void read(void* data, std::size_t bytes) {
-    ok_ = ok_ && bytes <= blob_.size() - at_;
-    if (!ok_ || bytes == 0) return;
-    std::memcpy(data, blob_.data() + at_, bytes);
-    at_ += bytes;
-  }
-
-  const std::vector<std::uint8_t>& blob_;
-  std::size_t at_ = 0;
-  bool ok_ = true;
-};
 
 // What a rank of a group that spans hosts tells beside.
 struct NetworkEntry {
@@ -86,27 +44,28 @@ struct NetworkEntry {
   std::string token;  // rank 0's
 };
 
-std::vector<std::uint8_t> encode(const NetworkEntry& entry) {
-  std::string blob;
-  putText(blob, entry.address);
-  putText(blob, entry.control);
-  putText(blob, entry.token);
-  return {blob.begin(), blob.end()};
+Blob encode(const NetworkEntry& entry) {
+  net::WireWriter writer;
+  writer.text(entry.address).text(entry.control).text(entry.token);
+  return blobOf(writer.take());
 }
 
 Status malformed(const std::string& rank) { return Status::internal(rank + " published a malformed address"); }
 
-Result<NetworkEntry> decodeNetwork(const std::string& rank, const std::vector<std::uint8_t>& blob) {
-  Reader reader(blob);
-  NetworkEntry entry{reader.text(), reader.text(), reader.text()};
-  if (!reader.ok()) return malformed(rank);
+Result<NetworkEntry> decodeNetwork(const std::string& rank, const Blob& blob) {
+  net::WireReader reader(textOf(blob));
+  NetworkEntry entry;
+  entry.address = reader.text();
+  entry.control = reader.text();
+  entry.token = reader.text();
+  if (!reader.complete()) return malformed(rank);
   return entry;
 }
 
 std::string makeToken() {
-  std::string token;
-  for (int i = 0; i < 2; ++i) putNumber(token, net::randomNumber());
-  return token;
+  net::WireWriter writer;
+  writer.number(net::randomNumber()).number(net::randomNumber());
+  return writer.take();
 }
 
 struct MemberEntry {
@@ -114,8 +73,8 @@ struct MemberEntry {
   std::string cudaMessages;
 };
 
-Result<MemberEntry> decode(const std::string& rank, const std::vector<std::uint8_t>& blob) {
-  Reader reader(blob);
+Result<MemberEntry> decode(const std::string& rank, const Blob& blob) {
+  net::WireReader reader(textOf(blob));
   const auto version = reader.number<std::uint32_t>();
   if (version != kWireVersion) {
     return Status::unavailable(rank + " runs a farandole of wire version " + std::to_string(version) +
@@ -131,7 +90,7 @@ Result<MemberEntry> decode(const std::string& rank, const std::vector<std::uint8
   member.address = reader.text();
   member.algorithms = reader.text();
   entry.cudaMessages = reader.text();
-  if (!reader.ok()) return malformed(rank);
+  if (!reader.complete()) return malformed(rank);
   return entry;
 }
 
@@ -192,13 +151,13 @@ Result<MeetingPlace::Blob> MeetingPlace::read(const std::string& board, int rank
 Status MeetingPlace::givenUp() {
   if (!store_.check({kGivenUp})) return Status::ok();
   const Blob why = store_.get(kGivenUp);
-  return Status::aborted({why.begin(), why.end()});
+  return Status::aborted(std::string(textOf(why)));
 }
 
 Status MeetingPlace::giveUp(const Status& why) {
   if (!givenUp()) return why;  // the first reason stays
   const std::string text = nameOf(rank_) + " has given the group up: " + why.toString();
-  store_.set(kGivenUp, Blob(text.begin(), text.end()));
+  store_.set(kGivenUp, blobOf(text));
   return why;
 }
 
@@ -285,12 +244,12 @@ Result<Meeting> MeetingPlace::meetAll(std::uint32_t group, const CommonSettings&
 }
 
 Result<std::vector<std::string>> MeetingPlace::exchange(const std::string& name, const std::string& mine) {
-  post(name, {mine.begin(), mine.end()});
+  post(name, blobOf(mine));
   std::vector<std::string> all;
   for (int other = 0; other < size_; ++other) {
     const auto blob = read(name, other);
     if (!blob) return giveUp(blob.status());
-    all.emplace_back(blob->begin(), blob->end());
+    all.emplace_back(textOf(*blob));
   }
   return all;
 }

@@ -13,19 +13,6 @@ namespace {
 // (measured with gradients in buckets of 4 and 8 MB; where it begins to pay is not known better).
 constexpr std::size_t kStreamedResultBytes = 1 << 20;
 
-// The part of a piece that a rank reduces, as offset and length in bytes.
-struct Shard {
-  std::size_t begin;
-  std::size_t bytes;
-};
-
-Shard shardOf(int rank, int size, std::size_t elementSize, std::size_t bytes) {
-  const std::size_t elements = bytes / elementSize;
-  const std::size_t first = elements * rank / size;
-  const std::size_t last = elements * (rank + 1) / size;
-  return {first * elementSize, (last - first) * elementSize};
-}
-
 Contract contractOf(const Reduction& reduction, int root, std::size_t bytes) {
   return {root < 0 ? CollectiveKind::kAllReduce : CollectiveKind::kReduce, reduction.code,
           static_cast<std::uint32_t>(std::max(root, 0)), bytes};
@@ -129,7 +116,7 @@ void reduceOnHost(Program& program, const Topology& topology, const Reduction& r
   const auto lengthOf = [&](std::size_t i) { return std::min(pieceBytes, bytes - std::min(i * pieceBytes, bytes)); };
   const auto shard = [&](int owner, std::size_t i) { return shardOf(owner, size, reduction.elementSize, lengthOf(i)); };
   // Of two ranks, where the other one has put its part, and from where it alone takes it out.
-  const auto resultOf = [&](int owner, const Shard& part, std::size_t i) {
+  const auto resultOf = [&](int owner, const Extent& part, std::size_t i) {
     return size == 2 ? host.window(1 - owner, i) + part.begin : host.result(owner, i);
   };
   const auto isStreamed = [&](Slice mine, Slice result) {
@@ -139,7 +126,7 @@ void reduceOnHost(Program& program, const Topology& topology, const Reduction& r
     if (root >= 0 && root != rank) return;
     for (int owner = 0; owner < size; ++owner) {
       if (owner == rank) continue;
-      const Shard part = shard(owner, i);
+      const Extent part = shard(owner, i);
       const std::byte* const from = resultOf(owner, part, i);
       const std::size_t begin = i * pieceBytes + part.begin;
       forEachOfBoth(input, begin, output, begin, part.bytes, [&](std::size_t place, Slice mine, Slice to) {
@@ -149,13 +136,13 @@ void reduceOnHost(Program& program, const Topology& topology, const Reduction& r
     }
   };
   const auto putIn = [&](std::size_t i) {  // all but the own shard
-    const Shard own = shard(rank, i);
+    const Extent own = shard(rank, i);
     const std::size_t end = own.begin + own.bytes;
     copyFrom(program, host.window(rank, i), input, i * pieceBytes, own.begin);
     copyFrom(program, host.window(rank, i) + end, input, i * pieceBytes + end, lengthOf(i) - end);
   };
   const auto reduce = [&](std::size_t i) {
-    const Shard own = shard(rank, i);
+    const Extent own = shard(rank, i);
     const std::size_t begin = i * pieceBytes + own.begin;
     std::vector<const void*> parts(size);
     forEachOfBoth(input, begin, output, begin, own.bytes, [&](std::size_t place, Slice mine, Slice result) {

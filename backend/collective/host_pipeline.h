@@ -6,17 +6,6 @@
 
 namespace farandole::collective {
 
-// One of nothing, too: ranks meet there.
-inline std::size_t numPieces(std::size_t bytes, std::size_t pieceBytes) {
-  return std::max<std::size_t>(1, (bytes + pieceBytes - 1) / pieceBytes);
-}
-
-// Empty beyond the end.
-inline Slice pieceOf(Slice data, std::size_t piece, std::size_t pieceBytes) {
-  const std::size_t begin = std::min(piece * pieceBytes, data.bytes);
-  return {data.data + begin, std::min(pieceBytes, data.bytes - begin)};
-}
-
 // Pieces that pass through the windows in a pipeline of three stages. In round i, a rank
 // puts in piece i, reduces its shard of piece i - 1, and takes out the results of piece
 // i - 2: nothing that it waits for was done by the others in the same round. It signals

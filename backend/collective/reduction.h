@@ -5,14 +5,9 @@
 #include <span>
 
 #include "backend/collective/program.h"
+#include "backend/collective/slice.h"
 
 namespace farandole::collective {
-
-// A piece of memory, in bytes.
-struct Slice {
-  std::byte* data;
-  std::size_t bytes;
-};
 
 struct Reduction {
   // The result of all parts, which meet in one call.

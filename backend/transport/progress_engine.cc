@@ -287,8 +287,6 @@ bool ProgressEngine::leaveSharedCore() {
 
 void ProgressEngine::leaveOwnership(bool slept) {
   hasWaiter_ = false;
-  if (isUnattended_ && numPending_ > 0) wakeLoop();
-  isUnattended_ = false;
   if (loopTicking_) {
     if (slept) loop_.post([this] { onTickFromLoop(); });
   } else if (const auto now = Clock::now(); now - lastLeave_ < kTick) {
@@ -299,6 +297,8 @@ void ProgressEngine::leaveOwnership(bool slept) {
     lastLeave_ = now;
     armForLoop();
   }
+  if (isUnattended_ && numPending_ > 0) wakeLoop();
+  isUnattended_ = false;
   owner_.store(false, std::memory_order_relaxed);
   if (sleepers_.load(std::memory_order_relaxed) != 0) {
     std::lock_guard lock(sleepMutex_);

@@ -4,6 +4,7 @@
 
 #include "backend/collective/algorithm_table.h"
 #include "backend/collective/between/team.h"
+#include "backend/collective/reduction.h"
 
 // The collectives by messages among the ranks of a team: one file for each of the
 // algorithms that the AlgorithmTable chooses from. In those that reduce, each element

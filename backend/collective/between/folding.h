@@ -3,6 +3,7 @@
 #include <bit>
 
 #include "backend/collective/between/team.h"
+#include "backend/collective/reduction.h"
 
 namespace farandole::collective::between {
 

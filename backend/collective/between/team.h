@@ -5,7 +5,7 @@
 #include <numeric>
 #include <vector>
 
-#include "backend/collective/reduction.h"
+#include "backend/collective/slice.h"
 
 namespace farandole::collective {
 
@@ -25,14 +25,6 @@ struct Team {
   int before(int distance) const { return (index - distance % size() + size()) % size(); }
 };
 
-// The part of `data` that belongs to `owner` of `size`, in whole elements.
-inline Slice shardOf(int owner, int size, std::size_t elementSize, Slice data) {
-  const std::size_t elements = data.bytes / elementSize;
-  const std::size_t first = elements * owner / size;
-  const std::size_t last = elements * (owner + 1) / size;
-  return {data.data + first * elementSize, (last - first) * elementSize};
-}
-
 // Data that passes in pieces, so that its messages, and the work on it, overlap.
 class Chunks {
  public:
@@ -43,16 +35,12 @@ class Chunks {
   // Of data up to `longest` bytes, at least one.
   Chunks(std::size_t longest, std::size_t elementSize)
       : bytes_(std::max(elementSize, std::min(kBytes / elementSize * elementSize, longest))),
-        count_(std::max<std::size_t>(1, (longest + bytes_ - 1) / bytes_)) {}
+        count_(numPieces(longest, bytes_)) {}
 
   std::size_t count() const { return count_; }
   std::size_t bytes() const { return bytes_; }
   std::size_t depth() const { return std::min(count_, kDepth); }
-  // Empty past the end of shorter data.
-  Slice of(Slice data, std::size_t chunk) const {
-    const std::size_t first = std::min(chunk * bytes_, data.bytes);
-    return {data.data + first, std::min(bytes_, data.bytes - first)};
-  }
+  Slice of(Slice data, std::size_t chunk) const { return pieceOf(data, chunk, bytes_); }
 
  private:
   std::size_t bytes_;

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from farandole import _C
+from farandole.ddp._options import grad_place
 from farandole.ddp._whole import WholeParameters
 from farandole.ddp._wrapper import DistributedDataParallel
 
@@ -145,7 +146,7 @@ class Cut:
         for index in indices:
             name, parameter = self._trainable[index]
             piece = Piece(name, parameter, 0, parameter.numel(), 0)
-            shown = None if self._model._options.home == _C.GradHome.main_grad else parameter
+            shown = None if grad_place(self._model._options) != "grad" else parameter
             yield Run(self._group_of[parameter], [piece], parameter.data, parameter.main_grad, bucket.is_expert, shown)
 
     def shards(self) -> Iterator[GradShard]:
