@@ -70,11 +70,11 @@ def merge_outputs(chunks: list[Any], spec: Any) -> Any:
     Raises:
         TypeError: they cannot be; the step is done.
     """
-    if spec is None and all(type(chunk) is torch.Tensor for chunk in chunks):
-        return torch.cat(chunks)
-    from torch.distributed.pipelining.microbatch import merge_chunks
-
     try:
+        if spec is None and all(type(chunk) is torch.Tensor for chunk in chunks):
+            return torch.cat(chunks)
+        from torch.distributed.pipelining.microbatch import merge_chunks
+
         return merge_chunks(chunks, spec)
     except Exception as error:
         raise TypeError(

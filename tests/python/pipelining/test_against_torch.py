@@ -278,6 +278,11 @@ class _WithNumber(nn.Linear):
         return {"y": super().forward(x), "number": 3}
 
 
+class _Sum(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).sum()
+
+
 def _merge(rank: int, world_size: int) -> None:
     module = _WithNumber(WIDTH, WIDTH) if rank == world_size - 1 else nn.Linear(WIDTH, WIDTH)
     stage = PipelineStage(module, rank, world_size, "cpu")
@@ -292,6 +297,19 @@ def _merge(rank: int, world_size: int) -> None:
         schedule.step(x)
     assert schedule.step(x, target=y, return_outputs=False) is None
     assert module.weight.grad is not None
+
+    # Tensors alone: of other shapes in each microbatch, or with no dimension to merge along.
+    lengths, scalars = [torch.randn(2, rows, WIDTH) for rows in (3, 5)], [torch.randn(WIDTH)] * 2
+    for parts, last in ((lengths, nn.Linear(WIDTH, WIDTH)), (scalars, _Sum(WIDTH, WIDTH))):
+        stage = PipelineStage(last if rank == world_size - 1 else nn.Linear(WIDTH, WIDTH), rank, world_size, "cpu")
+        schedule = get_schedule_class("1F1B")(stage, 2, lambda output, _: output.sum())
+        given: dict[str, Any] = {"arg_mbs": [(part,) for part in parts], "target_mbs": [None, None]}
+        if rank == world_size - 1:
+            with pytest.raises(TypeError, match=r"output_merge_spec is None, expected .*: RuntimeError: "):
+                schedule.step(**given)
+        else:
+            schedule.step(**given)
+        assert schedule.step(**given, return_outputs=False) is None
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
