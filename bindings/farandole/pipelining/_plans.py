@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -136,6 +137,11 @@ def _numbers(name: str, stage: Sequence[float], count: int) -> Any:
     if len(stage) != count:
         raise ValueError(f"{name} has {len(stage)} numbers for a stage, expected {count}")
     return tuple(float(number) for number in stage)
+
+
+def has_backwards(plan: _C.Plan) -> bool:
+    """Whether it trains."""
+    return any(re.search(r"\d[BIW]\d", action) for row in plan.actions for action in row)
 
 
 def lower(plan: _C.Plan, channel: str = "tagged") -> _C.Plan:

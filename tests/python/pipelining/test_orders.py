@@ -11,9 +11,11 @@ from torch import nn
 
 from farandole.pipelining import (
     PipelineScheduleMulti,
+    PipelineScheduleSingle,
     PipelineStage,
     Plan,
     ScheduleDualPipe,
+    ScheduleFromPlan,
     get_schedule_class,
     plan,
     simulate,
@@ -97,3 +99,41 @@ def _refuse_counts(rank: int, world_size: int) -> None:
 
 def test_a_plan_of_another_number_of_microbatches_is_refused() -> None:
     run_ranks(_refuse_counts, 1, "gloo")
+
+
+class _Always(PipelineScheduleSingle):
+    """Has the same plan whatever is asked for."""
+
+    made: Plan
+
+    def compute_plan(self, *, forward_only: bool) -> Plan:
+        return self.made
+
+
+def _refuse_kinds(rank: int, world_size: int) -> None:
+    module = nn.Linear(2, 2)
+    stage = PipelineStage(module, rank, world_size, "cpu")
+    batch = torch.ones(4, 2)
+    forwards = plan("1F1B", world_size, 4, forward_only=True)
+    ordered = PipelineScheduleMulti([stage], 4, nn.MSELoss())
+    ordered.pipeline_order = {number: [f"{number}F{i}" for i in range(4)] for number in range(world_size)}
+    always = _Always(stage, 4, nn.MSELoss())
+    always.made = forwards
+    for schedule in (ScheduleFromPlan([stage], forwards, nn.MSELoss()), ordered, always):
+        with pytest.raises(ValueError, match=r"the plan of \w+ has no backwards, expected some for step\(\)"):
+            schedule.step(batch, target=batch)
+        losses: list[Any] = []
+        schedule.eval(batch, target=batch, losses=losses)
+        assert len(losses) == (4 if rank == world_size - 1 else 0)
+    always = _Always(stage, 4, nn.MSELoss())
+    always.made = plan("1F1B", world_size, 4)
+    with pytest.raises(ValueError, match=r"compute_plan\(forward_only=True\) of _Always has backwards, expected none"):
+        always.eval(batch, target=batch)
+    assert module.weight.grad is None
+    always.step(batch, target=batch)
+    assert module.weight.grad is not None
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_needs_backwards_and_an_evaluation_has_none(world_size: int) -> None:
+    run_ranks(_refuse_kinds, world_size, "gloo")
