@@ -29,7 +29,7 @@ def gather_timeline(schedule: PipelineSchedule) -> _C.SimulationResult:
         Path("step.svg").write_text(draw_svg({"predicted": predicted, "measured": measured}))
 
     Raises:
-        RuntimeError: a rank has not run a step yet; on all ranks.
+        RuntimeError: a rank has not run a step yet, or the last one was refused; on all ranks.
         NotImplementedError: the stages are on a GPU.
     """
     stage, run = schedule._stages[0], schedule._last_run
@@ -44,7 +44,10 @@ def gather_timeline(schedule: PipelineSchedule) -> _C.SimulationResult:
     dist.all_gather_object(ranks, (began, schedule.last_step_trace()), group=stage.group)
     idle = [rank for rank, (_, trace) in enumerate(ranks) if not trace]
     if idle:
-        raise RuntimeError(f"gather_timeline() on ranks {idle} before their first step, expected it after one")
+        raise RuntimeError(
+            f"gather_timeline() on ranks {idle} before their first step, or after one that was refused; expected it after "
+            "one that ran"
+        )
     zero = min(began for began, _ in ranks)
     return _C.measured_step(
         [[(action, start + began - zero, end + began - zero) for action, start, end in trace] for began, trace in ranks]

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from farandole.pipelining._schedule import PipelineSchedule
+from farandole.pipelining._stage_edges import edges_of
 from farandole.pipelining._transfers import Transfers
 
 _EXCHANGES = 7  # of each size, of which the median counts; one more comes before them
@@ -31,7 +32,7 @@ def measure_transfers(schedule: PipelineSchedule) -> Transfers:
         made = auto_plan(num_stages, n_microbatches, costs)
 
     Raises:
-        RuntimeError: a rank has not run a step yet; on all ranks.
+        RuntimeError: a rank has not run a step yet, or the last one failed; on all ranks.
         NotImplementedError: the stages are on a GPU.
     """
     stage, run = schedule._stages[0], schedule._last_run
@@ -45,7 +46,11 @@ def measure_transfers(schedule: PipelineSchedule) -> Transfers:
         raise RuntimeError(f"measure_transfers() on ranks {idle} before their first step, expected it after one")
     if size == 1:
         return Transfers()
-    owners = schedule.plan(forward_only=run is schedule._runs.get(False)).rank_of_stage
+    plan = schedule.plan(forward_only=run is schedule._runs.get(False))
+    owners = plan.rank_of_stage
+    known = {(begin, end) for sizes in everyone for begin, end, _, _ in sizes}
+    if known != set(edges_of(plan)):
+        raise RuntimeError("measure_transfers() after a step that failed, expected it after one that did not")
     edges = sorted(tuple(edge) for sizes in everyone for edge in sizes)
     mine: dict[Job, float] = {}
     for job in sorted({job for edge in edges for job in _jobs(edge, owners, size)}):

@@ -228,7 +228,7 @@ class PipelineSchedule(metaclass=RefusesOnAllRanks):
     def last_step_bubble(self) -> float:
         """The part of the last step in which this rank did not compute: 0 to 1."""
         if self._last_run is None or self._last_run.executor.last_step_seconds == 0:
-            raise RuntimeError("last_step_bubble() before the first step that succeeded")
+            raise RuntimeError("last_step_bubble() before the first step, or after one that was refused")
         executor = self._last_run.executor
         return 1 - executor.last_compute_seconds / executor.last_step_seconds
 

@@ -125,7 +125,20 @@ def _measure_graphs(rank: int, world_size: int, case: str) -> Transfers:
         measure_transfers(schedule)
     schedule.step(torch.randn(6, 4), target=torch.randn(6, 4))
     transfers = measure_transfers(schedule)
+    with pytest.raises((RuntimeError, TypeError)):  # this step has sent nothing
+        schedule.step(torch.randn(6, 4), target=torch.randn(6, 4), losses=() if rank == 1 else None)  # type: ignore[arg-type]
+    with pytest.raises(
+        RuntimeError, match=r"measure_transfers\(\) after a step that failed, expected it after one that"
+    ):
+        measure_transfers(schedule)
+    with pytest.raises(
+        RuntimeError, match=r"on ranks \[0, 1.*\] before their first step, or after one that was refused"
+    ):
+        gather_timeline(schedule)
+    with pytest.raises(RuntimeError, match="before the first step, or after one that was refused"):
+        schedule.last_step_bubble()
     schedule.step(torch.randn(6, 4), target=torch.randn(6, 4))  # the group is as it was
+    assert sorted(measure_transfers(schedule).by_edge) == sorted(transfers.by_edge)
     everyone: list[Any] = [None] * world_size
     dist.all_gather_object(everyone, transfers)
     assert everyone == [transfers] * world_size
