@@ -173,12 +173,18 @@ class ForwardBackward:
                 "model_type is encoder_and_decoder, expected pipeline_model_parallel_split_rank to be set and one chunk "
                 "on each rank"
             )
+        group = config.microbatch_group_size_per_vp_stage if self._interleaved else None
+        if group is not None and (not isinstance(group, int) or group < topology.pp_size):
+            raise ValueError(
+                f"config.microbatch_group_size_per_vp_stage is {group!r}, expected None or an int of at least "
+                f"{topology.pp_size}, the ranks of the pipeline"
+            )
         shapes = declared_shapes(config, topology, lengths, both, adjust)
         part = (topology.tp_size if config.sequence_parallel else 1) * topology.cp_size
         key = RunKey(
             num_chunks=len(models) if self._interleaved else None,
             num_microbatches=num_microbatches,
-            microbatch_group=config.microbatch_group_size_per_vp_stage if self._interleaved else None,
+            microbatch_group=group,
             forward_only=forward_only,
             both=both,
             confirms=config.timers is not None and bool(config.barrier_with_L1_time),

@@ -95,6 +95,32 @@ def test_arguments_that_do_not_fit_are_told_on_every_rank_and_the_next_step_runs
     assert expected.removeprefix("RuntimeError: ") in first
 
 
+def _refused_groups(rank: int, world_size: int, group: Any) -> str:
+    parallel_state.initialize_model_parallel(
+        pipeline_model_parallel_size=world_size, virtual_pipeline_model_parallel_size=2
+    )
+    models = [support.chunk_of(chunk * world_size + rank, 2 * world_size) for chunk in range(2)]
+    config: Any = models[0].config
+
+    def step() -> None:
+        given = support.arguments(models, 4, data_iterator=[support.batches(1, 4) for _ in models])
+        megatron.get_forward_backward_func()(**given)
+
+    config.microbatch_group_size_per_vp_stage = group if rank == 1 else world_size
+    with pytest.raises(_REFUSALS) as raised:
+        step()
+    config.microbatch_group_size_per_vp_stage = world_size
+    step()
+    parallel_state.destroy_model_parallel()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("group", [1, 2.0])
+def test_a_microbatch_group_is_named_as_the_config_has_it(group):
+    for text in run_ranks(_refused_groups, 2, "farandole", group=group):
+        assert f"config.microbatch_group_size_per_vp_stage is {group}, expected None or an int of at least 2" in text
+
+
 def _refused_by_the_older_function(rank: int, world_size: int, case: str) -> str:
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=world_size)
     is_wrong = rank == 1
