@@ -1,7 +1,9 @@
 #include "pipeline/schedules/auto_plan.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
+#include <initializer_list>
 
 #include "pipeline/passes/lower.h"
 #include "pipeline/schedules/placement.h"
@@ -127,6 +129,15 @@ class Search {
   std::vector<Entry> candidates_;
 };
 
+Status checkAmounts(const char* name, std::size_t stage, std::initializer_list<double> amounts) {
+  for (const double amount : amounts) {
+    if (std::isfinite(amount) && amount >= 0) continue;
+    return Status::invalidArgument(std::string(name) + " of stage " + std::to_string(stage) + " has " +
+                                   text("%g", amount) + "; expected finite numbers, at least 0");
+  }
+  return Status::ok();
+}
+
 }  // namespace
 
 Result<AutoPlan> makeAutoPlan(const ScheduleOptions& options, const MeasuredCosts& costs,
@@ -142,6 +153,13 @@ Result<AutoPlan> makeAutoPlan(const ScheduleOptions& options, const MeasuredCost
   };
   FARANDOLE_RETURN_IF_ERROR(check("costs.times.stages", costs.times.stages.size()));
   FARANDOLE_RETURN_IF_ERROR(check("costs.memory", costs.memory.size()));
+  for (std::size_t stage = 0; stage < numStages; ++stage) {
+    const StageCost& cost = costs.times.stages[stage];
+    FARANDOLE_RETURN_IF_ERROR(checkAmounts("costs.times.stages", stage,
+                                           {cost.forward, cost.backward, cost.backwardInput, cost.backwardWeight}));
+    const StageMemory& memory = costs.memory[stage];
+    FARANDOLE_RETURN_IF_ERROR(checkAmounts("costs.memory", stage, {memory.activations, memory.forWeights}));
+  }
   if (rankOfStage) {
     FARANDOLE_RETURN_IF_ERROR(check("rankOfStage", rankOfStage->size()));
     for (const std::int32_t rank : *rankOfStage) {

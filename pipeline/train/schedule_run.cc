@@ -3,9 +3,11 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
+#include "pipeline/ir/action_kind.h"
 #include "pipeline/ir/plan_ends.h"
 #include "pipeline/train/microbatches.h"
 
@@ -14,6 +16,11 @@ namespace farandole::pipeline {
 Result<std::unique_ptr<ScheduleRun>> ScheduleRun::make(const ScheduleConfig& config, bool trains) {
   const Result<Plan> plan = planOf(config, !trains);
   if (!plan) return plan.status();
+  if (trains && std::ranges::none_of(plan->ranks, [](const std::vector<Action>& actions) {
+        return std::ranges::any_of(actions, hasInputBackward);
+      })) {
+    return Status::invalidArgument("the plan has no backwards, expected some for step(): or call eval()");
+  }
   const Result<PlanEnds> ends = PlanEnds::of(*plan);
   if (!ends) return ends.status();
 

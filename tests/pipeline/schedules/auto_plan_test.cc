@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <limits>
 #include <map>
 #include <random>
 
@@ -149,6 +150,14 @@ TEST(AutoPlan, SaysWhatDoesNotFit) {
             "rankOfStage has 2; expected ranks from 0 to 1");
   EXPECT_EQ(error(makeAutoPlan({2, 2, 0, false}, evenCosts(2))),
             "schedule auto: numMicrobatches is 0; expected at least 1");
+  MeasuredCosts costs = evenCosts(2);
+  costs.times.stages[1].backwardWeight = std::numeric_limits<double>::quiet_NaN();
+  EXPECT_EQ(error(makeAutoPlan({2, 2, 4, false}, costs)),
+            "costs.times.stages of stage 1 has nan; expected finite numbers, at least 0");
+  costs = evenCosts(2);
+  costs.memory[0].activations = -1;
+  EXPECT_EQ(error(makeAutoPlan({2, 2, 4, false}, costs)),
+            "costs.memory of stage 0 has -1; expected finite numbers, at least 0");
 }
 
 TEST(ListSchedule, GoesOnWhereOneMicrobatchHasRoom) {

@@ -169,6 +169,9 @@ TEST_F(ScheduleErrors, OfAConfigurationReachEveryRankAndTheGroupCanBeUsedAgain) 
   refused("the plan has 2 ranks, expected 3 as the backend has", [](int, ScheduleConfig& own) {
     own.plan = *makePlan("1F1B", {2, 2, 4});
   });
+  refused("the plan has no backwards, expected some for step(): or call eval()", [](int, ScheduleConfig& own) {
+    own.plan = *makePlan("1F1B", {kRanks, kRanks, kMicrobatches, true});
+  });
 }
 
 TEST_F(ScheduleErrors, OfGradientsThatAreDisabledAndOfStepsWithinAStep) {
