@@ -148,6 +148,7 @@ class Stage {
   const ProgramStage& program;
   std::vector<MicrobatchSlot> slots;
   bool savesThroughHooks = false;  // as a step that learned shapes has seen
+  bool hasBegun = false;           // some forward of this step
   bool isSplit = false;            // some I of this step has left something for W
   bool isBackwardWhole = false;    // its I computes everything, for its reduction needs one backward to be the last
   bool isUnsplittableTold = false;

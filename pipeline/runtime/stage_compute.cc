@@ -40,7 +40,7 @@ void StageCompute::beginStep(std::vector<Stage>& stages, std::span<const double>
   split_.clear();
   if (!program_.hasBackward) return;
   for (Stage& stage : stages) {
-    stage.isSplit = false;
+    stage.isSplit = stage.hasBegun = false;
     if (!stage.spec.requireGradSync) continue;
     try {
       stage.spec.requireGradSync(false);
@@ -62,8 +62,10 @@ void StageCompute::forward(Stage& stage, std::int32_t microbatch, bool learning)
     }
   }
   // The first stage has no gradients of inputs to split from.
+  // One forward of every step is watched: checkpoints may have been switched on since shapes were learned.
+  const bool begins = !std::exchange(stage.hasBegun, true);
   const bool watches = stage.program.splitsBackward && !stage.isFirst() && !stage.isNeverSplit() &&
-                       (learning || stage.savesThroughHooks);
+                       (learning || begins || stage.savesThroughHooks);
   if (!watches) return runForward(stage, microbatch);
   {
     const SavedTensorHookWatch watch(slot.hookedOps);

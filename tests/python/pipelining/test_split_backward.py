@@ -133,6 +133,26 @@ def test_what_cannot_be_split_is_computed_once_and_said_once(around: str, counte
     run_ranks(_train, 3, "gloo", timeout=120, around=around, counted=counted)
 
 
+def _switch_on(rank: int, world_size: int) -> list[tuple[int, int]]:
+    stages: list[nn.Module] = [nn.Linear(8, 8), Middle(_plainly)]
+    middle = stages[1]
+    schedule = ScheduleZBH1(PipelineStage(stages[rank], rank, 2, "cpu"), MICROBATCHES, nn.MSELoss())
+    counts = []
+    for step in range(3):
+        middle.around = _checkpointed if step > 0 else _plainly
+        middle.forwards = 0
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            schedule.step(torch.randn(8, 8), target=torch.randn(8, 8))
+        counts.append((middle.forwards, len([w for w in caught if "cannot be split" in str(w.message)])))
+    return counts
+
+
+def test_checkpoints_that_are_switched_on_later_are_computed_once_more_and_said_once() -> None:
+    counts = run_ranks(_switch_on, 2, "gloo")[1]
+    assert counts == [(MICROBATCHES, 0), (2 * MICROBATCHES, 1), (2 * MICROBATCHES, 0)]
+
+
 def _reduce_between_replicas(rank: int, world_size: int, wrapper: str) -> None:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel as TorchDDP
