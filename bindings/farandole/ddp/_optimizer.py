@@ -142,6 +142,8 @@ class DistributedOptimizer(MeasuresGradients, torch.optim.Optimizer):
         else:
             self._runs, self._exchanges = whole_runs_of(cuts)
         self._has_stepped = bool(optimizer.state)  # what is saved of it is more than room for what is loaded
+        with self._raising_together():
+            saved.check_counts(optimizer, self._runs)
         saved.take_over(optimizer, self._runs)
         for one in models:
             one._reducer.hold_parameters()  # the runs have their memory

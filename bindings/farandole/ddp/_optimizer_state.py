@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from farandole.ddp._runs import Piece, Run
+from farandole.ddp._settings import counters_of, kept_settings, restore_settings
 
 _MASTER = "param"  # Megatron-core's name of the float32 copy
 _HAS_STEPPED = "has_stepped"  # in param groups
@@ -56,6 +57,12 @@ class FlatPart(torch.Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         return self.tensor
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlatPart:
+        return memo.setdefault(id(self), FlatPart(self.tensor.clone(), self.begin, self.whole))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return FlatPart, (self.tensor, self.begin, self.whole)
+
     def __repr__(self) -> str:
         return f"FlatPart([{self.begin}, {self.begin + self.tensor.numel()}) of {self.whole}, {self.tensor.dtype})"
 
@@ -82,6 +89,25 @@ def take_over(optimizer: torch.optim.Optimizer, runs: list[Run]) -> None:
                 piece.put(state[key], value.reshape(-1)[piece.begin : piece.begin + piece.numel])
 
 
+def check_counts(optimizer: torch.optim.Optimizer, runs: list[Run]) -> None:
+    """Before take_over(): a ValueError where parameters of one run were stepped unequally. It has one count of steps."""
+    for run in runs:
+        steps = [optimizer.state.get(piece.parameter, {}).get("step", 0) for piece in run.pieces]
+        for piece, step in zip(run.pieces, steps, strict=True):
+            _check_same("optimizer's state has", run, piece, "step", steps[0], step)
+
+
+def _check_same(what: str, run: Run, piece: Piece, key: str, first: Any, value: Any) -> None:
+    if first is value:
+        return
+    first, value = torch.as_tensor(first).detach().cpu(), torch.as_tensor(value).detach().cpu()
+    if not torch.equal(first.to(value.dtype), value):
+        raise ValueError(
+            f"{what} {key!r} of parameters '{run.pieces[0].name}' and '{piece.name}' as {first.tolist()} and "
+            f"{value.tolist()}: expected the same, since they are updated together as one tensor"
+        )
+
+
 def initialize(optimizer: torch.optim.Optimizer, runs: list[Run]) -> bool:
     """Makes the state of an optimizer that has not stepped, by a step with zero gradients that changes nothing.
 
@@ -89,7 +115,8 @@ def initialize(optimizer: torch.optim.Optimizer, runs: list[Run]) -> bool:
     """
     if optimizer.state or not runs:
         return False
-    rates = [group.get("lr") for group in optimizer.param_groups]
+    settings = kept_settings(optimizer.param_groups)
+    counters = counters_of(optimizer)
     before = [run.tensor.detach().clone() for run in runs]
     grads = [run.tensor.grad for run in runs]
     for group in optimizer.param_groups:
@@ -103,9 +130,8 @@ def initialize(optimizer: torch.optim.Optimizer, runs: list[Run]) -> bool:
         optimizer.state.clear()
         raise
     finally:
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            if "lr" in group:
-                group["lr"] = rate
+        vars(optimizer).update(counters)
+        restore_settings(optimizer.param_groups, settings)
         for run, data, grad in zip(runs, before, grads, strict=True):
             run.tensor.detach().copy_(data)
             run.tensor.grad = grad
@@ -183,7 +209,11 @@ def match(
             if _is_parted(key, value, run):
                 for piece, source in zip(run.pieces, found, strict=True):
                     todo.append(partial(piece.put, value, _part_in(source, piece, key)))
-            elif not isinstance(value, torch.Tensor):
+                continue
+            for piece, other in zip(run.pieces, found, strict=True):
+                if isinstance(other, (int, float, torch.Tensor)):
+                    _check_same("state_dict has", run, piece, key, found[0], other)
+            if not isinstance(value, torch.Tensor):
                 is_number = isinstance(value, (int, float)) and isinstance(found[0], torch.Tensor)
                 read = type(value)(found[0].item()) if is_number else found[0]
                 todo.append(partial(optimizer.state[run.tensor].__setitem__, key, read))
@@ -205,9 +235,14 @@ def _value_in(state: dict[str, Any], piece: Piece, key: str) -> Any:
 
 def _part_in(source: Any, piece: Piece, key: str) -> torch.Tensor:
     if isinstance(source, FlatPart):
-        begin, tensor = source.begin, source.tensor
+        begin, tensor, whole = source.begin, source.tensor, source.whole
     else:
-        begin, tensor = 0, source.reshape(-1)
+        begin, tensor, whole = 0, source.reshape(-1), source.numel()
+    if whole != piece.parameter.numel():
+        raise ValueError(
+            f"state_dict has {key!r} of parameter '{piece.name}' with {whole} elements: expected "
+            f"{piece.parameter.numel()}, as the parameter has"
+        )
     first = piece.begin - begin
     if first < 0 or first + piece.numel > tensor.numel():
         raise ValueError(

@@ -18,6 +18,31 @@ def settings_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
 
+def kept_settings(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As settings_of, with copies of tensors beside them, for restore_settings()."""
+    return [
+        {key: (value, value.clone() if isinstance(value, torch.Tensor) else None) for key, value in group.items()}
+        for group in settings_of(groups)
+    ]
+
+
+def restore_settings(groups: list[dict[str, Any]], kept: list[dict[str, Any]]) -> None:
+    """They are what they were, also where tensors were changed in place, or some were added."""
+    for group, settings in zip(groups, kept, strict=True):
+        for key in group.keys() - settings.keys() - {"params"}:
+            del group[key]
+        for key, (value, copy) in settings.items():
+            group[key] = value
+            if copy is not None:
+                with torch.no_grad():
+                    value.copy_(copy)
+
+
+def counters_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The numbers among its attributes, which may count steps."""
+    return {name: value for name, value in vars(optimizer).items() if isinstance(value, (int, float))}
+
+
 def agree_on_settings(ours: list[dict[str, Any]], inner: list[dict[str, Any]], last: list[dict[str, Any]]) -> None:
     """What was changed in either since both were ``last``, by a scheduler of one of them, counts in both."""
     for mine, theirs, before in zip(ours, inner, last, strict=True):

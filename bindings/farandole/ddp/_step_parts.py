@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from farandole.ddp._runs import Run
-from farandole.ddp._settings import copy_settings, settings_of
+from farandole.ddp._settings import copy_settings, counters_of, settings_of
 from farandole.ddp._wrapper import DistributedDataParallel
 
 
@@ -39,7 +39,7 @@ class StepParts:
         """Steps, brings the result to the model, and starts the gathers: a collective."""
         before = self._optimizer.param_groups
         settings = settings_of(before)
-        counters = {name: value for name, value in vars(self._optimizer).items() if isinstance(value, (int, float))}
+        counters = counters_of(self._optimizer)
         try:
             for sync, _ in self._parts:
                 sync.begin_update()

@@ -1,0 +1,133 @@
+"""The state of a distributed optimizer in memory: making it counts no step, copies stand by themselves, and what does not
+fit is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+
+from farandole.ddp import DistributedDataParallel, DistributedOptimizer
+from farandole.ddp._optimizer_state import FlatPart
+from support.processes import run_ranks
+
+BATCH = torch.linspace(-1, 1, 80).view(2, 40)
+
+
+class _CountsItself(torch.optim.Optimizer):
+    """Momentum whose bias correction goes by a count in the param group, as that of apex's FusedAdam does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "step": 0})
+        self.calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+        for group in self.param_groups:
+            group["step"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                average = state.setdefault("average", torch.zeros_like(parameter)).lerp_(parameter.grad, 0.1)
+                parameter.add_(average / (1 - 0.9 ** group["step"]), alpha=-group["lr"])
+
+
+def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(BATCH).square().mean().backward()
+    optimizer.step()
+
+
+def _pair(width: int = 4, make: Any = torch.optim.Adam) -> tuple[DistributedDataParallel, DistributedOptimizer]:
+    torch.manual_seed(3)
+    model = DistributedDataParallel(torch.nn.Linear(40, width), use_distributed_optimizer=True)
+    return model, DistributedOptimizer(make(model.parameters()), model, is_elementwise=True)
+
+
+def _saves_before_the_first_step(rank: int, world_size: int) -> None:
+    model, optimizer = _pair(make=_CountsItself)
+    plain = copy.deepcopy(model.module)
+    expected = _CountsItself(plain.parameters())
+    saved = optimizer.state_dict()
+    assert saved["param_groups"][0]["step"] == 0
+    assert optimizer._inner.calls == 0
+    optimizer.load_state_dict(saved)
+    for _ in range(3):
+        _step(model, optimizer)
+        _step(plain, expected)
+    model.start_param_sync(force_sync=True)
+    assert optimizer._inner.calls == expected.calls
+    torch.testing.assert_close(model.module.weight, plain.weight)
+
+
+def test_a_state_that_is_made_to_be_saved_counts_no_step():
+    run_ranks(_saves_before_the_first_step, 2, "gloo", timeout=60)
+
+
+def _pickled(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def _copied(rank: int, world_size: int) -> None:
+    model, optimizer = _pair()
+    _step(model, optimizer)
+    for copied in (copy.deepcopy, _pickled):
+        kept = copied(optimizer.state_dict())
+        before = optimizer.full_state_dict()["state"]
+        _step(model, optimizer)
+        assert not torch.equal(optimizer.full_state_dict()["state"]["weight"]["exp_avg"], before["weight"]["exp_avg"])
+        parts = [value for values in kept["state"].values() for value in values.values() if isinstance(value, FlatPart)]
+        assert parts and all(
+            part.untyped_storage().data_ptr() == part.tensor.untyped_storage().data_ptr() for part in parts
+        )
+        optimizer.load_state_dict(kept)
+        after = optimizer.full_state_dict()["state"]
+        for name, values in before.items():
+            for key, value in values.items():
+                assert torch.equal(after[name][key], value), (name, key)
+
+
+def test_copies_of_the_state_stand_by_themselves():
+    run_ranks(_copied, 2, "gloo", timeout=60)
+
+
+def _of_another_shape(rank: int, world_size: int) -> None:
+    larger, small = _pair(8), _pair(4)
+    _step(*larger)
+    _step(*small)
+    before = small[1].full_state_dict()
+    with pytest.raises(
+        ValueError, match=r"'(step|exp_avg)' of parameter '(weight|bias)' .*(320|8) elements: expected (160|4)"
+    ):
+        small[1].load_state_dict(larger[1].full_state_dict())
+    after = small[1].full_state_dict()
+    assert torch.equal(after["state"]["weight"]["exp_avg"], before["state"]["weight"]["exp_avg"])
+
+
+def test_the_state_of_a_larger_parameter_is_refused():
+    run_ranks(_of_another_shape, 2, "gloo", timeout=60)
+
+
+def _of_unequal_steps(rank: int, world_size: int) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(40, 4), torch.nn.Linear(40, 4))
+    inner = torch.optim.Adam(module.parameters())
+    _step(module[0], inner)
+    inner.zero_grad()
+    (module[0](BATCH) + module[1](BATCH)).square().mean().backward()
+    inner.step()
+    model = DistributedDataParallel(module, use_distributed_optimizer=True)
+    with pytest.raises(ValueError, match=r"'step' of parameters '1.*' and '0.*' .*1.* and .*2"):
+        DistributedOptimizer(inner, model)
+
+
+def test_parameters_of_one_run_that_were_stepped_unequally_are_refused():
+    """One count of steps would be both parameters'."""
+    run_ranks(_of_unequal_steps, 1, "gloo", timeout=60)
