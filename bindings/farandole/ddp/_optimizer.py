@@ -147,6 +147,7 @@ class DistributedOptimizer(MeasuresGradients, torch.optim.Optimizer):
         saved.take_over(optimizer, self._runs)
         for one in models:
             one._reducer.hold_parameters()  # the runs have their memory
+            one._optimizers.add(self)
         for index, group in enumerate(optimizer.param_groups):
             group["params"] = [run.tensor for run in self._runs if run.group == index]
         self._parts = StepParts(optimizer, self._runs, models) if overlap_param_gather_with_optimizer_step else None
@@ -357,12 +358,21 @@ class DistributedOptimizer(MeasuresGradients, torch.optim.Optimizer):
             run.drop_grad()
         self._flag.raise_again()
 
+    def _scale_copies(self, model: DistributedDataParallel, factor: float | torch.Tensor) -> None:
+        """The model has multiplied its gradients."""
+        if self._taken is None or self._exchanges:
+            return
+        parameters = set(model._trainable.values())
+        for run in self._runs:
+            if run.pieces[0].parameter in parameters:
+                run.scale_copy(factor)
+
     def _unscale_rest(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
         """A scaler has come to the last gradient that it sees: copies of another type are made now."""
         self._take_grads("GradScaler.unscale_()")
         by_type: dict[torch.dtype, list[torch.Tensor]] = {}
         for one in self._graded:
-            if not one.is_seen_by_scalers and one.tensor.grad is not None:
+            if not one.has_view and one.tensor.grad is not None:
                 by_type.setdefault(one.tensor.grad.dtype, []).append(one.tensor.grad)
         if self._exchanges and self._has_float16_grads:
             raise ValueError(

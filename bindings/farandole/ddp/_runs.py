@@ -63,6 +63,7 @@ class Run:
         self._data = data
         self._grads = grads
         self._shown = shown
+        self._is_copy = False  # what was taken is one of main_grad
         self.has_master = data.dtype in _MASTERED
         master = data.detach().to(torch.float32).contiguous() if self.has_master else data.detach()
         self.tensor = torch.nn.Parameter(master)
@@ -77,10 +78,25 @@ class Run:
 
     def take_grad(self) -> None:
         """Gives the optimizer the reduced gradients: a view of them where the type is its own, else a copy."""
-        if self._shown is not None and self._shown.grad is None:
-            self.tensor.grad = None  # a parameter that no rank has used, under the policy "skip"
-            return
-        self.tensor.grad = self._grads if self._take_by_view else self._grads.to(self.tensor.dtype)
+        grads = self._grads
+        if self._shown is not None:
+            if self._shown.grad is None:
+                self.tensor.grad = None  # a parameter that no rank has used, under the policy "skip"
+                return
+            if self._shown.grad.data_ptr() != grads.data_ptr():
+                grads = self._shown.grad  # somebody has put another there
+        self._is_copy = grads is self._grads and not self._take_by_view
+        self.tensor.grad = grads if self._take_by_view else grads.to(self.tensor.dtype)
+
+    @property
+    def has_view(self) -> bool:
+        """What it has taken is what scalers have seen."""
+        return self.tensor.grad is self._grads
+
+    def scale_copy(self, factor: float | torch.Tensor) -> None:
+        """``main_grad`` was multiplied: so is a copy that was taken of it."""
+        if self.tensor.grad is not None and self._is_copy:
+            self.tensor.grad.mul_(factor)
 
     def drop_grad(self) -> None:
         """Releases a copy; a view is there for scalers, which come to it before it is taken."""
@@ -114,7 +130,7 @@ class GradShard:
         self.tensor = torch.nn.Parameter(grads)
         self.tensor.grad = grads
         # torch's scaler refuses the others, on ranks that have some.
-        self.is_seen_by_scalers = grads.dtype != torch.float16
+        self.is_seen_by_scalers = self.has_view = grads.dtype != torch.float16
 
 
 class Cut:

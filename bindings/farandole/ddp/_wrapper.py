@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,9 @@ from farandole.ddp._outputs import tensors_in
 from farandole.ddp._param_sync import ParamSync, SyncsParameters
 from farandole.ddp._timeline import Timeline
 from farandole.ddp._tuning import BucketTuner, is_auto
+
+if TYPE_CHECKING:
+    from farandole.ddp._optimizer import DistributedOptimizer
 
 __all__ = ["DistributedDataParallel"]
 
@@ -234,6 +238,7 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters, Ab
         self._is_added = is_added_of(module, grad_place(options) != "grad", fuses)
         self._tuner = None
         self._timeline: _C.GradTimeline | None = None  # where rounds are recorded
+        self._optimizers: weakref.WeakSet[DistributedOptimizer] = weakref.WeakSet()  # that may have copies of gradients
         self._reducer = _C.GradReducer(
             replicas.packed(),
             experts.packed(),
@@ -368,9 +373,21 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters, Ab
         else:
             self._reducer.forget_grads()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's, also where gradients are in ``main_grad``: then by :meth:`forget_grads` or :meth:`zero_grad_buffer`."""
+        super().zero_grad(set_to_none)
+        if self._options.home == _C.GradHome.main_grad:
+            self.forget_grads() if set_to_none else self.zero_grad_buffer()
+
     def scale_gradients(self, scaling_factor: float) -> None:
         """Multiplies every ``main_grad``: e.g. by one over the number of tokens."""
         self._reducer.scale_grads(scaling_factor)
+        self._scale_copies(scaling_factor)
+
+    @torch.no_grad()
+    def _scale_copies(self, factor: float | torch.Tensor) -> None:
+        for optimizer in self._optimizers:
+            optimizer._scale_copies(self, factor)
 
     @contextlib.contextmanager
     def record_timeline(self) -> Iterator[Timeline]:

@@ -146,6 +146,10 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
         if self._param_sync is not None:
             self._param_sync.finish()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Torch's: ``main_grad`` stays."""
+        torch.nn.Module.zero_grad(self, set_to_none)
+
     def zero_grad_buffer(self) -> None:
         """Zeroes every ``main_grad``, for a step to begin."""
         super().zero_grad_buffer()
@@ -161,6 +165,7 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
             return
         for bucket in self._reducer.buckets():
             bucket.grads.mul_(scaling_factor)
+        self._scale_copies(scaling_factor)
 
     @torch.no_grad()
     def broadcast_params(self) -> None:
