@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from farandole import _C
 from farandole._rank_names import rank_name
+
+if TYPE_CHECKING:
+    from farandole.ddp._param_sync import ParamSync
+
+# How a reducer's error begins that all ranks have: with the rank that found it.
+_TROUBLE = ("farandole.ddp: rank ", "farandole.ddp: a rank of another optimizer instance")
+
+
+def _is_of_all(error: BaseException) -> bool:
+    """Whether it is one that a round ended with on every rank."""
+    return isinstance(error, RuntimeError) and str(error).startswith(_TROUBLE)
 
 
 class AbandonsGroup:
@@ -17,6 +29,7 @@ class AbandonsGroup:
     process_group: dist.ProcessGroup
     _reducer: _C.GradReducer
     _no_sync_depth: int
+    _param_sync: ParamSync | None
 
     def abandon(self, reason: str) -> None:
         """Gives the group up, for a rank that failed and will not reduce the gradients that the others reduce.
@@ -38,15 +51,23 @@ class AbandonsGroup:
         """Calls :meth:`abandon` when what is inside raises, and lets the error pass.
 
         For a whole step, forward and backward: ``with model.abandon_on_error(): loss_fn(model(x), y).backward()``.
+        With ``use_distributed_optimizer`` the optimizer's step belongs inside, too: others wait for what it gathers.
         An error after which all ranks are still in step (parameters that got no gradient) abandons nothing.
         """
         self._reducer.begin_step()
         try:
             yield
         except BaseException as error:
-            if not self._reducer.is_synchronized():
+            if not self._is_in_step(error):
                 self.abandon(f"{type(error).__name__}: {error}")
             raise
+
+    def _is_in_step(self, error: BaseException) -> bool:
+        """Whether the others wait for nothing that comes after the error."""
+        if not self._reducer.is_synchronized():
+            return False
+        sync = self._param_sync
+        return sync is None or sync.updated_after == self._reducer.rounds() or _is_of_all(error)
 
     def _abandon_step(self, reason: str) -> None:
         """For a caller of _set_require_sync: abandons the group unless this step has reduced, or is not to."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -37,6 +37,7 @@ class ParamSync:
 
     def __init__(self, model: DistributedDataParallel, reducer: _C.GradReducer, overlaps: bool) -> None:
         self._gather = _C.ParamGather(reducer)
+        self._group = model.process_group
         self._root: torch.nn.Module = model.module
         self.overlaps = overlaps and _can_have_hooks(self._root)
         groups = self._gather.bucket_group_of()
@@ -57,16 +58,19 @@ class ParamSync:
         self._suspects: Suspects | None = None
         self._warned = False
         self._has_optimizer = False  # which starts the gathers by itself
+        self._rounds = reducer.rounds
+        self.updated_after = -1  # rounds: the optimizer has started its gathers since
         # All have started theirs, so that one rank may do this alone.
-        self._root.register_state_dict_pre_hook(HookOfOne(self._before_state_dict))
-        self._root.register_load_state_dict_pre_hook(HookOfOne(self._before_state_dict))
+        for module in {self._root, *filter(_can_have_hooks, self._root.modules())}:  # whose state may be wanted alone
+            module.register_state_dict_pre_hook(HookOfOne(self._before_state_dict))
+            module.register_load_state_dict_pre_hook(HookOfOne(self._before_state_dict))
         if self.overlaps:
             self.enable()
 
     def updated(self) -> None:
         """The optimizer has stepped: what other ranks own is old. Collective."""
         self.begin_update()
-        self._gather.start()
+        self._run(self._gather.start)
         self.end_update()
 
     def begin_update(self) -> None:
@@ -76,12 +80,23 @@ class ParamSync:
 
     def updated_through(self, bucket_group: int) -> None:
         """Down to this one all groups are stepped: their gathers start, while the others are."""
-        self._gather.start_through(bucket_group)
+        self._run(self._gather.start_through, bucket_group)
 
     def end_update(self) -> None:
         """Waits for the gathers, unless forwards do."""
+        self.updated_after = self._rounds()
         if not self._handles:
-            self._gather.finish_all()
+            self._run(self._gather.finish_all)
+
+    def _run(self, step: Callable[..., Any], *args: Any) -> Any:
+        """One of the gathers' own; its error says why the group was abandoned, if it was."""
+        try:
+            return step(*args)
+        except RuntimeError as error:
+            why = _C.abandonment_of(self._group)
+            if not why:
+                raise
+            raise RuntimeError(f"farandole.ddp: parameters cannot be gathered any more: {why}") from error
 
     def bucket_groups(self) -> dict[torch.Tensor, int]:
         """Which one each trainable parameter comes with; the last one comes first."""
@@ -99,17 +114,17 @@ class ParamSync:
 
     def _gather_all(self) -> None:
         self._mark_stale()
-        self._gather.start()
+        self._run(self._gather.start)
 
     def _mark_stale(self) -> None:
         self._drop_suspects()
         # Whatever this rank has waited for so far: how many gathers there are must not depend on it.
-        self._gather.finish_all()
+        self._run(self._gather.finish_all)
         self._gather.mark_stale()
 
     def finish(self) -> None:
         """Waits until every parameter is what its owner has made of it."""
-        self._gather.finish_all()
+        self._run(self._gather.finish_all)
         if self._waits is not None:
             self._waits.add_all()
 
@@ -136,7 +151,7 @@ class ParamSync:
         self._handles.clear()
         self._others_read()  # forwards, which no hook will tell of
         if param_sync:
-            self._gather.finish_all()
+            self._run(self._gather.finish_all)
 
     def _before_state_dict(self, *unused: Any) -> None:
         self.finish()
@@ -146,14 +161,14 @@ class ParamSync:
         if self._depth > 0:  # what is no Exception, as KeyboardInterrupt, passes the hooks by
             self._break_off()
         if not self._handles and not self._gather.is_current:
-            self._gather.finish_all()
+            self._run(self._gather.finish_all)
 
     def _break_off(self) -> None:
         self._depth = 0
         self._in_forward = False
         self._waits = self._handled = None
         self._stop_recording()
-        self._gather.finish_all()
+        self._run(self._gather.finish_all)
 
     def _before_module(self, module: torch.nn.Module, args: Any) -> None:
         if module is self._root:
@@ -163,7 +178,7 @@ class ParamSync:
         elif not self._in_forward:
             # A part of the model by itself: who reads what in it was not learned.
             if not self._gather.is_current:
-                self._gather.finish_all()
+                self._run(self._gather.finish_all)
             self._others_read()
             return
         self._calls.append(module)
@@ -179,7 +194,7 @@ class ParamSync:
             for parameter in module.parameters():
                 if parameter in self._group_of:
                     self._waiters[parameter].add(module)
-        is_out_of_order = self._gather.finish(self._awaited[module])
+        is_out_of_order = self._run(self._gather.finish, self._awaited[module])
         self._waits.add(self._awaited[module])
         if is_out_of_order and not self._warned:
             self._warned = True
@@ -197,7 +212,7 @@ class ParamSync:
             self._handled = sys.exc_info()[1]
         # Without gradients no backward could tell that a parameter was read too early.
         if self._in_forward and (self._awaited is None or not torch.is_grad_enabled()):
-            self._gather.finish_all()
+            self._run(self._gather.finish_all)
         if self._in_forward and self._awaited is None and torch.is_grad_enabled() and not _is_opaque(self._root):
             self._record()
         if not self._gather.is_current:
@@ -234,7 +249,7 @@ class ParamSync:
             if is_whole:
                 self._awaited = self._learn(read)
             return
-        self._gather.finish_all()
+        self._run(self._gather.finish_all)
         if waits is not None and is_whole and self._calls != self._first_calls:
             self._check_reads(GraphReads(tensors_in(output), waits.began), waits)
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from ddp_models import BACKENDS
 
-from farandole.ddp import DistributedDataParallel
+from farandole.ddp import DistributedDataParallel, DistributedOptimizer
 from support.processes import run_ranks
 
 RANKS, CULPRIT = 3, 1
@@ -107,6 +107,53 @@ def test_an_error_that_leaves_ranks_in_step_abandons_nothing(backend: str) -> No
     for (error,) in results:
         assert f"rank {CULPRIT} of the group" in error
         assert "'spare.weight', 'spare.bias'" in error
+
+
+def _fail_before_the_gathers(rank: int, world_size: int, overlaps: bool) -> list[tuple[str, float]]:
+    model = DistributedDataParallel(
+        _Model(),
+        process_group=dist.new_group(list(range(world_size))),
+        use_distributed_optimizer=True,
+        overlap_param_gather=overlaps,
+    )
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+    def train(fails: bool, unused: bool = False) -> None:
+        with model.abandon_on_error():
+            optimizer.zero_grad()
+            model(torch.ones(2, 2), "unused" if unused else "").backward()
+            if fails:
+                raise MemoryError("too much")
+            optimizer.step()
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(torch.ones(2, 2))
+
+    train(False)
+    in_step = _error_of(lambda: train(False, unused=rank == CULPRIT))
+    after = _error_of(lambda: [train(False), evaluate()])
+    dist.barrier()
+    first = _error_of(lambda: [train(rank == CULPRIT), evaluate()])
+    dist.barrier()
+    return [in_step, after, first]
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_error_between_backward_and_the_step_of_a_sharded_optimizer_ends_the_wait(
+    backend: str, overlaps: bool
+) -> None:
+    """The others come to gathers that the rank does not come to."""
+    results = run_ranks(_fail_before_the_gathers, RANKS, backend, timeout=GROUP_TIMEOUT, overlaps=overlaps)
+    for rank, ((in_step, _), (after, _), (first, seconds)) in enumerate(results):
+        assert "'spare.weight', 'spare.bias'" in in_step, (rank, in_step)
+        assert after == "", (rank, after)
+        assert seconds < AT_ONCE, (rank, seconds)
+        if rank == CULPRIT:
+            assert first == "MemoryError: too much"
+        else:
+            assert f"rank {CULPRIT} abandoned the data-parallel group: MemoryError: too much" in first, (rank, first)
 
 
 def _abandon(rank: int, world_size: int) -> list[tuple[str, float]]:

@@ -326,6 +326,30 @@ def test_gathers_under_way_do_not_overwrite_what_is_loaded(backend):
     run_ranks(_loads, 2, backend, timeout=60)
 
 
+def _states_of_parts(rank: int, world_size: int) -> None:
+    model, optimizer = _make()
+    part = model.module.layers[0]
+    for step in range(6):
+        optimizer.zero_grad()
+        model(torch.ones(1, 16), order=[0, 1, 2, 3]).backward()
+        if rank == 0:
+            time.sleep(0.02)  # the others' gathers of its part are under way
+        optimizer.step()
+        if step % 2:
+            got = {name: tensor.clone() for name, tensor in part.state_dict().items()}
+        else:
+            got = {name: torch.full_like(tensor, 0.1 * step) for name, tensor in part.named_parameters()}
+            part.load_state_dict(got)
+        model.start_param_sync(force_sync=True)
+        for name, parameter in part.named_parameters():
+            assert torch.equal(parameter, got[name]), (step, name)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_state_of_a_part_is_current_and_stays_what_is_loaded(backend):
+    run_ranks(_states_of_parts, 2, backend, timeout=60)
+
+
 def _switches(rank: int, world_size: int) -> None:
     model, optimizer = _make()
     _train(model, optimizer, rank, [IN_ORDER] * 2, world_size)
