@@ -204,3 +204,32 @@ def test_a_parameter_that_is_frozen_later_is_named():
 def test_without_a_group_the_error_says_what_to_call():
     with pytest.raises(ValueError, match="init_process_group"):
         DistributedDataParallel(_Layers())
+
+
+def _large(rank: int, world_size: int) -> list[str]:
+    """What is found in gradients of two parameters of one bucket, the first registered of which comes last."""
+    found = []
+    for options in ({}, {"check_for_nan_in_grad": True}):
+        for grads in ((1.0, 1.0), (1.0, torch.inf), (torch.nan, 100.0), (100.0, torch.nan), (torch.nan, 1.0)):
+            model = DistributedDataParallel(torch.nn.Linear(1, 1), check_for_large_grads=10.0, **options)
+            weight, bias = model.module.weight, model.module.bias
+            of_rank = grads if rank == 1 else (1.0, 1.0)
+            loss = model(torch.zeros(1, 1)).sum() * 0 + weight.sum() * of_rank[0] + bias.sum() * of_rank[1]
+            found.append(_error_of(loss.backward).partition("gradient of parameter ")[2].partition("\n")[0])
+    return found
+
+
+def test_gradients_that_are_too_large_are_found_beside_what_is_not_finite():
+    for found in run_ranks(_large, 2, "gloo", timeout=60):
+        *large, alone = found[:5]
+        limit = "more than check_for_large_grads=10"
+        assert large == [
+            "",
+            f"'bias' (bucket 0) has a norm of inf, {limit}",
+            f"'bias' (bucket 0) has a norm of 100, {limit}",
+            f"'weight' (bucket 0) has a norm of 100, {limit}",
+        ]
+        assert alone == ""  # nobody asked for it
+        nan, infinite = "is NaN somewhere", "'bias' (bucket 0) is infinite somewhere"
+        assert found[5:7] == ["", infinite]
+        assert [nan in error or "norm of 100" in error for error in found[7:]] == [True] * 3
