@@ -38,7 +38,6 @@ Reduction::Reduction(Replicas replicas, c10::DeviceType device, const Options& o
 }
 
 void Reduction::setScale(double scale) {
-  scale_ = scale;
   const double averaged = scale * replicas_.size();
   const bool isAverage = canAverage_ && std::abs(averaged - 1) < kSameFactor;
   op_ = c10d::ReduceOp::SUM;
@@ -78,7 +77,9 @@ void Reduction::finishGroup(Received& received, at::Tensor& part) const {
   const std::vector<at::Tensor> ranks = ours.chunk(replicas_.group->getSize());
   at::Tensor sum = ranks[0].to(at::kFloat);
   for (std::size_t rank = 1; rank < ranks.size(); ++rank) sum.add_(ranks[rank]);
-  part.copy_(sum.mul_(scale_));
+  // An average over instances is still to come where there are some.
+  const double average = op_ == c10d::ReduceOp::AVG ? 1.0 / replicas_.group->getSize() : 1.0;
+  part.copy_(sum.mul_(factor_ * average));
 }
 
 WorkPtr Reduction::startGroupFrom(const std::vector<at::Tensor>& inputs, at::Tensor& data) const {

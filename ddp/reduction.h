@@ -73,7 +73,6 @@ class Reduction {
   bool accumulatesInFloat_;
   bool canAverage_;  // of itself
   c10d::ReduceOp op_ = c10d::ReduceOp::SUM;
-  double scale_ = 1;                           // of the sum
   double factor_ = 1;                          // of each rank's gradients, before
   c10::intrusive_ptr<c10d::Backend> backend_;  // owns gatherer_
   GatheredReductions* gatherer_ = nullptr;
