@@ -33,6 +33,16 @@ void checkReplicas(const Replicas& replicas, const std::vector<ModelParameter>& 
   if (found) std::rethrow_exception(found);
 }
 
+// By parameter: whether a rank that has used it tells the replicas of experts alone. Empty where none does.
+std::vector<char> usesOf(const std::vector<ModelParameter>& parameters, const DataParallelGroups& groups,
+                         const ReducerOptions& options) {
+  std::vector<char> isExpert;
+  if (options.unused != UnusedParameters::kSkip) return isExpert;
+  const bool areOthers = groups.experts.group != groups.dense.group;
+  for (const ModelParameter& parameter : parameters) isExpert.push_back(areOthers && parameter.isExpert ? 1 : 0);
+  return isExpert;
+}
+
 // Checks look at whole buckets.
 Gradients::Home homeFor(const ReducerOptions& options, const BucketIssuer& issuer) {
   if (options.home != Gradients::Home::kGrad) return options.home;
@@ -51,8 +61,9 @@ std::shared_ptr<GradReducer> GradReducer::create(const DataParallelGroups& group
   if (refusal.empty() && options.endsWithBackward && trainableOf(model).empty()) {
     refusal = "the module has no parameter that requires a gradient";
   }
-  if (refusal.empty() && options.unused == UnusedParameters::kSkip && groups.dense.size() > 1 &&
-      !RoundReport::canTell(groups.dense)) {
+  const auto isMute = [](const Replicas& ranks) { return ranks.size() > 1 && !RoundReport::canTell(ranks); };
+  if (refusal.empty() && options.unused == UnusedParameters::kSkip &&
+      (isMute(groups.dense) || isMute(groups.experts))) {
     refusal =
         "unused_parameters='skip': expected a group with a backend for the CPU, too, where ranks tell what they used";
   }
@@ -83,7 +94,7 @@ GradReducer::GradReducer(DataParallelGroups groups, std::shared_ptr<ModelBuffers
       touched_(parameters_.size(), 0),
       isGroupUsed_(issuer_.bucketGroups(), 0),
       isCounting_(options.isGraphStatic),
-      report_(groups_, options.unused == UnusedParameters::kSkip ? parameters_.size() : 0) {}
+      report_(groups_, usesOf(parameters_, groups_, options)) {}
 
 void GradReducer::attachHooks() {
   hooks_.reserve(parameters_.size());

@@ -11,34 +11,55 @@ bool RoundReport::canTell(const Replicas& replicas) {
   return hasCpuBackend(*replicas.group) && (!replicas.instances || hasCpuBackend(*replicas.instances));
 }
 
-RoundReport::RoundReport(const DataParallelGroups& groups, size_t flags)
-    : replicas_(groups.dense),
-      isShared_(groups.dense.size() > 1 && canTell(groups.dense)),
-      values_(at::zeros({static_cast<int64_t>(flags) + 1}, at::kInt)) {}
+RoundReport::Largest::Largest(Replicas ranks, size_t count)
+    : replicas(std::move(ranks)),
+      isShared(replicas.size() > 1 && canTell(replicas)),
+      values(at::zeros({static_cast<int64_t>(count)}, at::kInt)) {}
+
+void RoundReport::Largest::start() {
+  work = isShared && values.numel() > 0 ? allReduce(*replicas.group, values, c10d::ReduceOp::MAX) : nullptr;
+}
+
+void RoundReport::Largest::finish() {
+  const WorkPtr ours = std::exchange(work, nullptr);
+  if (!ours) return;
+  await(*replicas.group, c10::kCPU, *ours);
+  if (!replicas.instances) return;
+  await(*replicas.instances, c10::kCPU, *allReduce(*replicas.instances, values, c10d::ReduceOp::MAX));
+}
+
+RoundReport::RoundReport(const DataParallelGroups& groups, const std::vector<char>& isOfExperts)
+    : isOfExperts_(isOfExperts),
+      ofAll_(groups.dense, isOfExperts.size() + 1),
+      ofExperts_(groups.experts,
+                 std::find(isOfExperts.begin(), isOfExperts.end(), 1) == isOfExperts.end() ? 0 : isOfExperts.size()) {}
 
 void RoundReport::start(std::string trouble, const std::vector<char>& flags) {
   trouble_ = std::move(trouble);
-  auto* values = values_.mutable_data_ptr<int>();
-  values[0] = trouble_.empty() ? 0 : 1;
-  std::copy(flags.begin(), flags.end(), values + 1);
-  work_ = isShared_ ? allReduce(*replicas_.group, values_, c10d::ReduceOp::MAX) : nullptr;
+  ofAll_.data()[0] = trouble_.empty() ? 0 : 1;
+  for (size_t i = 0; i < flags.size(); ++i) {
+    (isOfExperts_[i] != 0 ? ofExperts_.data()[i] : ofAll_.data()[i + 1]) = flags[i];
+  }
+  ofAll_.start();
+  ofExperts_.start();
 }
 
 std::string RoundReport::finish() {
-  if (WorkPtr work = std::exchange(work_, nullptr)) await(*replicas_.group, c10::kCPU, *work);
-  if (isShared_ && replicas_.instances) {
-    await(*replicas_.instances, c10::kCPU, *allReduce(*replicas_.instances, values_, c10d::ReduceOp::MAX));
-  }
-  if (values_.const_data_ptr<int>()[0] == 0) return "";
-  if (!isShared_) return trouble_;
+  ofAll_.finish();
+  ofExperts_.finish();
+  if (ofAll_.data()[0] == 0) return "";
+  if (!ofAll_.isShared) return trouble_;
   std::string all;
-  for (const std::string& text : gatherTexts(*replicas_.group, trouble_, c10::kCPU)) {
+  for (const std::string& text : gatherTexts(*ofAll_.replicas.group, trouble_, c10::kCPU)) {
     if (!text.empty()) all += (all.empty() ? "" : "\n") + text;
   }
   return all.empty() ? "a rank of another optimizer instance has failed" : all;
 }
 
-bool RoundReport::flag(size_t index) const { return values_.const_data_ptr<int>()[index + 1] != 0; }
+bool RoundReport::flag(size_t index) const {
+  if (isOfExperts_[index] != 0) return ofExperts_.values.const_data_ptr<int>()[index] != 0;
+  return ofAll_.values.const_data_ptr<int>()[index + 1] != 0;
+}
 
 std::vector<int> RoundReport::agree(const Replicas& replicas, const std::vector<int>& mine) const {
   if (replicas.size() == 1 || !canTell(replicas)) return mine;

@@ -10,12 +10,13 @@
 namespace farandole::ddp {
 
 // What the ranks tell each other at the end of a round, so that what goes wrong on one
-// is an error on all: a collective of a few bytes between CPUs, and a second one only
-// where something is wrong. Where the group reaches no CPU, a rank knows only of itself.
+// is an error on all: a collective of a few bytes between CPUs, another one of experts' replicas where these have
+// something to share, and one more only where something is wrong. Where the group reaches no CPU, a rank knows only of
+// itself.
 class RoundReport {
  public:
-  // `flags`: how many numbers ranks share in a round.
-  RoundReport(const DataParallelGroups& groups, size_t flags);
+  // Of numbers that ranks share in a round: whether each is shared by the replicas of experts alone.
+  RoundReport(const DataParallelGroups& groups, const std::vector<char>& isOfExperts);
 
   // Whether these ranks reach each other's CPUs.
   static bool canTell(const Replicas& replicas);
@@ -33,11 +34,23 @@ class RoundReport {
   std::vector<int> agree(const Replicas& replicas, const std::vector<int>& mine) const;
 
  private:
-  Replicas replicas_;
-  bool isShared_;
-  at::Tensor values_;  // trouble, then flags
+  // Numbers of which each of these ranks gets the largest that any has.
+  struct Largest {
+    Largest(Replicas ranks, size_t count);
+    void start();
+    void finish();
+    int* data() { return values.mutable_data_ptr<int>(); }
+
+    Replicas replicas;
+    bool isShared;
+    at::Tensor values;
+    WorkPtr work;
+  };
+
+  std::vector<char> isOfExperts_;
+  Largest ofAll_;  // trouble, then flags
+  Largest ofExperts_;
   std::string trouble_;
-  WorkPtr work_;
 };
 
 }  // namespace farandole::ddp
