@@ -285,7 +285,13 @@ class DistributedOptimizer(MeasuresGradients, torch.optim.Optimizer):
         with self._raising_together():
             self._check_names("load_state_dict()")
             self._is_provisional = saved.initialize(self._inner, self._runs) or self._is_provisional
-            todo = saved.match(self._inner, self._runs, self._names, state_dict)
+            made = saved.initialize_lacking(self._inner, self._runs, state_dict)
+            try:
+                todo = saved.match(self._inner, self._runs, self._names, state_dict)
+            except Exception:
+                for run in made:
+                    del self._inner.state[run.tensor]
+                raise
         for restore in todo:
             restore()
         self._show_settings()

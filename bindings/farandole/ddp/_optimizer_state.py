@@ -115,6 +115,27 @@ def initialize(optimizer: torch.optim.Optimizer, runs: list[Run]) -> bool:
     """
     if optimizer.state or not runs:
         return False
+    _make(optimizer, runs, runs)
+    return True
+
+
+def initialize_lacking(optimizer: torch.optim.Optimizer, runs: list[Run], state_dict: dict[str, Any]) -> list[Run]:
+    """So that of parameters that this optimizer has never stepped, and that which was saved has. Returns these."""
+    lacking = [
+        run
+        for run in runs
+        if run.may_be_unused and not optimizer.state.get(run.tensor) and not _is_unused_in(state_dict, run)
+    ]
+    if lacking:
+        _make(optimizer, runs, lacking)
+    return lacking
+
+
+def _is_unused_in(state_dict: dict[str, Any], run: Run) -> bool:
+    return run.may_be_unused and state_dict["state"].get(run.pieces[0].name, {}).keys() <= {_MASTER}
+
+
+def _make(optimizer: torch.optim.Optimizer, runs: list[Run], wanted: list[Run]) -> None:
     settings = kept_settings(optimizer.param_groups)
     counters = counters_of(optimizer)
     before = [run.tensor.detach().clone() for run in runs]
@@ -123,11 +144,14 @@ def initialize(optimizer: torch.optim.Optimizer, runs: list[Run]) -> bool:
         if "lr" in group:
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
     for run in runs:
+        run.tensor.grad = None
+    for run in wanted:
         run.tensor.grad = torch.zeros_like(run.tensor)
     try:
         optimizer.step()
     except Exception:
-        optimizer.state.clear()
+        for run in wanted:
+            optimizer.state.pop(run.tensor, None)
         raise
     finally:
         vars(optimizer).update(counters)
@@ -135,12 +159,12 @@ def initialize(optimizer: torch.optim.Optimizer, runs: list[Run]) -> bool:
         for run, data, grad in zip(runs, before, grads, strict=True):
             run.tensor.detach().copy_(data)
             run.tensor.grad = grad
-    for state in optimizer.state.values():
+    for run in wanted:
+        state = optimizer.state.get(run.tensor, {})
         if isinstance(state.get("step"), torch.Tensor):
             state["step"].zero_()
         elif "step" in state:
             state["step"] = 0
-    return True
 
 
 def _values_of(optimizer: torch.optim.Optimizer, run: Run) -> dict[str, Any]:
@@ -204,7 +228,12 @@ def match(
             partial(group.update, {key: value for key, value in loaded.items() if key not in ("params", _HAS_STEPPED)})
         )
     for run in runs:
+        is_unused = has_stepped(state_dict) and _is_unused_in(state_dict, run)
+        if is_unused:
+            todo.append(partial(optimizer.state.pop, run.tensor, None))
         for key, value in _values_of(optimizer, run).items():
+            if is_unused and key != _MASTER:
+                continue
             found = [_value_in(state_dict["state"], piece, key) for piece in run.pieces]
             if _is_parted(key, value, run):
                 for piece, source in zip(run.pieces, found, strict=True):

@@ -115,6 +115,7 @@ class ParamSync:
     def _gather_all(self) -> None:
         self._mark_stale()
         self._run(self._gather.start)
+        self.updated_after = self._rounds()
 
     def _mark_stale(self) -> None:
         self._drop_suspects()

@@ -72,6 +72,11 @@ class Run:
             self.tensor.grad = grads
 
     @property
+    def may_be_unused(self) -> bool:
+        """Whether the optimizer may have stepped others, and not it."""
+        return self._shown is not None
+
+    @property
     def is_seen_by_scalers(self) -> bool:
         """Not a copy, which may be of a step that was skipped."""
         return self._take_by_view

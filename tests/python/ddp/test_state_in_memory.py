@@ -131,3 +131,46 @@ def _of_unequal_steps(rank: int, world_size: int) -> None:
 def test_parameters_of_one_run_that_were_stepped_unequally_are_refused():
     """One count of steps would be both parameters'."""
     run_ranks(_of_unequal_steps, 1, "gloo", timeout=60)
+
+
+class _Branches(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.one, self.other = torch.nn.Linear(40, 4), torch.nn.Linear(40, 4)
+
+    def forward(self, uses_other: bool) -> torch.Tensor:
+        return (self.one(BATCH) + (self.other(BATCH) if uses_other else 0)).square().mean()
+
+
+def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: list[bool]) -> None:
+    for uses_other in steps:
+        optimizer.zero_grad()
+        model(uses_other).backward()
+        optimizer.step()
+
+
+def _of_unused(rank: int, world_size: int) -> None:
+    for saved, loading in (([False], []), ([False], [True]), ([True], [False]), ([True], []), ([False], [False])):
+        for make in (torch.optim.Adam, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5)):
+            states, results = [], []
+            for _ in range(2):
+                model = DistributedDataParallel(_Branches(), unused_parameters="skip")
+                plain = _Branches()
+                optimizers = [DistributedOptimizer(make(model.parameters()), model), make(plain.parameters())]
+                results = [(model, optimizers[0]), (plain, optimizers[1])]
+                for own, optimizer in results:
+                    _train(own, optimizer, loading if states else saved)
+                if states:
+                    optimizers[0].load_state_dict(states[0])
+                    optimizers[1].load_state_dict(states[1])
+                states = [optimizers[0].full_state_dict(), copy.deepcopy(optimizers[1].state_dict())]
+            for own, optimizer in results:
+                _train(own, optimizer, [False, True, True])
+            for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-7), (saved, loading, make)
+
+
+def test_state_is_loaded_where_not_all_parameters_were_stepped():
+    """By the one that was saved, or the one that loads."""
+    run_ranks(_of_unused, 2, "gloo", timeout=60)
