@@ -63,6 +63,14 @@ class FlatPart(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return FlatPart, (self.tensor, self.begin, self.whole)
 
+    # What stages an asynchronous save makes an empty tensor, gives it a copy of the memory in our size, which is that of
+    # the whole, and copies of the attributes, which are all that counts.
+    def new_empty(self, *unused: Any, **kwargs: Any) -> Any:
+        return FlatPart(self.tensor.new_empty(0, **kwargs), self.begin, self.whole)
+
+    def set_(self, *unused: Any, **kwargs: Any) -> Any:
+        return self
+
     def __repr__(self) -> str:
         return f"FlatPart([{self.begin}, {self.begin + self.tensor.numel()}) of {self.whole}, {self.tensor.dtype})"
 

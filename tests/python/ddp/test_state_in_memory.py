@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from farandole.ddp import DistributedDataParallel, DistributedOptimizer
 from farandole.ddp._optimizer_state import FlatPart
@@ -97,6 +99,25 @@ def _copied(rank: int, world_size: int) -> None:
 
 def test_copies_of_the_state_stand_by_themselves():
     run_ranks(_copied, 2, "gloo", timeout=60)
+
+
+def _saved_meanwhile(rank: int, world_size: int, path: str) -> None:
+    model, optimizer = _pair()
+    _step(model, optimizer)
+    want = optimizer.full_state_dict()["state"]
+    group = dist.new_group(backend="gloo")
+    saving = dcp.async_save({"optimizer": optimizer}, checkpoint_id=path, process_group=group)
+    _step(model, optimizer)
+    saving.result()
+    dcp.load({"optimizer": optimizer}, checkpoint_id=path)
+    got = optimizer.full_state_dict()["state"]
+    for name, values in want.items():
+        for key, value in values.items():
+            assert torch.equal(got[name][key], value), (name, key)
+
+
+def test_an_asynchronous_save_has_the_parts_of_its_moment(tmp_path):
+    run_ranks(_saved_meanwhile, 2, "gloo", timeout=60, path=str(tmp_path / "saved"))
 
 
 def _of_another_shape(rank: int, world_size: int) -> None:
