@@ -15,6 +15,7 @@ from farandole.sparse._exchange import SplitsExchange
 from farandole.sparse._in_flight import InFlight
 from farandole.sparse._input_equality import versions_of
 from farandole.sparse._joint_steps import JointSteps
+from farandole.sparse._preprocessing import preprocessed
 from farandole.sparse._sharded import is_torchrec
 from farandole.sparse._verdict import Inputs
 
@@ -130,11 +131,7 @@ class InputDist:
         with torch.no_grad():
             inputs = inputs_of(flying)
             flying.calls = dict(zip(self._modules, inputs.calls, strict=True))
-            calls = dict(flying.calls)
-            for name, module in self._modules.items():
-                if hasattr(module, "preprocess_input"):  # torchrec's, for feature processors
-                    args, kwargs = calls[name]
-                    calls[name] = module.preprocess_input(list(args), kwargs)
+            calls = preprocessed(self._modules, flying.calls)
         flying.owner = self
         flying.versions = {name: versions_of(call) for name, call in flying.calls.items()}
         return calls
