@@ -166,7 +166,7 @@ class TrainPipelineBase(Generic[In, Out]):
             raise
         if number is None:
             self._has_ended = True
-            if self._execute_all_batches:
+            if self._execute_all_batches and self._model.training:
                 self._close_window()
             raise StopIteration
         if has_ended:
@@ -302,11 +302,12 @@ class TrainPipelineBase(Generic[In, Out]):
     def _refuse(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
-        fused = getattr(model, "fused_optimizer", None)
-        if self._precision.scaler is not None and fused is not None and fused.params:
+        fused = None if self._precision.scaler is None else _name_of_fused(model)
+        if fused is not None:
             raise ValueError(
-                "losses are scaled: an optimizer that is fused into the backward would take scaled gradients; "
-                "pass enable_grad_scaling=False and no grad_scaler, or do not fuse it"
+                "losses are scaled: an optimizer that is fused into the backward would take scaled gradients "
+                f"(that of {fused or 'the model itself'}); pass enable_grad_scaling=False and no grad_scaler, or do not "
+                "fuse it"
             )
 
 
@@ -314,6 +315,14 @@ def _clear(engine: weakref.ref[BatchPipeline]) -> None:
     alive = engine()
     if alive is not None:
         alive.clear()
+
+
+def _name_of_fused(model: nn.Module) -> str | None:
+    """The first module that has such an optimizer, which torchrec's sharded modules have also in other wrappers."""
+    for name, module in model.named_modules():
+        if getattr(getattr(module, "fused_optimizer", None), "params", None):
+            return name
+    return None
 
 
 def _described(result: Any) -> str:

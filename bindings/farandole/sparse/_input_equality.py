@@ -55,7 +55,7 @@ def _are_alike(ahead: Any, now: Any) -> bool:
         return ahead.shape == now.shape and ahead.dtype == now.dtype
     if hasattr(ahead, "weights_or_none"):  # torchrec's features
         return (
-            list(ahead.keys()) == list(now.keys())
+            _keys(ahead) == _keys(now)
             and _are_alike(ahead.values(), now.values())
             and is_alike(ahead.weights_or_none(), now.weights_or_none())
         )
@@ -69,10 +69,19 @@ def _are_equal(ahead: Any, now: Any) -> bool:
         return ahead.shape == now.shape and torch.equal(ahead, now)
     if hasattr(ahead, "weights_or_none"):  # torchrec's features
         return (
-            list(ahead.keys()) == list(now.keys())
+            _keys(ahead) == _keys(now)
             and _are_equal(ahead.values(), now.values())
             and _are_equal(ahead.lengths(), now.lengths())
             and is_equal_input(ahead.weights_or_none(), now.weights_or_none())
-            and list(ahead.stride_per_key()) == list(now.stride_per_key())
+            and _strides(ahead) == _strides(now)
         )
     return True
+
+
+def _keys(features: Any) -> list[str]:
+    """None of a JaggedTensor, which is one feature."""
+    return list(features.keys()) if hasattr(features, "keys") else []
+
+
+def _strides(features: Any) -> list[int]:
+    return list(features.stride_per_key()) if hasattr(features, "stride_per_key") else []

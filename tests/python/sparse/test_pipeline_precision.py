@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 import warnings
 
 import pytest
@@ -215,3 +216,14 @@ def test_a_scaler_of_the_users_is_checked():
         TrainPipelineBase(model, optimizer, CPU, grad_scaler=torch.amp.GradScaler("cpu"), enable_grad_scaling=False)
     off = TrainPipelineBase(model, optimizer, CPU, grad_scaler=torch.amp.GradScaler("cpu", enabled=False))
     assert off.grad_scaler is None
+
+
+def test_a_scaler_is_refused_wherever_an_optimizer_is_fused():
+    linear, inner = torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model = torch.nn.Sequential(linear, inner)
+    inner[0].fused_optimizer = types.SimpleNamespace(params={"table": None})
+    options = {"optimizer": torch.optim.SGD(linear.parameters(), lr=0.1), "grad_scaler": torch.amp.GradScaler("cpu")}
+    with pytest.raises(ValueError, match=r"^losses are scaled: .* would take scaled gradients \(that of 1\.0\)"):
+        TrainPipelineBase(model, device=CPU, **options)
+    inner[0].fused_optimizer.params.clear()
+    TrainPipelineBase(model, device=CPU, **options)

@@ -13,6 +13,7 @@ from torch import nn
 
 from farandole.sparse import _sharded
 from farandole.sparse._batches import record_stream
+from farandole.sparse._input_equality import is_alike, is_equal_input
 from farandole.sparse._input_graph import trace_inputs
 from farandole.sparse._input_hooks import record_inputs
 from support.streams import Device
@@ -24,7 +25,7 @@ from torchrec.distributed.types import ShardedModule
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.feature_processor_ import PositionWeightedModule, PositionWeightedModuleCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 KEYS = ["x", "y", "z"]
 SIZE = 3
@@ -234,3 +235,24 @@ def test_all_tensors_of_features_are_recorded():
     stream = device.Stream(torch.device("cuda"), 0)
     record_stream({"features": features}, stream)
     assert all(part.memory.recorded == {stream} for part in (values, lengths, weights, inverse))
+
+
+def test_one_feature_is_compared_as_several_are() -> None:
+    """Of a JaggedTensor, which has no keys."""
+
+    def feature(
+        values: list[int], weights: list[float] | None = None, lengths: tuple[int, ...] = (2, 1)
+    ) -> JaggedTensor:
+        given = None if weights is None else torch.tensor(weights)
+        return JaggedTensor(torch.tensor(values), given, lengths=torch.tensor(lengths))
+
+    one = feature([1, 2, 3], [0.1, 0.2, 0.3])
+    for other, alike, equal in (
+        (feature([1, 2, 3], [0.1, 0.2, 0.3]), True, True),
+        (feature([1, 2, 4], [0.1, 0.2, 0.3]), True, False),
+        (feature([1, 2, 3], [0.1, 0.2, 0.4]), True, False),
+        (feature([1, 2, 3], [0.1, 0.2, 0.3], (1, 2)), True, False),
+        (feature([1, 2], [0.1, 0.2], (1, 1)), False, False),
+        (feature([1, 2, 3]), False, False),
+    ):
+        assert is_alike([one], [other]) == alike and is_equal_input([one], [other]) == equal

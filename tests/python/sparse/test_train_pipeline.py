@@ -121,6 +121,27 @@ def test_evaluates_within_a_window():
     run_ranks(stay_in_window, 2, "farandole")
 
 
+def end_in_evaluation(rank: int, world_size: int) -> None:
+    """The end of the data that is evaluated steps nothing: the window goes on with what is trained then."""
+    (model, optimizer), (plain, plain_optimizer) = with_adam(5), with_adam(5)
+    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, grad_accum=3)
+    batches = make_batches(1, 4)
+    iterator = iter(batches[:2])
+    outputs = [pipeline.progress(iterator) for _ in range(2)]
+    before = [parameter.clone() for parameter in model.parameters()]
+    model.eval()
+    assert drain(pipeline, iterator) == [] and len(drain(pipeline, iter(make_batches(2, 3)))) == 3
+    assert all(map(torch.equal, model.parameters(), before))
+    model.train()
+    outputs += drain(pipeline, iter(batches[2:]))
+    assert all(map(torch.equal, outputs, plain_loop(plain, plain_optimizer, batches, 3)))
+    assert_same(model, plain)
+
+
+def test_the_end_of_an_evaluation_is_not_that_of_a_window():
+    run_ranks(end_in_evaluation, 2, "farandole")
+
+
 def mix_modes(rank: int, world_size: int, kind: Any) -> None:
     model, optimizer = with_adam(5)
     pipeline = kind(model, optimizer, CPU)
