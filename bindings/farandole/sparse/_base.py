@@ -14,6 +14,7 @@ from torch import nn
 from typing_extensions import TypeVar
 
 from farandole._C import AccumulationWindow, BatchPipeline, ProfilerRange
+from farandole.sparse._arguments import refuse_no_bool
 from farandole.sparse._caller import Caller
 from farandole.sparse._dense_grads import DenseGrads
 from farandole.sparse._precision import Precision
@@ -69,6 +70,7 @@ class TrainPipelineBase(Generic[In, Out]):
     """
 
     _has_dist = False
+    _trains = True
     _was_training: bool | None = None  # in the step before
 
     def __init__(
@@ -91,11 +93,15 @@ class TrainPipelineBase(Generic[In, Out]):
             raise TypeError(f"grad_accum={grad_accum!r}: expected an int above 0, or None")
         if grad_accum is not None and grad_accum < 1:
             raise ValueError(f"grad_accum={grad_accum}: expected an int above 0, or None")
-        if not isinstance(execute_all_batches, bool):
-            raise TypeError(f"execute_all_batches={execute_all_batches!r}: expected a bool")
+        refuse_no_bool("execute_all_batches", execute_all_batches)
         if custom_model_fwd is not None and not callable(custom_model_fwd):
             raise TypeError(f"custom_model_fwd={custom_model_fwd!r}: expected a function of a batch, or None")
         refuse_torchrecs(enable_inplace_copy_batch=enable_inplace_copy_batch)
+        if load_on_thread is not None:
+            refuse_no_bool("load_on_thread", load_on_thread, ", or None")
+        if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+            raise TypeError(f"process_group={process_group!r}: expected a torch.distributed.ProcessGroup, or None")
+        self._refuse_optimizer(optimizer)
         self._device = torch.device(device)
         if process_group is None and dist.is_available() and dist.is_initialized():
             process_group = dist.group.WORLD
@@ -274,6 +280,10 @@ class TrainPipelineBase(Generic[In, Out]):
         return result[0], result[1]
 
     def _backward(self, losses: torch.Tensor) -> None:
+        if losses.shape[1:].numel() != 1:  # on a rank with one sample torch would take some of these
+            raise ValueError(
+                f"the model returned losses of shape {tuple(losses.shape)}: expected one for each sample, or one for all"
+            )
         if self._window.size > 1:
             losses = losses / self._window.size
         self._precision.scaled(torch.sum(losses, dim=0)).backward()
@@ -298,6 +308,11 @@ class TrainPipelineBase(Generic[In, Out]):
         """Whether one was open."""
         self._dense_grads.drop()
         return self._window.close() > 0
+
+    def _refuse_optimizer(self, optimizer: Any) -> None:
+        has_steps = callable(getattr(optimizer, "step", None)) and callable(getattr(optimizer, "zero_grad", None))
+        if self._trains and not has_steps:
+            raise TypeError(f"optimizer is a {type(optimizer).__name__}: expected a torch.optim.Optimizer")
 
     def _refuse(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):

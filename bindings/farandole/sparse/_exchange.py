@@ -84,7 +84,8 @@ class SplitsExchange:
         self._number += 1
         if presence == Presence.FAILED and self._group.group is not None:
             self._told.insert(0, self._key(self._group.rank))
-            _store().set(self._told[0], reason)
+            text = reason.encode(errors="backslashreplace").decode()  # names of files are not always text
+            _store().set(self._told[0], text)
 
     def _said(self, received: list[int]) -> Said:
         if self._told:

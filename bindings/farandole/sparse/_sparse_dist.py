@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from farandole._C import ProfilerRange
+from farandole.sparse._arguments import refuse_no_bool
 from farandole.sparse._attachment import Attachment, attach
 from farandole.sparse._base import In, ModelForward, Options, Out, TrainPipelineBase
 from farandole.sparse._sharded import is_two_dimensional, unwrap
@@ -48,7 +49,6 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
     """
 
     _has_dist = True
-    _trains = True
 
     def __init__(
         self,
@@ -81,6 +81,10 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
         self._backwards = 0
         if tracing not in (None, "fx", "hooks"):
             raise ValueError(f'tracing={tracing!r}: expected "fx", "hooks" or None')
+        refuse_no_bool("strict", strict)
+        refuse_no_bool("agree_on_inputs", agree_on_inputs)
+        if dist_on_thread is not None:
+            refuse_no_bool("dist_on_thread", dist_on_thread, ", or None")
         if agree_on_inputs and torch.device(device).type != "cpu":
             raise ValueError(f"agree_on_inputs=True with device {device}: expected False, or a pipeline on CPU")
         self._asked_dist_on_thread = dist_on_thread
@@ -128,6 +132,7 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
         if model is None:
             model = self._model
         self._refuse(model)
+        self._refuse_optimizer(optimizer)
         is_other = unwrap(model)[0] is not unwrap(self._model)[0]
         if is_other and self._trains:
             _refuse_others_optimizer(model, optimizer)

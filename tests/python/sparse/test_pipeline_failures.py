@@ -147,6 +147,30 @@ def test_a_loader_runs_as_on_the_thread_of_its_caller(on_thread):
             assert states == [(device, grad, inference)]
 
 
+def fail_with_a_name(rank: int, world_size: int) -> None:
+    """Of a file, in bytes that are no text."""
+    (model, optimizer), (plain, plain_optimizer) = made(), made()
+    pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
+    batches = make_batches(1, 4)
+
+    class Files(Loader):
+        def __next__(self) -> Any:
+            try:
+                return super().__next__()
+            except Trouble:
+                raise RuntimeError("day\udcff.parquet is truncated") from None
+
+    seen = drain_with_errors(pipeline, Files(batches, {2} if rank == 1 else set()))
+    told = str(seen.pop(2))
+    assert told.endswith("day\udcff.parquet is truncated" if rank == 1 else r"day\udcff.parquet is truncated")
+    assert rank == 1 or "rank 1, load of batch 2: RuntimeError: day" in told
+    assert all(map(torch.equal, seen, plain_loop(plain, plain_optimizer, [*batches[:2], batches[3]])))
+
+
+def test_a_reason_may_hold_what_is_no_text():
+    run_ranks(fail_with_a_name, 2, "farandole")
+
+
 def fail_in_inputs(rank: int, world_size: int, threads: bool | None) -> None:
     (model, optimizer), (plain, plain_optimizer) = made(), made()
     pipeline = TrainPipelineSparseDist(model, optimizer, CPU, load_on_thread=threads, dist_on_thread=threads)
@@ -327,6 +351,19 @@ def refuse(rank: int, world_size: int) -> None:
     base = TrainPipelineBase(wrong_model, optimizer, CPU)
     with pytest.raises(TypeError, match=r"the model returned a Tensor: expected \(losses, output\)"):
         base.progress(iter([torch.ones(2, 2)]))
+    for wrong, match in [
+        ({"optimizer": None}, r"^optimizer is a NoneType: expected a torch\.optim\.Optimizer"),
+        ({"process_group": 3}, r"^process_group=3: expected a torch\.distributed\.ProcessGroup, or None"),
+        ({"load_on_thread": 3}, r"^load_on_thread=3: expected a bool, or None"),
+        ({"dist_on_thread": "yes"}, r"^dist_on_thread='yes': expected a bool, or None"),
+        ({"strict": None}, r"^strict=None: expected a bool"),
+        ({"agree_on_inputs": 1}, r"^agree_on_inputs=1: expected a bool"),
+    ]:
+        with pytest.raises(TypeError, match=match):
+            TrainPipelineSparseDist(**({"model": model, "optimizer": optimizer, "device": CPU} | wrong))
+    flat = TrainPipelineBase(wrong_model, optimizer, CPU, custom_model_fwd=lambda batch: (wrong_model(batch), batch))
+    with pytest.raises(ValueError, match=r"^the model returned losses of shape \(3, 2\): expected one for each sample"):
+        flat.progress(iter([torch.ones(3, 2)]))
 
 
 def test_refuses_by_name():
