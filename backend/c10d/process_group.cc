@@ -39,7 +39,6 @@ ProcessGroupFarandole::ProcessGroupFarandole(const c10::intrusive_ptr<::c10d::St
     : Backend(rank, size),
       options_(std::move(options)),
       timeout_(options_->timeout),
-      store_(store),
       lastChildStore_(c10::intrusive_ptr<::c10d::Store>()) {
   TORCH_CHECK_VALUE(size >= 1 && size <= p2p::kMaxRanks, "farandole: size is ", size, "; expected 1 to ",
                     p2p::kMaxRanks);
@@ -55,8 +54,9 @@ ProcessGroupFarandole::ProcessGroupFarandole(const c10::intrusive_ptr<::c10d::St
   std::shared_ptr<void> lease(nullptr,
                               [context = context_, group, flight](void*) { context->returnGroupNumber(group); });
 
-  MeetingPlace place(*store, *context_, rank, size, globalRanksOf(*options_, size), options_->timeout);
+  MeetingPlace place(store, *context_, rank, size, globalRanksOf(*options_, size), options_->timeout);
   Meeting met = valueOrThrow(place.meetMembers(group, {table.overrides(), cudaMessages}));
+  store_ = place.store();
   communicator_ = std::make_shared<Communicator>(context_->connections(), lease, rank, met.members, std::move(table));
   if (!met.controls.empty()) {
     watch_ = valueOrThrow(ControlWatch::join(context_, communicator_, met, counts_));

@@ -234,7 +234,7 @@ class ProcessGroupFarandole final : public ::c10d::Backend, public RepeatedMessa
 
   const c10::intrusive_ptr<Options> options_;  // but for the timeout: read only
   std::atomic<std::chrono::milliseconds> timeout_;
-  const c10::intrusive_ptr<::c10d::Store> store_;
+  c10::intrusive_ptr<::c10d::Store> store_;  // of this group alone
   const std::shared_ptr<WorkHooks> hooks_ = std::make_shared<WorkHooks>();
   const GroupFlight* flight_ = nullptr;  // the communicator's; null where nothing is recorded
   std::atomic<bool> isFlightDescribed_{false};

@@ -19,8 +19,7 @@ namespace {
 using collective::Member;
 
 // Changes whenever ranks of different versions could not talk to each other.
-constexpr std::uint32_t kWireVersion = 7;
-constexpr const char* kGivenUp = "farandole/given up";
+constexpr std::uint32_t kWireVersion = 8;
 // Between two looks for a rank that is late.
 constexpr std::chrono::milliseconds kLongestPause{100};
 
@@ -115,10 +114,10 @@ const void* worldOf(::c10d::Store& store) {
 
 }  // namespace
 
-MeetingPlace::MeetingPlace(::c10d::Store& store, ProcessContext& context, int rank, int size,
+MeetingPlace::MeetingPlace(const MeetingRound::StorePtr& store, ProcessContext& context, int rank, int size,
                            std::vector<int> globalRanks, std::chrono::milliseconds timeout)
-    : store_(store),
-      world_(worldOf(store)),
+    : round_(store, rank, size),
+      world_(worldOf(*store)),
       context_(context),
       rank_(rank),
       size_(size),
@@ -128,36 +127,49 @@ MeetingPlace::MeetingPlace(::c10d::Store& store, ProcessContext& context, int ra
 
 std::string MeetingPlace::nameOf(int rank) const { return rankName(rank, globalRank(rank)); }
 
-std::string MeetingPlace::keyOf(const std::string& board, int rank) const {
-  return "farandole/" + board + "/" + std::to_string(rank);
+std::string MeetingPlace::keyOf(const std::string& board, int rank) const { return board + "/" + std::to_string(rank); }
+
+void MeetingPlace::post(const std::string& board, const Blob& blob) { round_.store()->set(keyOf(board, rank_), blob); }
+
+Status MeetingPlace::timedOut(int rank) const {
+  return Status::timeout(nameOf(rank) + " of " + std::to_string(size_) + " did not join the group within " +
+                         std::to_string(timeout_.count()) + " ms");
 }
 
-void MeetingPlace::post(const std::string& board, const Blob& blob) { store_.set(keyOf(board, rank_), blob); }
+Status MeetingPlace::enterRound() {
+  FARANDOLE_RETURN_IF_ERROR(givenUp());
+  if (rank_ == 0) round_.begin();
+  for (std::chrono::milliseconds pause{1}; !round_.isEntered() && !round_.enter();
+       pause = std::min(2 * pause, kLongestPause)) {
+    FARANDOLE_RETURN_IF_ERROR(givenUp());
+    FARANDOLE_RETURN_IF_ERROR(health());
+    if (std::chrono::steady_clock::now() >= deadline_) return timedOut(0);
+    std::this_thread::sleep_for(pause);
+  }
+  return Status::ok();
+}
 
 Result<MeetingPlace::Blob> MeetingPlace::read(const std::string& board, int rank) {
   const std::string key = keyOf(board, rank);
-  for (std::chrono::milliseconds pause{1}; !store_.check({key}); pause = std::min(2 * pause, kLongestPause)) {
+  for (std::chrono::milliseconds pause{1}; !round_.store()->check({key}); pause = std::min(2 * pause, kLongestPause)) {
+    if (rank_ == 0) round_.welcome();
     FARANDOLE_RETURN_IF_ERROR(givenUp());
     FARANDOLE_RETURN_IF_ERROR(health());
-    if (std::chrono::steady_clock::now() >= deadline_) {
-      return Status::timeout(nameOf(rank) + " of " + std::to_string(size_) + " did not join the group within " +
-                             std::to_string(timeout_.count()) + " ms");
-    }
+    if (std::chrono::steady_clock::now() >= deadline_) return timedOut(rank);
     std::this_thread::sleep_for(pause);
   }
-  return store_.get(key);
+  return round_.store()->get(key);
 }
 
 Status MeetingPlace::givenUp() {
-  if (!store_.check({kGivenUp})) return Status::ok();
-  const Blob why = store_.get(kGivenUp);
-  return Status::aborted(std::string(textOf(why)));
+  if (!givenUp_) return givenUp_;
+  if (const auto why = round_.givenUp()) givenUp_ = Status::aborted(*why);
+  return givenUp_;
 }
 
 Status MeetingPlace::giveUp(const Status& why) {
   if (!givenUp()) return why;  // the first reason stays
-  const std::string text = nameOf(rank_) + " has given the group up: " + why.toString();
-  store_.set(kGivenUp, blobOf(text));
+  round_.giveUp(nameOf(rank_) + " has given the group up: " + why.toString());
   return why;
 }
 
@@ -198,6 +210,7 @@ Result<Meeting> MeetingPlace::meetMembers(std::uint32_t group, const CommonSetti
 }
 
 Result<Meeting> MeetingPlace::meetAll(std::uint32_t group, const CommonSettings& settings) {
+  FARANDOLE_RETURN_IF_ERROR(enterRound());
   Member self{"", group, hostName(), getpid(), context_.hostIdentity(), settings.algorithms, globalRank(rank_)};
   {
     transport::ProgressEngine::Access access(context_.connections().engine());

@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
+#include "backend/c10d/meeting_round.h"
 #include "backend/c10d/process_context.h"
 #include "backend/collective/communicator.h"
 #include "backend/net/control_plane.h"
@@ -30,8 +31,8 @@ struct CommonSettings {
 class MeetingPlace {
  public:
   // `globalRanks`: by rank; empty where they are not known. `timeout`: for all of it, from now on.
-  MeetingPlace(::c10d::Store& store, ProcessContext& context, int rank, int size, std::vector<int> globalRanks,
-               std::chrono::milliseconds timeout);
+  MeetingPlace(const MeetingRound::StorePtr& store, ProcessContext& context, int rank, int size,
+               std::vector<int> globalRanks, std::chrono::milliseconds timeout);
 
   // Tells how this process is reached and reads how the others are. `group` is this process's number for the group.
   Result<Meeting> meetMembers(std::uint32_t group, const CommonSettings& settings);
@@ -42,6 +43,8 @@ class MeetingPlace {
   // Ok, or why another rank has given the group up: it may know more.
   Status givenUp();
 
+  // Once members have met: the part of the store that is theirs alone, though others met in it before.
+  const MeetingRound::StorePtr& store() const { return round_.store(); }
   // What equals for groups whose global ranks mean the same.
   const void* world() const { return world_; }
 
@@ -59,12 +62,16 @@ class MeetingPlace {
   std::string keyOf(const std::string& board, int rank) const;
   void post(const std::string& board, const Blob& blob);
   Result<Blob> read(const std::string& board, int rank);
+  // Until this rank is in the meeting of now.
+  Status enterRound();
+  Status timedOut(int rank) const;
   Result<Meeting> meetAll(std::uint32_t group, const CommonSettings& settings);
   // While somebody is waited for: ok, or who will not come, or not stay, as far as this process knows.
   Status health();
   void watch(int rank, const collective::Member& member);
 
-  ::c10d::Store& store_;
+  MeetingRound round_;
+  Status givenUp_;  // what was heard of it
   const void* const world_;
   ProcessContext& context_;
   const int rank_;
