@@ -20,6 +20,17 @@ void checkTag(const char* operation, int tag) {
   TORCH_CHECK_VALUE(tag >= 0, operation, ": tag is ", tag, "; expected 0 or more");
 }
 
+// Who is refused within a batch leaves it by the exception, and will not end it.
+template <typename Check>
+void checkOrDrop(OpenBatch& batches, const Batch* batch, const Check& check) {
+  try {
+    check();
+  } catch (...) {
+    if (batch != nullptr) batches.drop(batch->number);
+    throw;
+  }
+}
+
 }  // namespace
 
 WorkPtr ProcessGroupFarandole::send(Tensors& tensors, int dstRank, int tag) {
@@ -34,15 +45,11 @@ WorkPtr ProcessGroupFarandole::pointToPoint(Direction direction, Tensors& tensor
   const bool isSend = direction == Direction::kSend;
   const char* const name = isSend ? "send" : "recv";
   Batch* const batch = openBatch_->find();
-  try {
+  checkOrDrop(*openBatch_, batch, [&] {
     checkSingle(name, "tensors", tensors);
     checkRank(name, isSend ? "dst" : "src", peer, size_);
     checkTag(name, tag);
-  } catch (...) {
-    // Who called leaves the batch by this exception and will not end it.
-    if (batch != nullptr) openBatch_->drop(batch->number);
-    throw;
-  }
+  });
   if (batch != nullptr) {
     batch->entries.push_back({direction, tensors[0], peer, tag});
     return batch->member;
@@ -60,12 +67,15 @@ WorkPtr ProcessGroupFarandole::pointToPoint(Direction direction, Tensors& tensor
 }
 
 WorkPtr ProcessGroupFarandole::recvAnysource(Tensors& tensors, int tag) {
-  checkSingle("recv", "tensors", tensors);
-  checkTag("recv", tag);
-  TORCH_CHECK_VALUE(!tensors[0].is_cuda() || cudaMessages_ != nullptr,
-                    "recv: src is any rank; expected a rank for a tensor on CUDA, or FARANDOLE_CUDA_MESSAGES=ucx");
-  TORCH_CHECK_VALUE(openBatch_->find() == nullptr,
-                    "recv: src is any rank inside a batch; expected a rank, a batch is ordered by peer");
+  const Batch* const batch = openBatch_->find();
+  checkOrDrop(*openBatch_, batch, [&] {
+    checkSingle("recv", "tensors", tensors);
+    checkTag("recv", tag);
+    TORCH_CHECK_VALUE(!tensors[0].is_cuda() || cudaMessages_ != nullptr,
+                      "recv: src is any rank; expected a rank for a tensor on CUDA, or FARANDOLE_CUDA_MESSAGES=ucx");
+    TORCH_CHECK_VALUE(batch == nullptr,
+                      "recv: src is any rank inside a batch; expected a rank, a batch is ordered by peer");
+  });
   if (tensors[0].is_cuda()) {
     auto works = postOnUcx({{Direction::kRecv, tensors[0], collective::kAnySource, tag}}, "");
     return std::move(works.begin()->second);

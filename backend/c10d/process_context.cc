@@ -104,7 +104,7 @@ void ProcessContext::leaveAtExit() {
   waitBeforeExit(kAbortHooksAtExit);
 }
 
-ProcessContext::ProcessContext() : pid_(getpid()), loop_("farandole") {}
+ProcessContext::ProcessContext() : pid_(getpid()), forks_(ForkCount::now()), loop_("farandole") { ForkCount::begin(); }
 
 ProcessContext::~ProcessContext() {
   control_.reset();

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "backend/collective/communicator.h"
+#include "backend/common/fork_count.h"
 #include "backend/net/control_plane.h"
 #include "backend/net/event_loop.h"
 #include "backend/p2p/message_tag.h"
@@ -55,6 +56,8 @@ class ProcessContext {
 
   // False in a forked child: the thread and the transport stayed with the parent.
   bool isOurs() const;
+  // The same at the cost of a load, for who is about to begin something.
+  bool isForked() const { return ForkCount::now() != forks_; }
 
  private:
   ProcessContext();
@@ -62,6 +65,7 @@ class ProcessContext {
   void discardMessages(std::uint32_t group);
 
   const int pid_;
+  const std::uint32_t forks_;
   net::EventLoop loop_;
   std::string hostIdentity_;
   transport::RoutingTransport* routing_ = nullptr;  // of connections_

@@ -117,8 +117,8 @@ class MessagesOperation : public collective::Operation {
   std::uint32_t numFlightEntries() const { return static_cast<std::uint32_t>(items_.size()); }
   // Once done: the source of what was received from any rank.
   std::int16_t foundPeer() const {
-    return items_[0].peer == collective::kAnySource ? static_cast<std::int16_t>(messages_[0].peer)
-                                                    : observe::FlightRecord::kNoPeer;
+    const bool isFound = items_[0].peer == collective::kAnySource && posted_ > 0;
+    return isFound ? static_cast<std::int16_t>(messages_[0].peer) : observe::FlightRecord::kNoPeer;
   }
 
   std::string label_;  // of the batch
@@ -139,7 +139,7 @@ class MessagesOperation : public collective::Operation {
 class MessagesWork final : public WorkOf<MessagesOperation> {
  public:
   using WorkOf::WorkOf;
-  int sourceRank() const override { return messages_[0].peer; }
+  int sourceRank() const override { return posted_ > 0 ? messages_[0].peer : items_[0].peer; }
 };
 
 // A program and the tensors that it works on.

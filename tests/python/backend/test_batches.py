@@ -143,6 +143,10 @@ def _error_inside(rank, world_size):
         for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, good, peer), dist.P2POp(dist.irecv, into, peer)]):
             work.wait()
         assert into.tolist() == [float(peer)] * 3
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+        backend._start_coalescing()
+        with pytest.raises(ValueError, match="any rank inside a batch"):
+            backend.recv_anysource([into], 0)
         if rank == 0:
             dist.send(good, 1)
         else:
