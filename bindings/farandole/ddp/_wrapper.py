@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,8 @@ from farandole.ddp._abandonment import AbandonsGroup
 from farandole.ddp._changes import ParameterWatch
 from farandole.ddp._comm_hook import builtin_comm_hook, checked_comm_hook
 from farandole.ddp._copying import build_again, state_of
-from farandole.ddp._fused import is_added_of, reset_added
+from farandole.ddp._fused import is_added_of
+from farandole.ddp._held_gradients import HoldsGradients
 from farandole.ddp._ignored import ignore, ignored_in, named_buffers, named_parameters
 from farandole.ddp._join import UnevenInputs, begin_forward
 from farandole.ddp._layout import ShowsLayout
@@ -37,13 +38,10 @@ from farandole.ddp._param_sync import ParamSync, SyncsParameters
 from farandole.ddp._timeline import Timeline
 from farandole.ddp._tuning import BucketTuner, is_auto
 
-if TYPE_CHECKING:
-    from farandole.ddp._optimizer import DistributedOptimizer
-
 __all__ = ["DistributedDataParallel"]
 
 
-class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters, AbandonsGroup, ShowsLayout):
+class DistributedDataParallel(HoldsGradients, UnevenInputs, SyncsParameters, AbandonsGroup, ShowsLayout):
     """Wraps a module so that each backward leaves the average gradient over the group in ``.grad``.
 
     Gradients live in contiguous buffers, laid out in reverse registration order (as Megatron-core's) and cut into
@@ -238,7 +236,7 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters, Ab
         self._is_added = is_added_of(module, grad_place(options) != "grad", fuses)
         self._tuner = None
         self._timeline: _C.GradTimeline | None = None  # where rounds are recorded
-        self._optimizers: weakref.WeakSet[DistributedOptimizer] = weakref.WeakSet()  # that may have copies of gradients
+        self._optimizers = weakref.WeakSet()
         self._reducer = _C.GradReducer(
             replicas.packed(),
             experts.packed(),
@@ -352,42 +350,6 @@ class DistributedDataParallel(torch.nn.Module, UnevenInputs, SyncsParameters, Ab
     def finish_grad_sync(self) -> None:
         """Waits for start_grad_sync; does nothing when no synchronization is open."""
         self._reducer.finish_sync()
-
-    def zero_grad_buffer(self) -> None:
-        """Zeroes every ``main_grad``, and with it every ``.grad`` that is one, by one kernel per buffer."""
-        self._reset_added()
-        self._reducer.zero_grads()
-
-    def _reset_added(self) -> None:
-        if self._is_added is not None:
-            reset_added(self._trainable.values())
-
-    def forget_grads(self) -> None:
-        """What ``main_grad`` holds does not count any more, and the next gradient replaces it; ``.grad`` is None.
-
-        It spares the pass over the buffers that :meth:`zero_grad_buffer` makes. Between the two ``main_grad`` must not
-        be read. Where kernels add to ``main_grad`` themselves it is zeroed.
-        """
-        if self._is_added is not None:
-            self.zero_grad_buffer()
-        else:
-            self._reducer.forget_grads()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's, also where gradients are in ``main_grad``: then by :meth:`forget_grads` or :meth:`zero_grad_buffer`."""
-        super().zero_grad(set_to_none)
-        if self._options.home == _C.GradHome.main_grad:
-            self.forget_grads() if set_to_none else self.zero_grad_buffer()
-
-    def scale_gradients(self, scaling_factor: float) -> None:
-        """Multiplies every ``main_grad``: e.g. by one over the number of tokens."""
-        self._reducer.scale_grads(scaling_factor)
-        self._scale_copies(scaling_factor)
-
-    @torch.no_grad()
-    def _scale_copies(self, factor: float | torch.Tensor) -> None:
-        for optimizer in self._optimizers:
-            optimizer._scale_copies(self, factor)
 
     @contextlib.contextmanager
     def record_timeline(self) -> Iterator[Timeline]:

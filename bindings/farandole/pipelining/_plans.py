@@ -139,8 +139,29 @@ def _numbers(name: str, stage: Sequence[float], count: int) -> Any:
     return tuple(float(number) for number in stage)
 
 
-def has_backwards(plan: _C.Plan) -> bool:
-    """Whether it trains."""
+def check_computed(plan: _C.Plan, schedule: str, n_microbatches: int, forward_only: bool) -> None:
+    """
+    Raises:
+        ValueError: a schedule's ``compute_plan`` has given another plan than it was asked for.
+    """
+    if plan.num_microbatches != n_microbatches:
+        raise ValueError(f"the plan has {plan.num_microbatches} microbatches, expected n_microbatches={n_microbatches}")
+    if forward_only and _has_backwards(plan):
+        raise ValueError(
+            f"compute_plan(forward_only=True) of {schedule} has backwards, expected none: Plan.forwards() leaves them out"
+        )
+
+
+def check_trains(plan: _C.Plan, schedule: str) -> None:
+    """
+    Raises:
+        ValueError: a step of it would leave no gradients.
+    """
+    if not _has_backwards(plan):
+        raise ValueError(f"the plan of {schedule} has no backwards, expected some for step(): or call eval()")
+
+
+def _has_backwards(plan: _C.Plan) -> bool:
     return any(re.search(r"\d[BIW]\d", action) for row in plan.actions for action in row)
 
 

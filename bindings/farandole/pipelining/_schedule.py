@@ -195,15 +195,7 @@ class PipelineSchedule(metaclass=RefusesOnAllRanks):
         """
         if forward_only not in self._lowered:
             plan = self.compute_plan(forward_only=forward_only)
-            if plan.num_microbatches != self._n_microbatches:
-                raise ValueError(
-                    f"the plan has {plan.num_microbatches} microbatches, expected n_microbatches={self._n_microbatches}"
-                )
-            if forward_only and _plans.has_backwards(plan):
-                raise ValueError(
-                    f"compute_plan(forward_only=True) of {type(self).__name__} has backwards, expected none: "
-                    "Plan.forwards() leaves them out"
-                )
+            _plans.check_computed(plan, type(self).__name__, self._n_microbatches, forward_only)
             channel = channel_of(self._stages[0].group, self._device)
             if plan.has_communication:
                 _plans.validate(plan, channel)
@@ -297,10 +289,8 @@ class PipelineSchedule(metaclass=RefusesOnAllRanks):
             self._never_split = never_split
         if train not in self._runs:
             plan = self.plan(forward_only=not train)
-            if train and not _plans.has_backwards(plan):
-                raise ValueError(
-                    f"the plan of {type(self).__name__} has no backwards, expected some for step(): or call eval()"
-                )
+            if train:
+                _plans.check_trains(plan, type(self).__name__)
             ends, outputs_to = Ends.of(plan), outputs_by_stage(self._selected, plan)
             first = self._stages[0]
             if self._is_dry:

@@ -1,0 +1,61 @@
+"""What is done to gradients between backward and step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from farandole import _C
+from farandole.ddp._fused import reset_added
+
+if TYPE_CHECKING:
+    from farandole.ddp._optimizer import DistributedOptimizer
+
+
+class HoldsGradients(torch.nn.Module):
+    """The part of the wrapper that changes reduced gradients."""
+
+    _options: _C.ReducerOptions
+    _reducer: _C.GradReducer
+    _trainable: dict[str, torch.nn.Parameter]
+    _is_added: Callable[[int], bool] | None
+    _optimizers: weakref.WeakSet[DistributedOptimizer]  # that may have copies of gradients
+
+    def zero_grad_buffer(self) -> None:
+        """Zeroes every ``main_grad``, and with it every ``.grad`` that is one, by one kernel per buffer."""
+        self._reset_added()
+        self._reducer.zero_grads()
+
+    def _reset_added(self) -> None:
+        if self._is_added is not None:
+            reset_added(self._trainable.values())
+
+    def forget_grads(self) -> None:
+        """What ``main_grad`` holds does not count any more, and the next gradient replaces it; ``.grad`` is None.
+
+        It spares the pass over the buffers that :meth:`zero_grad_buffer` makes. Between the two ``main_grad`` must not
+        be read. Where kernels add to ``main_grad`` themselves it is zeroed.
+        """
+        if self._is_added is not None:
+            self.zero_grad_buffer()
+        else:
+            self._reducer.forget_grads()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's, also where gradients are in ``main_grad``: then by :meth:`forget_grads` or :meth:`zero_grad_buffer`."""
+        super().zero_grad(set_to_none)
+        if self._options.home == _C.GradHome.main_grad:
+            self.forget_grads() if set_to_none else self.zero_grad_buffer()
+
+    def scale_gradients(self, scaling_factor: float) -> None:
+        """Multiplies every ``main_grad``: e.g. by one over the number of tokens."""
+        self._reducer.scale_grads(scaling_factor)
+        self._scale_copies(scaling_factor)
+
+    @torch.no_grad()
+    def _scale_copies(self, factor: float | torch.Tensor) -> None:
+        for optimizer in self._optimizers:
+            optimizer._scale_copies(self, factor)
