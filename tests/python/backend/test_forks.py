@@ -31,7 +31,6 @@ def _use(rank, world_size):
         lambda: dist.isend(x, peer),
         lambda: dist.irecv(x),
         lambda: dist.batch_isend_irecv([dist.P2POp(dist.isend, x, peer)]),
-        lambda: dist.monitored_barrier(),
     ]
     for call in calls:
         with pytest.raises(RuntimeError, match="this process was forked from the one that made the group"):
