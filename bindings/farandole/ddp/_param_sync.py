@@ -61,9 +61,10 @@ class ParamSync:
         self._rounds = reducer.rounds
         self.updated_after = -1  # rounds: the optimizer has started its gathers since
         # All have started theirs, so that one rank may do this alone.
+        self._state_handles: list[Any] = []
         for module in {self._root, *filter(_can_have_hooks, self._root.modules())}:  # whose state may be wanted alone
-            module.register_state_dict_pre_hook(HookOfOne(self._before_state_dict))
-            module.register_load_state_dict_pre_hook(HookOfOne(self._before_state_dict))
+            for register in (module.register_state_dict_pre_hook, module.register_load_state_dict_pre_hook):
+                self._state_handles.append(register(HookOfOne(self._before_state_dict)))
         if self.overlaps:
             self.enable()
 
@@ -128,6 +129,22 @@ class ParamSync:
         self._run(self._gather.finish_all)
         if self._waits is not None:
             self._waits.add_all()
+
+    def finish_unless_abandoned(self) -> None:
+        """As finish(), for who goes on without a group that was given up."""
+        try:
+            self.finish()
+        except RuntimeError:
+            if not _C.abandonment_of(self._group):
+                raise
+
+    def leave(self) -> None:
+        """Another wrapper has the parameters: nothing waits for this one's gathers any more."""
+        self._drop_suspects()
+        for handle in (*self._handles, *self._state_handles):
+            handle.remove()
+        self._handles.clear()
+        self._state_handles.clear()
 
     def record(self, timeline: _C.GradTimeline | None) -> None:
         """Gathers that start from now on are recorded there."""

@@ -35,6 +35,7 @@ from farandole.ddp._options import (
 )
 from farandole.ddp._outputs import tensors_in
 from farandole.ddp._param_sync import ParamSync, SyncsParameters
+from farandole.ddp._rewrapping import finish_gathers, take_over
 from farandole.ddp._timeline import Timeline
 from farandole.ddp._tuning import BucketTuner, is_auto
 
@@ -237,6 +238,7 @@ class DistributedDataParallel(HoldsGradients, UnevenInputs, SyncsParameters, Aba
         self._tuner = None
         self._timeline: _C.GradTimeline | None = None  # where rounds are recorded
         self._optimizers = weakref.WeakSet()
+        finish_gathers(module.parameters())
         self._reducer = _C.GradReducer(
             replicas.packed(),
             experts.packed(),
@@ -255,6 +257,7 @@ class DistributedDataParallel(HoldsGradients, UnevenInputs, SyncsParameters, Aba
             module, self._trainable.values(), self.parameters_to_ignore, self._is_added is not None
         )
         self._param_sync = ParamSync(self, self._reducer, overlap_param_gather) if options.is_sharded else None
+        take_over(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """To copy or pickle it, which is no collective: over the default group only, as torch's. Gradients stay behind."""
