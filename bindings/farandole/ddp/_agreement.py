@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from farandole import _C
+from farandole.ddp._ignored import ignored_in, named_parameters
 
 Facts = list[tuple[str, str]]  # what must be the same on all ranks, e.g. ("optimizer", "AdamW")
 
@@ -37,6 +38,32 @@ def raising_together(
             error = error or theirs
     if error is not None:
         raise error
+
+
+@contextlib.contextmanager
+def refusing_together(module: torch.nn.Module, replicas: Sequence[dist.ProcessGroup | None]) -> Iterator[None]:
+    """Around what comes before a GradReducer is made: where it raises on some ranks, making it raises on the others.
+
+    No collective where all is well: an error takes part in the one by which reducers agree on their models.
+    """
+    try:
+        yield
+    except Exception as error:
+        for group in replicas:
+            if group is not None and group.size() > 1:
+                with contextlib.suppress(ValueError):  # what is told to the others, which may have told as much
+                    _C.check_agreement(group, _device_of(module, group), [], _reason(error))
+        raise
+
+
+def _device_of(module: torch.nn.Module, group: dist.ProcessGroup) -> torch.device:
+    """Where reducers agree on such a module: ``exchangeDevice`` in ddp/grad_reducer_creation.cc."""
+    named = named_parameters(module, ignored_in(module))
+    first = next((parameter for _, parameter in named if parameter.requires_grad), None)
+    if first is not None and not first.is_meta:
+        return first.device
+    devices = group._device_types
+    return torch.device("cpu") if not devices or torch.device("cpu") in devices else devices[0]
 
 
 def _reason(error: Exception | None) -> str:

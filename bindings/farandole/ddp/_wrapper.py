@@ -14,6 +14,7 @@ from torch.distributed.utils import _to_kwargs
 
 from farandole import _C
 from farandole.ddp._abandonment import AbandonsGroup
+from farandole.ddp._agreement import refusing_together
 from farandole.ddp._changes import ParameterWatch
 from farandole.ddp._comm_hook import builtin_comm_hook, checked_comm_hook
 from farandole.ddp._copying import build_again, state_of
@@ -165,45 +166,49 @@ class DistributedDataParallel(HoldsGradients, UnevenInputs, SyncsParameters, Aba
         super().__init__()
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"module is a {type(module).__name__}: expected a torch.nn.Module")
-        for name, is_asked in (
-            ("overlap_param_gather", overlap_param_gather),
-            ("reduce_scatter_with_fp32_accumulation", reduce_scatter_with_fp32_accumulation),
-        ):
-            if is_asked and not use_distributed_optimizer:
-                raise ValueError(f"{name}=True: expected use_distributed_optimizer=True with it")
-        self._input_device = input_device(module, device_ids, output_device, dim)
-        shares_buffers = broadcast_buffers or forward_sync_buffers is not None
-        self.broadcast_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
-        self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
-        self.gradient_as_bucket_view = gradient_as_bucket_view
-        options = _C.ReducerOptions()
-        # A static graph shows in its first backward what it leaves out.
-        options.unused = unused_policy(unused_parameters, find_unused_parameters or static_graph)
-        options.is_graph_static = static_graph
-        options.broadcasts = init_sync
-        tunes = is_auto(
-            bucket_size,
-            use_distributed_optimizer=use_distributed_optimizer,
-            grad_reduce_in_fp32=grad_reduce_in_fp32,
-            disable_bucketing=disable_bucketing,
-            overlap_grad_reduce=overlap_grad_reduce,
-        )
-        options.bucket_size = bucket_elements(None if tunes else bucket_size, bucket_cap_mb, module)
-        options.is_bucketed, options.in_one_group = not disable_bucketing, disable_bucketing
-        options.overlaps = overlap_grad_reduce
-        options.grad_dtype = torch.float32 if grad_reduce_in_fp32 else None
-        options.is_sharded = use_distributed_optimizer
-        options.home = home_of(grad_reduce_in_fp32 or use_distributed_optimizer, gradient_as_bucket_view)
-        options.average_in_collective = average_in_collective
-        options.accumulates_in_float = reduce_scatter_with_fp32_accumulation
-        options.is_averaged = not calculate_per_token_loss
-        options.checks_nan, options.largest_grad = check_for_nan_in_grad, check_for_large_grads
-        options.pads_for_bus_bandwidth = pad_buckets_for_high_nccl_busbw
         group = group_in(process_group, device_mesh, module)
-        experts = group if expert_process_group is None else group_of("expert_process_group", expert_process_group)
+        instances = (
+            None if instance_process_group is None else group_of("instance_process_group", instance_process_group)
+        )
+        with refusing_together(module, (group, instances)):
+            for name, is_asked in (
+                ("overlap_param_gather", overlap_param_gather),
+                ("reduce_scatter_with_fp32_accumulation", reduce_scatter_with_fp32_accumulation),
+            ):
+                if is_asked and not use_distributed_optimizer:
+                    raise ValueError(f"{name}=True: expected use_distributed_optimizer=True with it")
+            self._input_device = input_device(module, device_ids, output_device, dim)
+            shares_buffers = broadcast_buffers or forward_sync_buffers is not None
+            self.broadcast_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+            self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
+            self.gradient_as_bucket_view = gradient_as_bucket_view
+            options = _C.ReducerOptions()
+            # A static graph shows in its first backward what it leaves out.
+            options.unused = unused_policy(unused_parameters, find_unused_parameters or static_graph)
+            options.is_graph_static = static_graph
+            options.broadcasts = init_sync
+            tunes = is_auto(
+                bucket_size,
+                use_distributed_optimizer=use_distributed_optimizer,
+                grad_reduce_in_fp32=grad_reduce_in_fp32,
+                disable_bucketing=disable_bucketing,
+                overlap_grad_reduce=overlap_grad_reduce,
+            )
+            options.bucket_size = bucket_elements(None if tunes else bucket_size, bucket_cap_mb, module)
+            options.is_bucketed, options.in_one_group = not disable_bucketing, disable_bucketing
+            options.overlaps = overlap_grad_reduce
+            options.grad_dtype = torch.float32 if grad_reduce_in_fp32 else None
+            options.is_sharded = use_distributed_optimizer
+            options.home = home_of(grad_reduce_in_fp32 or use_distributed_optimizer, gradient_as_bucket_view)
+            options.average_in_collective = average_in_collective
+            options.accumulates_in_float = reduce_scatter_with_fp32_accumulation
+            options.is_averaged = not calculate_per_token_loss
+            options.checks_nan, options.largest_grad = check_for_nan_in_grad, check_for_large_grads
+            options.pads_for_bus_bandwidth = pad_buckets_for_high_nccl_busbw
+            experts = group if expert_process_group is None else group_of("expert_process_group", expert_process_group)
         self._build(
             module,
-            Replicas(group, instance_process_group),
+            Replicas(group, instances),
             Replicas(experts, expert_instance_process_group if expert_process_group else instance_process_group),
             options,
             overlap_param_gather,
@@ -234,7 +239,9 @@ class DistributedDataParallel(HoldsGradients, UnevenInputs, SyncsParameters, Aba
         self._divides_by_world = True
         self._options = options
         self._overlap_param_gather = overlap_param_gather
-        self._is_added = is_added_of(module, grad_place(options) != "grad", fuses)
+        with refusing_together(module, () if options.is_agreed else (replicas.group, replicas.instances)):
+            self._is_added = is_added_of(module, grad_place(options) != "grad", fuses)
+            parameters = parameters_of(module, self.parameters_to_ignore)
         self._tuner = None
         self._timeline: _C.GradTimeline | None = None  # where rounds are recorded
         self._optimizers = weakref.WeakSet()
@@ -242,14 +249,14 @@ class DistributedDataParallel(HoldsGradients, UnevenInputs, SyncsParameters, Aba
         self._reducer = _C.GradReducer(
             replicas.packed(),
             experts.packed(),
-            parameters_of(module, self.parameters_to_ignore),
+            parameters,
             list(named_buffers(module, self.parameters_to_ignore)) if shares_buffers else [],
             options,
             self._is_added,
         )
         main_grads = dict(self._reducer.main_grads())
-        parameters = named_parameters(module, self.parameters_to_ignore)
-        self._trainable = {name: parameter for name, parameter in parameters if name in main_grads}
+        named = named_parameters(module, self.parameters_to_ignore)
+        self._trainable = {name: parameter for name, parameter in named if name in main_grads}
         for name, parameter in self._trainable.items():
             parameter.main_grad, parameter.main_grad_place = main_grads[name], grad_place(options)
         self.device = next((p.device for p in (*self._trainable.values(), *module.parameters())), torch.device("cpu"))

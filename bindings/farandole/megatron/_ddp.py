@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from farandole import _C, ddp
+from farandole.ddp._agreement import refusing_together
 from farandole.ddp._fused import reset_added
 from farandole.megatron._ddp_config import check, value_of
 from farandole.megatron._ddp_groups import DataParallelGroups, groups_of
@@ -65,9 +66,10 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
             getattr(config, "context_parallel_size", 1),
             value_of(ddp_config, "num_distributed_optimizer_instances"),
         )
-        self._take_groups(groups, module)
-        self.bucket_size = _bucket_size(ddp_config, module, groups, disable_bucketing)
-        options = _options(config, ddp_config, self.bucket_size)
+        with refusing_together(module, (groups.dense.group, groups.dense.instances)):
+            self._take_groups(groups, module)
+            self.bucket_size = _bucket_size(ddp_config, module, groups, disable_bucketing)
+            options = _options(config, ddp_config, self.bucket_size)
         options.in_one_group = disable_bucketing
         self.params_with_grad = [parameter for parameter in module.parameters() if parameter.requires_grad]
         overlap_param_gather = value_of(ddp_config, "overlap_param_gather")
