@@ -97,15 +97,15 @@ def _random_forwards(rank: int, world_size: int, seed: int) -> None:
     while time.monotonic() - begin < 60 and sum(counts) < 60:
         forwards = [_random_forward(rng) for _ in range(rng.randint(1, 3))]
         # Only the first forward after a step can be early, and a call waits.
-        called: set[str] = set()
+        called: list[str] = []
         stale = set()
         for how, index in (one.split() for one in forwards[0]):
             if how in ("call", "recall", "reenter"):
-                called.add(index)
+                called.append(index)
             elif index not in called:
                 stale.add(f"'layers.{index}.")
-        if [one for one in forwards[0] if one.split()[0] not in ("read", "reread", "through")] == ALL:
-            continue  # calls what the first forward did
+        if [f"call {index}" for index in called] == ALL:
+            continue  # calls what the first forward did, checkpointed or not
         where = f"seed {seed}, forwards {forwards}"
         pair = trained(rank, world_size)
         error = ""
