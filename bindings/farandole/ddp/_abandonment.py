@@ -30,6 +30,7 @@ class AbandonsGroup:
     _reducer: _C.GradReducer
     _no_sync_depth: int
     _param_sync: ParamSync | None
+    _rounds_of_step = 1  # of the last one inside abandon_on_error() that reduced
 
     def abandon(self, reason: str) -> None:
         """Gives the group up, for a rank that failed and will not reduce the gradients that the others reduce.
@@ -52,19 +53,30 @@ class AbandonsGroup:
 
         For a whole step, forward and backward: ``with model.abandon_on_error(): loss_fn(model(x), y).backward()``.
         With ``use_distributed_optimizer`` the optimizer's step belongs inside, too: others wait for what it gathers.
-        An error after which all ranks are still in step (parameters that got no gradient) abandons nothing.
+        An error after which all ranks are still in step (parameters that got no gradient) abandons nothing. Of several
+        backwards that average it must come after as many as the step before had: the others wait for the rest.
         """
         self._reducer.begin_step()
+        reducer, before = self._reducer, self._reducer.rounds()
+
+        def rounds() -> int:
+            return self._reducer.rounds() - (
+                before if self._reducer is reducer else 0
+            )  # bucket_size="auto" makes another
+
         try:
             yield
         except BaseException as error:
-            if not self._is_in_step(error):
+            if not self._is_in_step(error, rounds()):
                 self.abandon(f"{type(error).__name__}: {error}")
             raise
+        self._rounds_of_step = rounds() or self._rounds_of_step
 
-    def _is_in_step(self, error: BaseException) -> bool:
-        """Whether the others wait for nothing that comes after the error."""
+    def _is_in_step(self, error: BaseException, rounds: int) -> bool:
+        """Whether the others wait for nothing that comes after the error, and after so many rounds of this step."""
         if not self._reducer.is_synchronized():
+            return False
+        if rounds < self._rounds_of_step and not _is_of_all(error):
             return False
         sync = self._param_sync
         return sync is None or sync.updated_after == self._reducer.rounds() or _is_of_all(error)

@@ -191,3 +191,30 @@ def _abandon_alone(rank: int, world_size: int) -> None:
         _step(model, "backward")
     with pytest.raises(RuntimeError, match="rank 0 abandoned the data-parallel group: MemoryError: too much"):
         _step(model)
+
+
+def _fail_between_backwards(rank: int, world_size: int) -> list[tuple[str, float]]:
+    group = dist.new_group(list(range(world_size)))  # not the world: the barrier needs that
+    model = DistributedDataParallel(_Model(), process_group=group)
+
+    def step(fails: bool) -> None:
+        with model.abandon_on_error():
+            model(torch.ones(2, 2)).backward()
+            if fails:
+                raise MemoryError("too much")
+            model(torch.ones(2, 2)).backward()
+
+    step(False)
+    error = _error_of(lambda: step(rank == CULPRIT))
+    dist.barrier()
+    return [error]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rank_that_fails_between_two_backwards_of_a_step_does_not_leave_the_others_waiting(backend):
+    for rank, [(error, seconds)] in enumerate(
+        run_ranks(_fail_between_backwards, RANKS, backend, timeout=GROUP_TIMEOUT / 2)
+    ):
+        assert "MemoryError: too much" in error, (rank, error)
+        assert rank == CULPRIT or f"rank {CULPRIT}" in error, (rank, error)
+        assert seconds < AT_ONCE, (rank, error, seconds)
