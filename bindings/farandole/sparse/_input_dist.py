@@ -12,6 +12,7 @@ from torch import nn
 
 from farandole._C import Presence
 from farandole.sparse._exchange import SplitsExchange
+from farandole.sparse._forms import refuse_other_forms
 from farandole.sparse._in_flight import InFlight
 from farandole.sparse._input_equality import versions_of
 from farandole.sparse._joint_steps import JointSteps
@@ -44,7 +45,7 @@ class InputDist:
         self._may_run_beside = True
         self._decided: Presence | None = None  # where no exchange is outstanding
         self._late: dict[str, tuple[Any, dict[str, Any]]] = {}  # inputs of modules that start in finish()
-        self._unsent: list[Any] = []
+        self._unsent: list[tuple[str, Any]] = []  # with their modules
 
     @property
     def _exchange(self) -> SplitsExchange:
@@ -111,6 +112,7 @@ class InputDist:
         if said.presence == Presence.FAILED and flying is not None and self._joint.rank not in said.failed:
             raise said.error(number)
         if said.presence == Presence.BATCH and flying is not None:
+            self._refuse_other_forms(said.rows)
             with self._joint.told("input_dist", number):
                 self._send_unsent(flying, said.rows)
             self._dist_late(flying)
@@ -130,7 +132,7 @@ class InputDist:
     def _calls(self, flying: InFlight, inputs_of: Callable[[InFlight], Inputs]) -> dict[str, Any]:
         with torch.no_grad():
             inputs = inputs_of(flying)
-            flying.calls = dict(zip(self._modules, inputs.calls, strict=True))
+            flying.calls = dict(zip(self._modules, inputs, strict=True))
             calls = preprocessed(self._modules, flying.calls)
         flying.owner = self
         flying.versions = {name: versions_of(call) for name, call in flying.calls.items()}
@@ -192,7 +194,7 @@ class InputDist:
                 context = module.create_context()
                 request = module.input_dist(context, *args, **kwargs)
             flying.contexts[name], flying.requests[name] = context, request
-            self._unsent += [part for part in self._torchrec.unsent_of(request) if self._is_ours(part.group)]
+            self._unsent += [(name, part) for part in self._torchrec.unsent_of(request) if self._is_ours(part.group)]
 
     def _is_ours(self, group: dist.ProcessGroup) -> bool:
         own = self._joint.group.group
@@ -200,20 +202,32 @@ class InputDist:
 
     def _rows(self) -> list[list[int]]:
         return [
-            [column for part in self._unsent for column in part.columns_for(rank)]
+            [column for _, part in self._unsent for column in part.columns_for(rank)]
             for rank in range(self._exchange.size)
         ]
+
+    def _refuse_other_forms(self, rows: list[list[int]]) -> None:
+        if self._joint.group.group is None:
+            return
+        forms: dict[str, list[list[int]]] = {name: [[] for _ in rows] for name, _ in self._unsent}
+        begin = 0
+        for name, part in self._unsent:
+            for row, found in zip(rows, forms[name], strict=True):
+                found.append(row[begin])
+            begin += part.columns
+        refuse_other_forms(forms, dist.get_process_group_ranks(self._joint.group.group))
 
     def _send_unsent(self, flying: InFlight, rows: list[list[int]]) -> None:
         if self._torchrec is None:
             return
         begin = 0
         with torch.no_grad():
-            for part in self._unsent:
+            parts = [part for _, part in self._unsent]
+            for part in parts:
                 end = begin + part.columns
                 part.settle([row[begin:end] for row in rows])
                 begin = end
-            data = self._torchrec.send(self._unsent, self._joint.group)
+            data = self._torchrec.send(parts, self._joint.group)
             for name, request in flying.requests.items():
                 flying.requests[name] = self._torchrec.sent(request, data)
         self._unsent = []

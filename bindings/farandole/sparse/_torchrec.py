@@ -19,6 +19,7 @@ from torchrec.distributed.types import Awaitable, NoWait
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from farandole.sparse._exchange_group import ExchangeGroup
+from farandole.sparse._forms import TENSORS, form_of
 from farandole.sparse._packing import PackedExchange, SingleExchanges, can_pack
 
 Groups = Callable[[dist.ProcessGroup], dist.ProcessGroup]
@@ -27,6 +28,8 @@ Groups = Callable[[dist.ProcessGroup], dist.ProcessGroup]
 class UnsentSplits(Awaitable[Any]):
     """What a pipelined module's ``KJTAllToAll`` gives: the splits, to be sent with those of other modules."""
 
+    columns = 2 + len(TENSORS)  # that each rank gets, whatever the features are made of
+
     def __init__(self, all_to_all: KJTAllToAll, group: dist.ProcessGroup, features: KeyedJaggedTensor) -> None:
         super().__init__()
         self.all_to_all = all_to_all
@@ -34,24 +37,23 @@ class UnsentSplits(Awaitable[Any]):
         self._has_one_stride = not features.variable_stride_per_key()
         self.group = group
         self.splits: list[list[int]] = features.dist_splits(all_to_all._splits)  # by tensor and rank
+        self._tensors: list[torch.Tensor] = features.dist_tensors()
+        labels = features.dist_labels()
+        self.form = form_of({label: each.dtype for label, each in zip(labels, self._tensors, strict=True)})
         self.output_splits: list[list[int]] = []
         self._stride_per_rank: list[int] | None = None
 
-    @property
-    def columns(self) -> int:
-        return len(self.splits) + self._has_one_stride
-
-    def columns_for(self, rank: int) -> Iterator[int]:
-        """What is sent to a rank: how much of each tensor it gets, and how many samples."""
-        yield from (split[rank] for split in self.splits)
-        if self._has_one_stride:
-            yield self._features.stride()
+    def columns_for(self, rank: int) -> list[int]:
+        """What is sent to a rank: the form of the features, how many samples, and how much of each tensor it gets."""
+        samples = self._features.stride() if self._has_one_stride else 0
+        sizes = [split[rank] for split in self.splits]
+        return [self.form, samples, *sizes, *[0] * (len(TENSORS) - len(sizes))]
 
     def settle(self, rows: list[list[int]]) -> None:
-        """Takes what each rank has said in these columns."""
-        columns = [list(column) for column in zip(*rows, strict=True)]
-        self.output_splits = columns[: len(self.splits)]
-        self._stride_per_rank = columns[-1] if self._has_one_stride else None
+        """Takes what each rank has said in these columns, all of the same form."""
+        _, samples, *sizes = (list(column) for column in zip(*rows, strict=True))
+        self.output_splits = sizes[: len(self.splits)]
+        self._stride_per_rank = samples if self._has_one_stride else None
 
     def arguments(self) -> dict[str, Any]:
         """Those of KJTAllToAllTensorsAwaitable."""
@@ -63,7 +65,7 @@ class UnsentSplits(Awaitable[Any]):
             "splits": splits,
             "input_splits": self.splits,
             "output_splits": self.output_splits,
-            "input_tensors": [tensor.contiguous() for tensor in self._features.dist_tensors()],
+            "input_tensors": [tensor.contiguous() for tensor in self._tensors],
             "labels": self._features.dist_labels(),
             "keys": self._features.keys()[begin : begin + splits[rank]],
             "device": self._features.device(),

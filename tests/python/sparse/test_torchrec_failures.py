@@ -162,3 +162,51 @@ def test_a_rank_that_dies_in_an_exchange_ends_it_for_all(threads):
     told = run_ranks(die, 3, "farandole", timeout=120, may_die=[victim], seed=seed, threads=threads)
     for rank, text in enumerate(told):
         assert rank == victim or re.search(rf"cannot be used again: rank \d has failed in .*rank {victim}", text, re.S)
+
+
+def other_form(features: Any, form: str) -> Any:
+    """Features that no other rank has in this form, though with as much in them."""
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    keys, values, lengths = features.keys(), features.values(), features.lengths()
+    if form == "strides":
+        inverse = torch.arange(features.stride()).expand(len(keys), -1)
+        strides = [[features.stride()] for _ in keys]
+        more: Any = {"stride_per_key_per_rank": strides, "inverse_indices": (keys, inverse)}
+        return KeyedJaggedTensor(keys, values, lengths=lengths, **more)
+    if form == "weights":
+        return KeyedJaggedTensor(keys, values, torch.ones(len(values)), lengths=lengths)
+    return KeyedJaggedTensor(keys, values.int(), lengths=lengths)
+
+
+FORMS = {"strides": "batch sizes of their own", "weights": "float32 weights", "types": "int32 values"}
+
+
+def differ(rank: int, world_size: int, form: str, number: int) -> None:
+    import torchrec_models as models
+
+    kind = models.Kind(("table", "row"), (), "plain", False, False, 1)
+    (model, optimizer), (plain, plain_optimizer) = models.made(kind), models.made(kind)
+    pipeline = TrainPipelineSparseDist(model, optimizer, models.CPU, strict=True)
+    batches, again = (models.make_batches(kind, 1, 5) for _ in range(2))
+    if rank == 1:
+        batches[number].first = other_form(batches[number].first, form)
+    began = time.monotonic()
+    seen: list[Any] = []
+    iterator = iter(batches)
+    for _ in batches:
+        try:
+            seen.append(pipeline.progress(iterator))
+        except ValueError as error:
+            seen.append(error)
+    assert time.monotonic() - began < AT_ONCE
+    said = r"^features for first have .* on rank 0, .*{} on rank 1: expected the same on all ranks"
+    assert re.search(said.format(FORMS[form]), str(seen.pop(number)))
+    del again[number]
+    assert all(map(torch.equal, seen, plain_loop(plain, plain_optimizer, again)))
+
+
+@pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.parametrize("form", FORMS)
+def test_features_of_another_form_on_one_rank_are_refused_on_all(form, number):
+    run_ranks(differ, 2, "farandole", timeout=60, form=form, number=number)
