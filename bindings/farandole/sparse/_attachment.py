@@ -28,6 +28,11 @@ from farandole.sparse._verdict import Inputs, Verdict
 
 Take = Callable[[InFlight, str], tuple[Any, Any]]
 
+_CUSTOM = (
+    "torch.fx takes the model to be called with the batch: where custom_model_fwd gives it something else, a part of the "
+    'batch say, expected tracing="hooks"'
+)
+
 
 class Attachment:
     """The model's sharded modules take what an input_dist has brought, while ``running(batch)``; else they are as ever.
@@ -218,15 +223,26 @@ class Attachment:
         self.verdicts = graph.verdicts
 
     def _inputs_of(self, flying: InFlight) -> Inputs:
-        assert self._graph is not None
+        assert self._graph is not None and self._post_processing is not None
         modules = self._processing()
         run = AheadRun(modules, self._written) if modules else None
-        inputs = self._graph.run(flying.batch)
-        flying.results = inputs.results
+        with self._post_processing.noting() as flying.results:
+            inputs = self._computed(self._graph, flying)
         if run is not None:
             self._written = run.has_run()
             flying.run = run
         return inputs
+
+    def _computed(self, graph: InputGraph | RecordedInputs, flying: InFlight) -> Inputs:
+        try:
+            return graph(flying.batch)
+        except (AttributeError, LookupError, TypeError) as error:
+            if not flying.has_custom_forward or isinstance(graph, RecordedInputs):
+                raise
+            raise TypeError(
+                f"inputs of sharded modules cannot be computed from a batch, which is a {type(flying.batch).__name__}: "
+                f"{error}. {_CUSTOM}"
+            ) from error
 
     def _processing(self) -> dict[str, nn.Module]:
         names = () if self._graph is None else self._graph.post_processing
@@ -256,7 +272,7 @@ class Attachment:
                 f"{name} is called with other inputs than those that were computed from the batch and went ahead: "
                 "expected a forward that treats all batches alike, and asks no part of one whether it is None or of "
                 "what type; that changes nothing in the batch; and that draws no random numbers for inputs. "
-                'tracing="hooks" takes parts of batches as they come'
+                f'tracing="hooks" takes parts of batches as they come{f". {_CUSTOM}" if flying.has_custom_forward else ""}'
             )
 
     # Not what another attachment has made of the batch.

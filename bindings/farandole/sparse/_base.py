@@ -14,7 +14,7 @@ from torch import nn
 from typing_extensions import TypeVar
 
 from farandole._C import AccumulationWindow, BatchPipeline, ProfilerRange
-from farandole.sparse._arguments import refuse_no_bool
+from farandole.sparse._arguments import device_of, refuse_no_bool
 from farandole.sparse._caller import Caller
 from farandole.sparse._dense_grads import DenseGrads
 from farandole.sparse._precision import Precision
@@ -102,7 +102,7 @@ class TrainPipelineBase(Generic[In, Out]):
         if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
             raise TypeError(f"process_group={process_group!r}: expected a torch.distributed.ProcessGroup, or None")
         self._refuse_optimizer(optimizer)
-        self._device = torch.device(device)
+        self._device = device_of(device)
         if process_group is None and dist.is_available() and dist.is_initialized():
             process_group = dist.group.WORLD
         self._precision = Precision(self._device, enable_amp, enable_grad_scaling, grad_scaler, process_group)
@@ -114,7 +114,9 @@ class TrainPipelineBase(Generic[In, Out]):
         self._model_fwd = custom_model_fwd
         self._group = process_group
         self._streams = Streams(self._device)
-        self._stages = Stages(self._device, self._streams, process_group, self._completes_ahead())
+        self._stages = Stages(
+            self._device, self._streams, process_group, self._completes_ahead(), custom_model_fwd is not None
+        )
         self._execute_all_batches = execute_all_batches
         self._has_ended = False
         self._engine = BatchPipeline(

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from farandole.sparse._batch_paths import everything_in
+from farandole.sparse._sharded import wrapped_name
 
 _EVERY = 16
 _DEPTH, _PARTS = 3, 256  # of a batch
@@ -28,7 +29,8 @@ class Comparisons:
         for name in sharded:
             path = name.split(".")
             above |= {".".join(path[:length]) for length in range(1, len(path))}
-        self._traced = [model.get_submodule(name) for name in sorted(above)]
+        traced = [model.get_submodule(name) for name in sorted(above)]
+        self._traced = [module for module in traced if wrapped_name(module) is None]
         self._known: set[int] = set()
         self._kind = 0
         self._since = 0

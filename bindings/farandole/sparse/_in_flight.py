@@ -12,6 +12,7 @@ from farandole.sparse._ahead_run import AheadRun
 class InFlight:
     number: int
     batch: Any
+    has_custom_forward: bool = False  # which calls the model, maybe with something else
     # Whose input_dist has the batch, and in which mode of the model; None where it stays in the forward.
     owner: Any = None
     is_training: bool = True

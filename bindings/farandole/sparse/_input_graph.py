@@ -19,9 +19,9 @@ __all__ = ["CannotTrace", "InputGraph", "Inputs", "Verdict", "trace_inputs"]
 class InputGraph:
     """Computes (args, kwargs) of sharded modules from a batch: one run at a time, in any thread.
 
-    Modules on the way (post-processing) are the model's own and keep their state: what they returned is in
-    ``Inputs.results``, for the model's forward of that batch to take instead of calling them again. Attributes of the
-    model are read when it runs. Nobody differentiates through it: run it in ``no_grad``.
+    Modules on the way (post-processing) are the model's own and keep their state: PostProcessing notes what they
+    return, for the model's forward of that batch to take instead of calling them again. Attributes of the model are
+    read when it runs. Nobody differentiates through it: run it in ``no_grad``.
 
     Attributes:
         names: the sharded modules whose inputs it computes, in call order.
@@ -42,24 +42,17 @@ class InputGraph:
         self.verdicts = verdicts
         self._model = model
         constants = constants or {}
-        results: dict[str, list[Node]] = {}
-        for node in needed:
-            if node.op == "call_module":
-                results.setdefault(str(node.target), []).append(node)
-        self.post_processing = tuple(results)
+        self.post_processing = tuple(dict.fromkeys(str(node.target) for node in needed if node.op == "call_module"))
         attributes = [node for node in needed if node.op == "get_attr" and node.target not in constants]
         self.attributes = tuple(str(node.target) for node in attributes)
         self._attributes = [operator.attrgetter(str(node.target)) for node in attributes]
-        graph = _subgraph(needed, attributes, ([(call.args, call.kwargs) for call in calls], list(results.values())))
+        graph = _subgraph(needed, attributes, [(call.args, call.kwargs) for call in calls])
         own = {str(node.target): constants[str(node.target)] for node in needed if node.target in constants}
-        self._compute = fx.GraphModule(own | {name: model.get_submodule(name) for name in results}, graph)
+        self._compute = fx.GraphModule(own | {name: model.get_submodule(name) for name in self.post_processing}, graph)
 
-    def __call__(self, batch: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        return self.run(batch).calls
-
-    def run(self, batch: Any) -> Inputs:
-        calls, results = self._compute(batch, *(attribute(self._model) for attribute in self._attributes))
-        return Inputs(calls, dict(zip(self.post_processing, results, strict=True)))
+    def __call__(self, batch: Any) -> Inputs:
+        inputs: Inputs = self._compute(batch, *(attribute(self._model) for attribute in self._attributes))
+        return inputs
 
 
 def trace_inputs(model: nn.Module, is_sharded: Callable[[nn.Module], bool], batch: object = None) -> InputGraph:

@@ -43,11 +43,8 @@ class RecordedInputs:
         self.verdicts: tuple[Verdict, ...] = ()
         self._templates: list[_Call] = []
 
-    def __call__(self, batch: Any) -> list[_Call]:
-        return self.run(batch).calls
-
-    def run(self, batch: Any) -> Inputs:
-        return Inputs([replaced(template, lambda _, part: _taken(part, batch)) for template in self._templates])
+    def __call__(self, batch: Any) -> Inputs:
+        return [replaced(template, lambda _, part: _taken(part, batch)) for template in self._templates]
 
     def _settle(self, sharded: dict[str, nn.Module], seen: dict[str, list[_Call | Refusal]]) -> None:
         found: dict[str, _Call] = {}  # in call order

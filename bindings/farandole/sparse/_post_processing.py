@@ -16,11 +16,13 @@ class PostProcessing:
     """Lets modules return in a forward what they returned when ``InputGraph.run`` called them for that batch.
 
     It replaces their ``forward`` until it is closed. Only the context (so, the thread) that is in ``replaying`` gets
-    kept results; all others call the modules as ever, at the same time. Hooks of the modules run both times.
+    kept results; all others call the modules as ever, at the same time. Hooks of the modules run both times, around
+    what is kept.
     """
 
     def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
         self._kept: ContextVar[dict[str, deque[Any]] | None] = ContextVar("kept", default=None)
+        self._noted: ContextVar[dict[str, list[Any]] | None] = ContextVar("noted", default=None)
         self._undo = contextlib.ExitStack()
         self.forwards: dict[str, Callable[..., Any]] = {}  # those of the modules now, by name
         for name in names:
@@ -28,6 +30,16 @@ class PostProcessing:
             before = vars(module).get("forward")
             module.forward = self.forwards[name] = functools.partial(self._forward, name, module.forward)
             self._undo.callback(_restore, module, before)
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[dict[str, list[Any]]]:
+        """Inside, one run ahead of a batch; yields what the modules return in it, by name and in call order."""
+        noted: dict[str, list[Any]] = {name: [] for name in self.forwards}
+        token = self._noted.set(noted)
+        try:
+            yield noted
+        finally:
+            self._noted.reset(token)
 
     @contextlib.contextmanager
     def replaying(self, results: Mapping[str, Sequence[Any]]) -> Iterator[None]:
@@ -52,7 +64,10 @@ class PostProcessing:
     def _forward(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         kept = self._kept.get()
         if kept is None or name not in kept:
-            return original(*args, **kwargs)
+            result = original(*args, **kwargs)
+            if (noted := self._noted.get()) is not None:
+                noted[name].append(result)
+            return result
         if not kept[name]:
             raise RuntimeError(f"forward called {name!r} more often than when it was traced")
         return kept[name].popleft()

@@ -53,7 +53,7 @@ def is_fsdp(module: nn.Module) -> bool:
 def unwrap(model: nn.Module) -> tuple[nn.Module, str]:
     """The model inside DDP, FSDP, torchrec's DistributedModelParallel and torch.compile, and the prefix of its names."""
     prefix = ""
-    while (name := _wrapped_name(model)) is not None:
+    while (name := wrapped_name(model)) is not None:
         model, prefix = getattr(model, name), f"{prefix}{name}."
     return model, prefix
 
@@ -75,7 +75,8 @@ def sharded_modules(model: nn.Module, is_sharded: Callable[[nn.Module], bool]) -
     return dict(walk(model, ""))
 
 
-def _wrapped_name(model: nn.Module) -> str | None:
+def wrapped_name(model: nn.Module) -> str | None:
+    """Under which it has the module that it wraps; None where it is no wrapper."""
     for name in _PRIVATE_NAMES:
         if name in model._modules:
             return name

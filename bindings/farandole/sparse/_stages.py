@@ -21,12 +21,18 @@ class Stages:
     """What BatchPipeline calls, from the thread of ``progress`` or from its own."""
 
     def __init__(
-        self, device: torch.device, streams: Streams, group: dist.ProcessGroup | None, agrees_on_inputs: bool
+        self,
+        device: torch.device,
+        streams: Streams,
+        group: dist.ProcessGroup | None,
+        agrees_on_inputs: bool,
+        has_custom_forward: bool,
     ) -> None:
         self._device = device
         self._streams = streams
         self._group = group
         self._agrees_on_inputs = agrees_on_inputs
+        self._has_custom_forward = has_custom_forward
         self._source: Iterator[Any] = iter(())
         self._yielded = 0
         self.input_dist: InputDist | None = None
@@ -58,7 +64,7 @@ class Stages:
                 self._yielded = _yielded_by(self._source)
                 if batch is None:
                     return False
-                self.flying[number] = InFlight(number, to_device(batch, self._device))
+                self.flying[number] = InFlight(number, to_device(batch, self._device), self._has_custom_forward)
         except Exception as error:
             self._failed[number] = f"load of batch {number}: {type(error).__name__}: {error}"
             raise

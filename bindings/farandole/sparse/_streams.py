@@ -16,12 +16,15 @@ class Streams:
     """
     Args:
         module: torch's of the device; tests give another one.
+
+    Raises:
+        ValueError: torch does not find the device here.
     """
 
     def __init__(self, device: torch.device, module: Any = None) -> None:
         self._module = module
         if module is None and device.type != "cpu":
-            self._module = torch.get_device_module(device)
+            self._module = _module_of(device)
         self._device = device
         self.copy, self.dist, self.prefetch = (
             None if self._module is None else self._module.Stream(device=device, priority=priority)
@@ -51,3 +54,11 @@ class Streams:
         current.wait_stream(source)
         for value in values:
             record_stream(value, current)
+
+
+def _module_of(device: torch.device) -> Any:
+    module = getattr(torch, device.type, None)
+    count = module.device_count() if hasattr(module, "device_count") else 0
+    if (device.index or 0) >= count:
+        raise ValueError(f'device={str(device)!r}: expected "cpu", or what torch finds here: {count} of {device.type}')
+    return module

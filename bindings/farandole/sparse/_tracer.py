@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import linecache
 import operator
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from farandole.sparse._batch_paths import Path, follow, replaced
 from farandole.sparse._model_state import ModelState
 from farandole.sparse._purity import IN_PLACE, is_random, name_of
-from farandole.sparse._sharded import is_fsdp, sharded_modules
+from farandole.sparse._sharded import is_fsdp, sharded_modules, wrapped_name
 
 _INTERNAL = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, __file__))
 
@@ -97,6 +98,13 @@ class InputTracer(fx.Tracer):
             return super().is_leaf_module(m, module_qualified_name)
         return True
 
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        name = wrapped_name(m)
+        if name is None or self.is_leaf_module(m, self.path_of_module(m)):
+            return super().call_module(m, forward, args, kwargs)
+        with _passing_on(m, name):
+            return super().call_module(m, forward, args, kwargs)
+
     def path_of_module(self, mod: nn.Module) -> str:
         return self._sharded_names.get(id(mod)) or super().path_of_module(mod)
 
@@ -151,6 +159,19 @@ class InputTracer(fx.Tracer):
                 line = f"{name}:{number} ({linecache.getline(name, number).strip()})"
                 module = names.get(id(frame.f_locals.get("self")), module)
         return CannotTrace(f"{type(error).__name__}: {error}", module or None, line)
+
+
+@contextlib.contextmanager
+def _passing_on(wrapper: nn.Module, name: str) -> Iterator[None]:
+    """Inside, its forward is that of the module that it wraps, without what it does beside; its hooks are its own."""
+    before = {key: value for key, value in vars(wrapper).items() if key == "forward"}
+    wrapped = getattr(wrapper, name)
+    vars(wrapper)["forward"] = lambda *args, **kwargs: wrapped(*args, **kwargs)
+    try:
+        yield
+    finally:
+        del vars(wrapper)["forward"]
+        vars(wrapper).update(before)
 
 
 def _autocast() -> list[tuple[bool, torch.dtype]]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+# (args, kwargs) of each pipelined module, in the order of the graph's names.
+Inputs = list[tuple[tuple[Any, ...], dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -39,18 +42,6 @@ class Verdict:
 
 def refused(module: str, refusal: Refusal) -> Verdict:
     return Verdict(module, False, refusal.node, refusal.reason, refusal.remedy)
-
-
-@dataclass
-class Inputs:
-    """What sharded modules get from one batch.
-
-    ``calls``: (args, kwargs) for each pipelined module, in the order of ``names``. ``results``: of each
-    post-processing module the outputs of all its calls in one forward, in call order.
-    """
-
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
-    results: dict[str, list[Any]] = field(default_factory=dict)
 
 
 NEVER_CALLED = Refusal(None, "forward never calls it", "Call it in the model's forward, or leave it out of the model")

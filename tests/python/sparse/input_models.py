@@ -35,6 +35,12 @@ class Jagged(metaclass=torch.fx.ProxyableClassMeta):
         return [Jagged(["half"], part) for part in self._values.repeat(2).split(4)]
 
 
+def computed(graph: Any, post: Any, batch: Any) -> tuple[Any, dict[str, list[Any]]]:
+    """What an InputGraph gives sharded modules of a batch, and what PostProcessing has noted."""
+    with torch.no_grad(), post.noting() as results:
+        return graph(batch), results
+
+
 def _tensor(seed: int) -> torch.Tensor:
     return torch.randn(4, generator=torch.Generator().manual_seed(seed))
 

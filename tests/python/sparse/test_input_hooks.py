@@ -101,7 +101,7 @@ def test_parts_of_a_batch_are_found_wherever_they_are(seed: int) -> None:
     inputs = recorded(forward, first)
     assert inputs.names == ("b", "a"), f"seed {seed} {first} {list(map(str, inputs.verdicts))}"
     assert [str(verdict) for verdict in inputs.verdicts] == ["a: pipelined", "b: pipelined"]
-    assert inputs.post_processing == () and inputs.run(first).results == {}
+    assert inputs.post_processing == ()
     for number in (1, 2):
         batch, _ = random_batch(seed, number)
         net = Net(forward)
@@ -161,7 +161,7 @@ def test_what_is_no_part_of_the_batch_is_refused(case: str) -> None:
     inputs = recorded(forward, batch)
     verdict = next(verdict for verdict in inputs.verdicts if verdict.module == "a")
     assert not verdict.pipelined and reason in verdict.reason and verdict.remedy in str(verdict), verdict
-    assert "a" not in inputs.names and len(inputs.run(Batch(8)).calls) == len(inputs.names)
+    assert "a" not in inputs.names and len(inputs(Batch(8))) == len(inputs.names)
 
 
 def test_what_is_in_two_places_is_refused() -> None:

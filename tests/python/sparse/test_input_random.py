@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from input_models import Batch, RandomModel, same, watched
+from input_models import Batch, RandomModel, computed, same, watched
 
 from farandole.sparse._input_graph import InputGraph, trace_inputs
 from farandole.sparse._post_processing import PostProcessing
@@ -34,18 +34,17 @@ def _compare(model: RandomModel, graph: InputGraph, seed: int) -> None:
     plain = copy.deepcopy(model)
     batches = [Batch(seed) for seed in range(3)]
     post = PostProcessing(model, graph.post_processing)
-    ahead = graph.run(batches[0])
+    ahead = computed(graph, post, batches[0])
     for index in range(3):
-        now = ahead
-        calls = copy.deepcopy(now.calls)
-        with torch.no_grad():
-            ahead = graph.run(batches[min(index + 1, 2)]) if index < 2 else now
+        calls, results = copy.deepcopy(ahead[0]), ahead[1]
+        if index < 2:
+            ahead = computed(graph, post, batches[index + 1])
         with watched(plain, graph.names) as expected:
             torch.manual_seed(seed)
             loss = plain(Batch(index))
         for name, call in zip(graph.names, calls):
             assert same([call], expected[name]), f"seed {seed} batch {index} {name}\n{model.program}"
-        with post.replaying(now.results), watched(model, graph.names) as seen:
+        with post.replaying(results), watched(model, graph.names) as seen:
             torch.manual_seed(seed)
             assert torch.equal(model(batches[index]), loss), f"seed {seed} batch {index}\n{model.program}"
         assert seen.keys() == expected.keys() and all(same(seen[name], expected[name]) for name in seen)
