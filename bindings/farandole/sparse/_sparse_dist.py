@@ -79,6 +79,7 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
         refuse_interval("dmp_collection_sync_interval_batches", dmp_collection_sync_interval_batches)
         self._sync_interval = dmp_collection_sync_interval_batches
         self._backwards = 0
+        self._collections: list[Any] = []  # of torchrec's 2D sharding, in the model
         if tracing not in (None, "fx", "hooks"):
             raise ValueError(f'tracing={tracing!r}: expected "fx", "hooks" or None')
         refuse_no_bool("strict", strict)
@@ -181,9 +182,9 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
     def _after_backward(self) -> None:
         is_due = self._sync_interval is not None and self._backwards % self._sync_interval == 0
         self._backwards += 1
-        if is_due and is_two_dimensional(self._model):
+        for collection in self._collections if is_due else ():
             with ProfilerRange("## dmp_collection_sync ##"):
-                self._model.sync()
+                collection.sync()
 
     def _completes_ahead(self) -> bool:
         return self._agrees_on_inputs
@@ -200,6 +201,7 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
             self._attachment = attach(self._model, self._group, self._device, self._strict, self._tracing)
             self._leave = weakref.finalize(self, self._attachment.leave)
             self._leave.atexit = False
+            self._collections = [module for module in self._model.modules() if is_two_dimensional(module)]
             self._stages.input_dist = self._attachment.input_dist
         self._stages.is_training = self._model.training
         self._attachment.input_dist.renew()

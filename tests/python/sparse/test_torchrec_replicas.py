@@ -41,6 +41,17 @@ class Net(nn.Module):
         return (scores - batch.labels).square(), scores.detach()
 
 
+class Task(nn.Module):
+    """A model around another one."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, batch: Any) -> Any:
+        return self.inner(batch)
+
+
 def replicated(seed: int) -> tuple[Any, torch.optim.Optimizer]:
     """Over groups of two ranks. What torchrec asks for CUDA does nothing of it."""
     import torchrec_models as models
@@ -106,13 +117,13 @@ def train(rank: int, world_size: int, seed: int) -> None:
     import torchrec_models as models
 
     pick = random.Random(seed)
-    for kind in (TrainPipelineSparseDist, PrefetchTrainPipelineSparseDist):
+    for kind, within in ((TrainPipelineSparseDist, Task), (PrefetchTrainPipelineSparseDist, lambda model: model)):
         for interval in (1, pick.randint(2, 3), None):
             numbers = [pick.randint(4, 8) for _ in range(world_size)]  # of batches, of which the fewest are computed
             print(f"seed {seed}: {kind.__name__}, every {interval} batches, {numbers} batches")
             (model, optimizer), (plain, plain_optimizer) = replicated(seed), replicated(seed)
             options: Any = {"dmp_collection_sync_interval_batches": interval, "strict": True}
-            pipeline = kind(model, optimizer, models.CPU, **options)
+            pipeline = kind(within(model), optimizer, models.CPU, **options)
             shape = models.Kind(WAYS, (), "plain", False, False, 0)
             outputs = drain(pipeline, iter(models.make_batches(shape, seed, numbers[rank])))
             expected = []
