@@ -45,11 +45,15 @@ class AheadRun:
         self._values = {name: tensors[name].detach().clone() for name in changed}
         return (self._written or frozenset()) | changed
 
+    def is_overwritten(self) -> bool:
+        """Whether others have since written to what it has written."""
+        tensors = self._all()
+        return any(self._is_other(name, tensors.get(name)) for name in self._values)
+
     def take_back(self) -> bool:
         """As if it had not been; False, and nothing is done, where that is not known any more, or others have changed
         the modules since."""
-        tensors = self._all()
-        if any(self._is_other(name, tensors.get(name)) for name in self._values):
+        if self.is_overwritten():
             return False
         if any(state.has_changed() for state in self._after):
             return False
@@ -68,10 +72,8 @@ class AheadRun:
         return True
 
     def _is_other(self, name: str, tensor: torch.Tensor | None) -> bool:
-        if tensor is None:
-            return True
-        # torch's DDP writes buffers in each forward, with what they hold already.
-        return _version(tensor) != self._versions[name] and not torch.equal(tensor, self._values[name])
+        # torch's DDP writes buffers in each forward, mostly with what they hold already, and may not count that.
+        return tensor is None or not _are_equal(tensor, self._values[name])
 
     def _is_copied(self, name: str, tensor: torch.Tensor) -> bool:
         return not isinstance(tensor, nn.Parameter) if self._written is None else name in self._written
@@ -89,3 +91,10 @@ class AheadRun:
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """With nan where the other one has it."""
+    if one.shape != other.shape:
+        return False
+    return bool(((one == other) | ((one != one) & (other != other))).all())

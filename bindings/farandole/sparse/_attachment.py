@@ -28,6 +28,10 @@ from farandole.sparse._verdict import Inputs, Verdict
 
 Take = Callable[[InFlight, str], tuple[Any, Any]]
 
+_OVERWRITTEN = (
+    "buffers of {}, which runs ahead of forwards, are overwritten in a forward, when batches have gone ahead that needed "
+    "them: expected DDP with broadcast_buffers=False, or that tells it to ignore them, where they differ between ranks"
+)
 _CUSTOM = (
     "torch.fx takes the model to be called with the batch: where custom_model_fwd gives it something else, a part of the "
     'batch say, expected tracing="hooks"'
@@ -74,6 +78,7 @@ class Attachment:
         self._take: Take | None = None
         self._post_processing: PostProcessing | None = None
         self._written: frozenset[str] | None = None  # by post-processing
+        self._run: AheadRun | None = None  # the last one
         self._changes = ModelChanges(self.model, is_sharded)
         self._comparisons: Comparisons | None = None
         self._compares = False  # values, in this forward
@@ -198,8 +203,12 @@ class Attachment:
             else:
                 comparisons = self._comparisons if self._is_ahead(flying) else None
                 self._compares = comparisons is not None and comparisons.begin(flying.batch)
+                run = self._run if self._compares else None
+                is_whole = run is not None and not run.is_overwritten()
                 with self._replaying(flying):
                     yield
+                if is_whole and run is not None and run.is_overwritten():
+                    raise RuntimeError(_OVERWRITTEN.format(", ".join(map(repr, run.modules))))
                 if comparisons is not None:
                     comparisons.end(self._compares)
         finally:
@@ -230,7 +239,7 @@ class Attachment:
             inputs = self._computed(self._graph, flying)
         if run is not None:
             self._written = run.has_run()
-            flying.run = run
+            flying.run = self._run = run
         return inputs
 
     def _computed(self, graph: InputGraph | RecordedInputs, flying: InFlight) -> Inputs:

@@ -57,7 +57,7 @@ class Streams:
 
 
 def _module_of(device: torch.device) -> Any:
-    module = getattr(torch, device.type, None)
+    module: Any = getattr(torch, device.type, None)
     count = module.device_count() if hasattr(module, "device_count") else 0
     if (device.index or 0) >= count:
         raise ValueError(f'device={str(device)!r}: expected "cpu", or what torch finds here: {count} of {device.type}')

@@ -100,6 +100,33 @@ def test_hooks_on_post_processing_may_change_what_it_gets_and_returns(threads):
     run_ranks(hook_posts, 2, "farandole", threads=threads)
 
 
+class Summing(WithPosts):
+    class Shift(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("total", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            self.total += ids.sum()
+            return ids + self.total % 7
+
+
+def broadcast(rank: int, world_size: int) -> None:
+    """Of the first rank's sums, once all have gone ahead with their own."""
+    model, optimizer = made(Summing(1))
+    model.eval()  # no backward, for which ranks would wait
+    pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
+    if rank == 0:
+        assert pipeline.progress(iter(make_batches(3, 2))) is not None
+        return
+    with pytest.raises(RuntimeError, match=r"^buffers of 'shift', which runs ahead of forwards, are overwritten"):
+        pipeline.progress(iter(make_batches(3, 2)))
+
+
+def test_buffers_that_ddp_overwrites_behind_what_went_ahead_are_an_error():
+    run_ranks(broadcast, 2, "farandole")
+
+
 def give_parts(rank: int, world_size: int) -> None:
     (model, optimizer), (plain, plain_optimizer) = made(1), made(1)
     batches = make_batches(3, 6)
