@@ -1,6 +1,7 @@
 // How the rounds of a GradReducer end.
 
 #include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 
 #include <algorithm>
@@ -26,7 +27,13 @@ void GradReducer::onBackwardEnd(int task) {
     // The end of a backward inside the one of the forward, which may bring the other gradients.
     if (readyCount_ < parameters_.size() && task != outputTask_ && insideBackwardNode()) return;
   }
-  finishRound(RoundEnd::kBackward);
+  try {
+    finishRound(RoundEnd::kBackward);
+  } catch (...) {
+    // The engine calls nobody after one that throws, and rounds of other models end with this backward, too.
+    torch::autograd::Engine::get_default_engine().queue_callback(
+        [failure = std::current_exception()] { std::rethrow_exception(failure); });
+  }
 }
 
 std::vector<int> GradReducer::markRest(RoundEnd end) {

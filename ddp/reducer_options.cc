@@ -30,6 +30,7 @@ std::vector<Fact> factsOf(const ReducerOptions& options, const DataParallelGroup
           {"average_in_collective", yes(options.averageInCollective)},
           {"reduce_scatter_with_fp32_accumulation", yes(options.accumulatesInFloat)},
           {"static_graph", yes(options.isGraphStatic)},
+          {"init_sync", yes(options.broadcasts)},
           {"gradients are averaged", yes(options.isAveraged)},
           {"optimizer instances", std::to_string(groups.dense.instances ? groups.dense.instances->getSize() : 1)}};
 }

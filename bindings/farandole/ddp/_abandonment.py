@@ -60,9 +60,8 @@ class AbandonsGroup:
         reducer, before = self._reducer, self._reducer.rounds()
 
         def rounds() -> int:
-            return self._reducer.rounds() - (
-                before if self._reducer is reducer else 0
-            )  # bucket_size="auto" makes another
+            began = before if self._reducer is reducer else 0  # bucket_size="auto" makes another
+            return self._reducer.rounds() - began
 
         try:
             yield

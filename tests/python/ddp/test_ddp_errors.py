@@ -233,3 +233,25 @@ def test_gradients_that_are_too_large_are_found_beside_what_is_not_finite():
         nan, infinite = "is NaN somewhere", "'bias' (bucket 0) is infinite somewhere"
         assert found[5:7] == ["", infinite]
         assert [nan in error or "norm of 100" in error for error in found[7:]] == [True] * 3
+
+
+class _Parts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)
+
+    def forward(self, x, both=True):
+        return (self.always(x) + self.sometimes(x) if both else self.always(x)).sum()
+
+
+def _two_models(rank, world_size):
+    x = torch.ones(2, 4)
+    models = [DistributedDataParallel(_Parts()) for _ in range(2)]
+    for broken in range(2):
+        with pytest.raises(RuntimeError, match="got no gradient"):
+            sum(model(x, index != broken) for index, model in enumerate(models)).backward()
+        sum(model(x) for model in models).backward()  # the next step runs, of both
+
+
+def test_an_error_of_one_model_leaves_the_round_of_another_ended():
+    run_ranks(_two_models, 2, "farandole")

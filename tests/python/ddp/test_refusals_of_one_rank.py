@@ -36,6 +36,8 @@ def _refuse(rank: int, world_size: int) -> None:
             said = _wrap(wrong if rank in culprits else {})
             assert text in said, (rank, culprits, wrong, said)
             assert rank in culprits or f"rank {culprits[0]}: " in said, (rank, culprits, said)
+    with pytest.raises(ValueError, match="rank 0 has init_sync: False; rank 1 has init_sync: True"):
+        DistributedDataParallel(torch.nn.Linear(2, 2), init_sync=rank > 0)
     lazy = torch.nn.LazyLinear(2) if rank == 1 else torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match="parameter 'weight' is uninitialized"):
         DistributedDataParallel(lazy)
