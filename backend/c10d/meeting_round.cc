@@ -63,12 +63,13 @@ void MeetingRound::begin() {
   shared_->set(kRound, number_);
 }
 
-void MeetingRound::welcome() {
-  std::erase_if(awaited_, [this](int other) {
+bool MeetingRound::welcome() {
+  const std::size_t numCome = std::erase_if(awaited_, [this](int other) {
     const bool hasCome = store_->check({guestKey(other)});
     if (hasCome) store_->set(welcomeKey(other), store_->get(guestKey(other)));
     return hasCome;
   });
+  return numCome > 0;
 }
 
 bool MeetingRound::isWelcome() {
@@ -85,7 +86,7 @@ bool MeetingRound::enter() {
   if (isWelcome()) return true;
   open(latest);
   store_->set(guestKey(rank_), number_);
-  return false;
+  return true;
 }
 
 void MeetingRound::giveUp(const std::string& reason) {

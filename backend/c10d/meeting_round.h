@@ -22,9 +22,9 @@ class MeetingRound {
 
   // Rank 0 begins one.
   void begin();
-  // Rank 0 answers those who have come since; to be called while it waits for them.
-  void welcome();
-  // The others look once: whether they are in it.
+  // Rank 0 answers those who have come since; to be called while it waits for them. Whether somebody has.
+  bool welcome();
+  // The others look once. Whether they have found another one, or are in it now.
   bool enter();
 
   // Of this round, or of what may be an earlier one; null until one was found.

@@ -20,8 +20,20 @@ using collective::Member;
 
 // Changes whenever ranks of different versions could not talk to each other.
 constexpr std::uint32_t kWireVersion = 8;
-// Between two looks for a rank that is late.
-constexpr std::chrono::milliseconds kLongestPause{100};
+// Between looks for ranks that are late: longer and longer, but for those that are about to come.
+class Pauses {
+ public:
+  void take() {
+    std::this_thread::sleep_for(next_);
+    next_ = std::min(2 * next_, kLongest);
+  }
+  void restart() { next_ = kShortest; }
+
+ private:
+  static constexpr std::chrono::milliseconds kShortest{1};
+  static constexpr std::chrono::milliseconds kLongest{100};
+  std::chrono::milliseconds next_ = kShortest;
+};
 
 using Blob = std::vector<std::uint8_t>;  // as stores have them
 
@@ -139,24 +151,23 @@ Status MeetingPlace::timedOut(int rank) const {
 Status MeetingPlace::enterRound() {
   FARANDOLE_RETURN_IF_ERROR(givenUp());
   if (rank_ == 0) round_.begin();
-  for (std::chrono::milliseconds pause{1}; !round_.isEntered() && !round_.enter();
-       pause = std::min(2 * pause, kLongestPause)) {
+  for (Pauses pauses; !round_.isEntered(); pauses.take()) {
+    if (round_.enter()) pauses.restart();
+    if (round_.isEntered()) break;
     FARANDOLE_RETURN_IF_ERROR(givenUp());
     FARANDOLE_RETURN_IF_ERROR(health());
     if (std::chrono::steady_clock::now() >= deadline_) return timedOut(0);
-    std::this_thread::sleep_for(pause);
   }
   return Status::ok();
 }
 
 Result<MeetingPlace::Blob> MeetingPlace::read(const std::string& board, int rank) {
   const std::string key = keyOf(board, rank);
-  for (std::chrono::milliseconds pause{1}; !round_.store()->check({key}); pause = std::min(2 * pause, kLongestPause)) {
-    if (rank_ == 0) round_.welcome();
+  for (Pauses pauses; !round_.store()->check({key}); pauses.take()) {
+    if (rank_ == 0 && round_.welcome()) pauses.restart();
     FARANDOLE_RETURN_IF_ERROR(givenUp());
     FARANDOLE_RETURN_IF_ERROR(health());
     if (std::chrono::steady_clock::now() >= deadline_) return timedOut(rank);
-    std::this_thread::sleep_for(pause);
   }
   return round_.store()->get(key);
 }

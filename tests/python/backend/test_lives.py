@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from support.hosts import Hosts
-from support.processes import run_ranks
+from support.processes import await_all, run_ranks
 from support.resources import private_bytes, resident_bytes, resources
 from support.sanitizers import SANITIZED
 
@@ -95,6 +95,7 @@ def _abort_and_come_back(rank, world_size, folder, lives):
     for life in range(lives):
         _init(folder, life, rank, world_size)
         _use(rank, world_size)
+        await_all(rank, world_size)  # an abort is the error of what is under way elsewhere
         aborts = rank == life % world_size
         pending = dist.irecv(torch.zeros(8), 1 - rank)
         if aborts:
