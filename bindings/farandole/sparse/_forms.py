@@ -34,22 +34,13 @@ def form_of(types: Mapping[str, torch.dtype]) -> int:
     return form
 
 
-def refuse_other_forms(forms: Mapping[str, Sequence[Sequence[int]]], ranks: Sequence[int]) -> None:
-    """
-    Args:
-        forms: of the features of each module by name, on each of the ranks. All ranks have the same.
-
-    Raises:
-        ValueError: those of some ranks are others.
-    """
-    for name, of_ranks in forms.items():
-        for rank, found in zip(ranks, of_ranks, strict=True):
-            for one, other in zip(of_ranks[0], found, strict=True):
-                if one != other:
-                    raise ValueError(
-                        f"features for {name} have {_described(one)} on rank {ranks[0]}, {_described(other)} on rank "
-                        f"{rank}: expected the same on all ranks"
-                    )
+def other_forms(module: str, forms: Sequence[int], ranks: Sequence[int]) -> ValueError:
+    """Which of these features of a module, on each of the ranks, is not as on the first one; the same text on all ranks."""
+    rank, other = next((rank, form) for rank, form in zip(ranks, forms, strict=True) if form != forms[0])
+    return ValueError(
+        f"features for {module} have {_described(forms[0])} on rank {ranks[0]}, {_described(other)} on rank {rank}: "
+        "expected the same on all ranks"
+    )
 
 
 def _described(form: int) -> str:

@@ -12,7 +12,7 @@ from torch import nn
 
 from farandole._C import Presence
 from farandole.sparse._exchange import SplitsExchange
-from farandole.sparse._forms import refuse_other_forms
+from farandole.sparse._forms import other_forms
 from farandole.sparse._in_flight import InFlight
 from farandole.sparse._input_equality import versions_of
 from farandole.sparse._joint_steps import JointSteps
@@ -207,15 +207,15 @@ class InputDist:
         ]
 
     def _refuse_other_forms(self, rows: list[list[int]]) -> None:
-        if self._joint.group.group is None:
+        group = self._joint.group.group
+        if group is None:
             return
-        forms: dict[str, list[list[int]]] = {name: [[] for _ in rows] for name, _ in self._unsent}
         begin = 0
         for name, part in self._unsent:
-            for row, found in zip(rows, forms[name], strict=True):
-                found.append(row[begin])
+            forms = [row[begin] for row in rows]
+            if forms.count(part.form) != len(forms):
+                raise other_forms(name, forms, dist.get_process_group_ranks(group))
             begin += part.columns
-        refuse_other_forms(forms, dist.get_process_group_ranks(self._joint.group.group))
 
     def _send_unsent(self, flying: InFlight, rows: list[list[int]]) -> None:
         if self._torchrec is None:

@@ -18,6 +18,8 @@ def preprocessed(modules: Mapping[str, nn.Module], calls: Mapping[str, Call]) ->
     torchrec's feature processors of tables by row write positions into the weights of features, which other modules,
     before or behind them, may have as well.
     """
+    if not any(map(_writes, modules.values())):
+        return dict(calls)
     written = _Written()
     done: dict[str, Call] = {}
     for name, (args, kwargs) in calls.items():
