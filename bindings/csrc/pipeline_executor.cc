@@ -116,10 +116,11 @@ class PythonExecutor {
   PythonExecutor(const pipeline::Plan& plan, int rank, const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                  const std::vector<std::shared_ptr<PythonStage>>& stages, double lossScale, std::string description,
                  std::string rankName, bool areShapesDeclared, std::uint64_t alike, bool checksForNan,
-                 at::Device device)
+                 at::Device device, bool hasOneQueue)
       : stages_(stages) {
     pipeline::ExecutorConfig config;
     config.device = device;
+    config.hasOneQueue = hasOneQueue;
     if (group && !device.is_cpu()) config.deviceBackend = group->getBackend(device.type());
     for (const auto& stage : stages) config.stages.push_back(PythonStage::bind(stage, &inputs_));
     config.lossScale = lossScale;
@@ -254,10 +255,11 @@ void bindPipelineExecutor(py::module_& module) {
   py::class_<PythonExecutor>(module, "PipelineExecutor", visitsOwnedObjects<PythonExecutor>())
       .def(py::init<const pipeline::Plan&, int, const c10::intrusive_ptr<c10d::ProcessGroup>&,
                     const std::vector<std::shared_ptr<PythonStage>>&, double, std::string, std::string, bool,
-                    std::uint64_t, bool, at::Device>(),
+                    std::uint64_t, bool, at::Device, bool>(),
            py::kw_only(), py::arg("plan"), py::arg("rank"), py::arg("group").none(true), py::arg("stages"),
            py::arg("loss_scale"), py::arg("description"), py::arg("rank_name"), py::arg("shapes_declared") = false,
-           py::arg("alike") = 0, py::arg("checks_for_nan") = false, py::arg("device") = at::Device(at::kCPU))
+           py::arg("alike") = 0, py::arg("checks_for_nan") = false, py::arg("device") = at::Device(at::kCPU),
+           py::arg("one_queue") = false)
       .def("step", &PythonExecutor::step, py::kw_only(), py::arg("args"), py::arg("kwargs"), py::arg("targets"),
            py::arg("loss_kwargs"), py::arg("outputs"), py::arg("losses"), py::arg("relearn"),
            py::arg("loss_scales") = py::none())

@@ -178,6 +178,7 @@ class PipelineExecutor:
         shapes_declared: bool = False,
         alike: int = 0,
         device: torch.device = ...,
+        one_queue: bool = False,
         checks_for_nan: bool = False,
     ) -> None: ...
     def step(

@@ -50,7 +50,7 @@ Executor::Executor(Program program, const c10::intrusive_ptr<c10d::Backend>& bac
     : program_(std::move(program)),
       config_(std::move(config)),
       agreement_(backend, backend ? backend->getSize() : 1),
-      traffic_(program_, stages_, makeChannel(backend, config_.deviceBackend), config_.device),
+      traffic_(program_, stages_, makeChannel(backend, config_.deviceBackend, config_.hasOneQueue), config_.device),
       failure_(config_.rankName.empty() ? "rank " + std::to_string(program_.rank) : config_.rankName, stages_,
                program_.hasBackward),
       compute_(program_, config_, traffic_, failure_) {

@@ -23,6 +23,8 @@ struct ExecutorConfig {
   // Sends and receives what is there; null on the CPU. Headers, packets, votes and, in steps that learn shapes,
   // tensors, too, go over the executor's own backend, between the hosts' memories.
   c10::intrusive_ptr<c10d::Backend> deviceBackend;
+  // Whether what a rank has posted there starts in that order, one batch after another.
+  bool hasOneQueue = false;
   double lossScale = 1;     // the gradient of each microbatch's loss, in a step that is given no other
   std::string description;  // of what is run: shown when ranks run different things
   std::string rankName;     // in errors; by default "rank N", of the plan

@@ -1,5 +1,7 @@
 #include "pipeline/runtime/p2p_channel.h"
 
+#include <algorithm>
+#include <array>
 #include <utility>
 
 namespace farandole::pipeline {
@@ -12,12 +14,14 @@ void throwIfError(const Status& status) {
 
 class Channel final : public P2pChannel {
  public:
-  Channel(c10::intrusive_ptr<c10d::Backend> onHost, c10::intrusive_ptr<c10d::Backend> onDevice)
+  Channel(c10::intrusive_ptr<c10d::Backend> onHost, c10::intrusive_ptr<c10d::Backend> onDevice, bool hasOneQueue)
       : onHost_(std::move(onHost)),
         onDevice_(std::move(onDevice)),
-        lines_(dynamic_cast<RepeatedMessages*>(onHost_.get())) {}
+        lines_(dynamic_cast<RepeatedMessages*>(onHost_.get())),
+        hasOneQueue_(hasOneQueue) {}
 
   void post(int peer, std::span<Message* const> batch) override {
+    if (hasOneQueue_ && std::ranges::any_of(batch, isOnDevice)) return postAsOne(peer, batch);
     // Receives first: a rendezvous send finds its match the sooner.
     for (const bool isSend : {false, true}) {
       for (Message* message : batch) {
@@ -26,13 +30,53 @@ class Channel final : public P2pChannel {
     }
   }
 
+  // The first messages between two ranks connect them, which may block the host or keep messages back, past the order
+  // of the queue: so pairs of ranks connect here, one after another in an order of all ranks. torch's NCCL makes what
+  // its batches go over with all ranks.
+  void connect(at::Device device, std::span<const int> peers) override {
+    if (!hasOneQueue_) return;
+    Message word;
+    word.tensor[0] = at::zeros({1}, at::TensorOptions(at::kByte).device(device));
+    onDevice_->allreduce(word.tensor)->wait();
+    for (const int peer : peers) {
+      for (const bool isUpwards : {true, false}) {
+        word.isSend = (onDevice_->getRank() < peer) == isUpwards;
+        postAsOne(peer, std::array{&word});
+        word.wait();
+        (void)word.tensor[0].cpu();  // the host waits for it
+      }
+    }
+  }
+
  private:
+  static bool isOnDevice(const Message* message) { return !message->tensor[0].is_cpu(); }
+
   void start(int peer, Message& message) {
     const at::Tensor& tensor = message.tensor[0];
     if (lines_ != nullptr && tensor.is_cpu()) return startLine(peer, message);
     c10d::Backend& backend = tensor.is_cpu() ? *onHost_ : *onDevice_;
     message.work = message.isSend ? backend.send(message.tensor, peer, message.tag)
                                   : backend.recv(message.tensor, peer, message.tag);
+  }
+
+  // In a queue a receive that comes first would hold up the send that the peer, which waits likewise, waits for.
+  void postAsOne(int peer, std::span<Message* const> batch) {
+    for (Message* message : batch) {
+      if (!isOnDevice(message)) start(peer, *message);
+    }
+    onDevice_->startCoalescing();
+    try {
+      for (Message* message : batch) {
+        if (isOnDevice(message)) start(peer, *message);
+      }
+    } catch (...) {
+      onDevice_->endCoalescing();
+      throw;
+    }
+    const c10::intrusive_ptr<c10d::Work> work = onDevice_->endCoalescing();
+    for (Message* message : batch) {
+      if (isOnDevice(message)) message->work = work;
+    }
   }
 
   void startLine(int peer, Message& message) {
@@ -51,6 +95,7 @@ class Channel final : public P2pChannel {
 
   const c10::intrusive_ptr<c10d::Backend> onHost_, onDevice_;
   RepeatedMessages* const lines_;  // of onHost_; null where it has none
+  const bool hasOneQueue_;         // of onDevice_
 };
 
 }  // namespace
@@ -95,8 +140,8 @@ Message& Message::operator=(Message&& other) {
 }
 
 std::unique_ptr<P2pChannel> makeChannel(c10::intrusive_ptr<c10d::Backend> onHost,
-                                        c10::intrusive_ptr<c10d::Backend> onDevice) {
-  return std::make_unique<Channel>(std::move(onHost), std::move(onDevice));
+                                        c10::intrusive_ptr<c10d::Backend> onDevice, bool hasOneQueue) {
+  return std::make_unique<Channel>(std::move(onHost), std::move(onDevice), hasOneQueue);
 }
 
 }  // namespace farandole::pipeline

@@ -49,13 +49,18 @@ class P2pChannel {
 
   // Starts all of `batch`, sends and receives with `peer`.
   virtual void post(int peer, std::span<Message* const> batch) = 0;
+
+  // By all ranks, before the first message of a tensor on `device`: returns when messages to and from `peers`, which
+  // ascend, need no more preparation. Where messages need not start in their order there is nothing to do.
+  virtual void connect(at::Device device, std::span<const int> peers) = 0;
 };
 
 // The channel over any c10d backend that sends CPU tensors with tags: by its
 // repeated messages where it has them, else one send or recv per message. What is
 // on a device goes over `onDevice`, where waiting may be the current stream's and
-// messages may match in the order in which they are posted.
+// messages may match in the order in which they are posted. With `hasOneQueue` what
+// is posted at once is one batch of c10d's there.
 std::unique_ptr<P2pChannel> makeChannel(c10::intrusive_ptr<c10d::Backend> onHost,
-                                        c10::intrusive_ptr<c10d::Backend> onDevice);
+                                        c10::intrusive_ptr<c10d::Backend> onDevice, bool hasOneQueue);
 
 }  // namespace farandole::pipeline

@@ -1,6 +1,7 @@
 #include "pipeline/runtime/program.h"
 
 #include <algorithm>
+#include <set>
 #include <span>
 
 #include "backend/common/digest.h"
@@ -201,6 +202,14 @@ class Compiler {
 };
 
 }  // namespace
+
+std::vector<int> Program::peers() const {
+  std::set<int> found;
+  for (const Instruction& instruction : instructions) {
+    if (instruction.op == InstructionOp::kPost) found.insert(instruction.peer);
+  }
+  return {found.begin(), found.end()};
+}
 
 Result<Program> compileProgram(const Plan& plan, int rank) {
   if (rank < 0 || rank >= plan.numRanks()) {

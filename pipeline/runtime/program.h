@@ -57,6 +57,9 @@ struct ProgramStage {
 
 // A lowered plan, compiled for one rank: flat arrays that the executor replays.
 struct Program {
+  // The ranks that this one sends to, and receives from; ascending.
+  std::vector<int> peers() const;
+
   std::int32_t rank = 0;
   std::int32_t numMicrobatches = 0;
   bool hasBackward = false;

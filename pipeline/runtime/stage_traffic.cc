@@ -83,7 +83,11 @@ at::Tensor StageTraffic::fromWire(const at::Tensor& tensor, const TensorMeta& me
 void StageTraffic::beginStep(bool learning) {
   if (learning_ && !device_.is_cpu()) store_.clear();  // they are the host's
   learning_ = learning;
-  if (learning) reset(true);
+  if (learning) return reset(true);
+  if (isConnected_ || device_.is_cpu()) return;
+  const std::vector<int> peers = program_.peers();
+  channel_->connect(device_, peers);
+  isConnected_ = true;
 }
 
 void StageTraffic::post(const Instruction& instruction) {

@@ -84,6 +84,7 @@ class StageTraffic {
   std::vector<Message*> batch_;
   std::vector<Transfer*> sending_;  // activations that were posted and may not have left, in the order of posting
   bool learning_ = true;
+  bool isConnected_ = false;  // the channel, for tensors on the device
 };
 
 }  // namespace farandole::pipeline

@@ -17,7 +17,7 @@ from farandole._rank_names import rank_name
 from farandole.megatron._chunk import Call, Chunk
 from farandole.megatron._shapes import DeclaredShapes
 from farandole.pipelining import _plans
-from farandole.pipelining._devices import channel_of
+from farandole.pipelining._devices import channel_of, has_one_queue
 
 _KEPT = 8  # of each group; a batch size that ramps up leaves its earlier ones behind
 
@@ -90,6 +90,7 @@ class Run:
             checks_for_nan=key.checks_for_nan,
             alike=int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little"),
             device=key.device,
+            one_queue=has_one_queue(group, key.device),
         )
         count = key.num_microbatches
         self._args: list[tuple[Any, ...]] = [()] * count

@@ -41,7 +41,11 @@ def one_device(stages: Sequence[torch.device]) -> torch.device:
 
 
 def channel_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
-    """By what rules the group's messages of tensors there match, as :func:`farandole.pipelining.validate` names them.
+    """For which channel plans are lowered and proven, as :func:`farandole.pipelining.validate` names them.
+
+    With NCCL it is one queue for each rank, whatever the order in which its messages run: a host that loads a kernel,
+    frees memory or synchronizes waits for all that the device was given, receives that have begun included. A receive
+    that waits, by way of other ranks, for what this rank does later would never end then.
 
     Raises:
         RuntimeError: the group has no backend for them, or none for the CPU, over which ranks agree on steps.
@@ -54,8 +58,21 @@ def channel_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
                 f"the pipeline's group has no backend for {needed}, expected one for {purpose}: "
                 "init_process_group('farandole'), or 'cpu:gloo,cuda:nccl'"
             )
-    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        return "one_queue_per_rank"  # a stream that waits holds up those that were filled after it
-    if group._get_backend(device).name() != "farandole":
-        return "one_queue_per_rank"  # as a communicator of torch's NCCL is
-    return "tagged" if os.environ.get("FARANDOLE_CUDA_MESSAGES") == "ucx" else "fifo_per_edge"
+    return "tagged" if _is_over_ucx(group, device) else "one_queue_per_rank"
+
+
+def has_one_queue(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Do the group's messages of tensors there also start one batch after another? As with torch's NCCL, which has one
+    communicator for all; and over ours where CUDA has one queue for all streams.
+    """
+    if group is None or device.type == "cpu" or _is_over_ucx(group, device):
+        return False
+    return not _is_ours(group, device) or os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+
+
+def _is_ours(group: dist.ProcessGroup, device: torch.device) -> bool:
+    return group._get_backend(device).name() == "farandole"
+
+
+def _is_over_ucx(group: dist.ProcessGroup, device: torch.device) -> bool:
+    return _is_ours(group, device) and os.environ.get("FARANDOLE_CUDA_MESSAGES") == "ucx"

@@ -13,7 +13,7 @@ import torch
 from farandole import _C
 from farandole._rank_names import rank_name
 from farandole.pipelining import _plans
-from farandole.pipelining._devices import channel_of, one_device
+from farandole.pipelining._devices import channel_of, has_one_queue, one_device
 from farandole.pipelining._dry_runs import check_declared, is_dry
 from farandole.pipelining._forward_context import ForwardsInContext
 from farandole.pipelining._grad_sync import GradSync
@@ -310,6 +310,7 @@ class PipelineSchedule(metaclass=RefusesOnAllRanks):
                 loss_scale=copies / self._n_microbatches if self.scale_grads else 1.0,
                 description=f"{described}, n_microbatches={self._n_microbatches}",
                 device=self._device,
+                one_queue=has_one_queue(first.group, self._device),
                 rank_name=rank_name(first.group),
                 shapes_declared=self._is_dry,
                 checks_for_nan=self._config.check_for_nan_in_loss_and_grad,

@@ -57,9 +57,10 @@ struct Rank {
 
 class Runner {
  public:
-  Runner(const Plan& plan, ChannelModel model, std::mt19937_64& random)
+  Runner(const Plan& plan, ChannelModel model, std::mt19937_64& random, Host host)
       : plan_(plan),
         model_(model),
+        host_(host),
         random_(random),
         ranks_(plan.ranks.size()),
         before_(static_cast<std::size_t>(plan.numStages)),
@@ -170,6 +171,7 @@ class Runner {
     if (isPost(action.kind)) {
       if (!post(rank, action)) return true;
     } else {
+      if (host_ == Host::kSynchronizes && !std::ranges::all_of(state.posted, &Batch::done)) return false;
       for (const Action& leaf : leaves(action)) {
         const std::optional<bool> ready = isReady(rank, leaf);
         if (!ready) return true;
@@ -312,6 +314,7 @@ class Runner {
 
   const Plan& plan_;
   ChannelModel model_;
+  Host host_;
   std::mt19937_64& random_;
   std::vector<Rank> ranks_;
   std::vector<std::vector<std::int32_t>> before_;  // [stage]
@@ -322,8 +325,8 @@ class Runner {
 
 }  // namespace
 
-std::string runRandomly(const Plan& plan, ChannelModel model, std::mt19937_64& random) {
-  return Runner(plan, model, random).run();
+std::string runRandomly(const Plan& plan, ChannelModel model, std::mt19937_64& random, Host host) {
+  return Runner(plan, model, random, host).run();
 }
 
 }  // namespace farandole::pipeline

@@ -26,6 +26,12 @@ Plan computeOnly(Plan plan) {
   return plan;
 }
 
+// With one queue no message waits for what its rank does later. So over any edges a rank may wait, at any time, for all
+// that it has posted.
+void checkHostMayWait(const Plan& queued, std::mt19937_64& random) {
+  EXPECT_EQ(runRandomly(queued, ChannelModel::kFifoPerEdge, random, Host::kSynchronizes), "");
+}
+
 // Both the proof and the oracle, which picks one event after another.
 void checkRuns(const Plan& compute, std::mt19937_64& random) {
   const Result<Plan> queued = queueMessages(compute);
@@ -36,6 +42,7 @@ void checkRuns(const Plan& compute, std::mt19937_64& random) {
     ASSERT_TRUE(proof) << proof.toString();
     EXPECT_EQ(runRandomly(*queued, model, random), "") << toString(model);
   }
+  checkHostMayWait(*queued, random);
   const std::vector<StageCost> costs(static_cast<std::size_t>(compute.numStages), {1.5, 2, 1, 0.5});
   EXPECT_DOUBLE_EQ(simulate(*queued, {costs, 0})->makespan, simulate(compute, {costs, 0})->makespan);
 }
@@ -57,6 +64,7 @@ TEST(QueueMessages, EveryScheduleRunsWithOneQueueForEachRank) {
           checkRuns(*plan, random);
           const Result<Plan> lowered = lower(*plan, ChannelModel::kOneQueuePerRank);
           ASSERT_TRUE(lowered) << lowered.status().toString();
+          checkHostMayWait(*lowered, random);
           ASSERT_FALSE(HasFailure());
         }
       }
@@ -125,9 +133,18 @@ TEST(QueueMessages, SoDoesAnyPlanThatCanRunAtAll) {
     ASSERT_FALSE(HasFailure());
     const Result<Plan> lowered = lower(plan, ChannelModel::kOneQueuePerRank);
     ASSERT_TRUE(lowered) << lowered.status().toString();
+    checkHostMayWait(*lowered, random);
     numNeeded += *lowered == *queueMessages(plan) ? 1 : 0;
   }
   EXPECT_GT(numNeeded, 20) << "plans whose messages do not suit one queue where they are used";
+}
+
+TEST(QueueMessages, ReceivesThatArePostedAheadBearNoHostThatWaits) {
+  std::mt19937_64 random(1);
+  const Plan plan = *lower(computePlan("1F1B", 2, 4), ChannelModel::kFifoPerEdge);
+  EXPECT_EQ(runRandomly(plan, ChannelModel::kFifoPerEdge, random), "");
+  EXPECT_NE(runRandomly(plan, ChannelModel::kFifoPerEdge, random, Host::kSynchronizes).find("is stuck"),
+            std::string::npos);
 }
 
 TEST(QueueMessages, WhatIsExchangedAtOneTimeIsOneBatch) {

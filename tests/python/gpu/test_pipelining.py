@@ -68,13 +68,39 @@ def _train_by_every_schedule(rank, world_size, seed):
         _compare(schedule, stages, owners, rank, n_microbatches, f"seed {seed + number}, {name}")
 
 
-@pytest.mark.parametrize("way", ["nccl", "ucx", "one queue", "torch's NCCL"])
+WAYS = ["nccl", "ucx", "one queue", "torch's NCCL"]
+
+
+def _run(fn, placement, way, **kwargs):
+    env = {"ucx": {"FARANDOLE_CUDA_MESSAGES": "ucx"}, "one queue": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}}.get(way, {})
+    backend = "cpu:gloo,cuda:nccl" if way.startswith("torch") else "farandole"
+    run_on_gpus(fn, placement, backend=backend, timeout=100, env=env, **kwargs)
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_every_schedule_trains_as_one_process_does(peers, way):
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
-    env = {"ucx": {"FARANDOLE_CUDA_MESSAGES": "ucx"}, "one queue": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}}.get(way, {})
-    backend = "cpu:gloo,cuda:nccl" if way.startswith("torch") else "farandole"
-    run_on_gpus(_train_by_every_schedule, peers, backend=backend, timeout=250, env=env, seed=seed)
+    _run(_train_by_every_schedule, peers, way, seed=seed)
+
+
+def _wait_for_the_device(rank, world_size):
+    """In each forward for all that the device was given, as when CUDA loads a kernel or frees memory."""
+    for name in SINGLE + MULTI:
+        num_stages = world_size * (1 if name in SINGLE else 2)
+        n_microbatches = 2 * world_size + 2
+        stages = [nn.Linear(4, 4).cuda() for _ in range(num_stages)]
+        for stage in stages:
+            stage.register_forward_pre_hook(lambda *_: torch.cuda.synchronize())
+        schedule, _ = _schedule(name, stages, n_microbatches, rank, world_size)
+        batch = torch.ones(n_microbatches, 4, device="cuda")
+        for _ in range(3):
+            schedule.step(batch, target=batch)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_stage_may_wait_for_the_device(peers, way):
+    _run(_wait_for_the_device, peers, way)
 
 
 class _Structured(nn.Module):

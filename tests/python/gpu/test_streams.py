@@ -26,11 +26,12 @@ def _cycles(seconds):
 
 
 def _warm(world_size):
-    """Makes the communicators, so that what follows is only issued."""
+    """Makes the communicators and loads the kernels, for which CUDA may wait, so that what follows is only issued."""
     x = torch.ones(8, device="cuda")
     dist.all_reduce(x)
+    y = torch.zeros(NUMEL, device="cuda").fill_(1) * 2
     torch.cuda.synchronize()
-    assert x.tolist() == [world_size] * 8
+    assert x.tolist() == [world_size] * 8 and y[0] == 2
     return _cycles(SLOW)
 
 
