@@ -125,6 +125,7 @@ void ProgressEngine::startDeadlineTimerFromLoop() {
     {
       Access access(*this);
       const auto now = Clock::now();
+      access.transport().look(now);
       for (Listener* listener : listeners_) listener->checkDeadlines(now);
     }
     startDeadlineTimerFromLoop();

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -99,6 +100,9 @@ class Transport {
 
   // Makes eventFd() readable. Any thread.
   virtual void signal() = 0;
+
+  // Some times a second: ends what has been waited for long enough.
+  virtual void look(std::chrono::steady_clock::time_point) {}
 
   // What carries messages to this peer, for people: "ucx: tcp/eth0".
   virtual std::string describe(PeerId peer) const = 0;

@@ -57,6 +57,9 @@ class RoutingTransport final : public Transport {
   void nudge(PeerId peer) override { routeTo(peer).transport->nudge(routeTo(peer).peer); }
   void leave() override;
   void signal() override { (local_ != nullptr ? local_ : network_)->signal(); }
+  void look(std::chrono::steady_clock::time_point now) override {
+    if (network_ != nullptr) network_->look(now);
+  }
   std::string describe(PeerId peer) const override;
 
  private:

@@ -15,6 +15,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr auto kMostForLastWords = std::chrono::milliseconds(10);
+// Between the ends of a peer's connections when it has ended.
+constexpr auto kMostBetweenEnds = std::chrono::seconds(2);
 
 }  // namespace
 
@@ -276,7 +278,7 @@ void UcxTransport::recvDone(void* handle, ucs_status_t status, const ucp_tag_rec
 }
 
 // What came before the end of one connection has been received, and of the other one not yet: a peer that has ended,
-// ends both.
+// ends both. Where it has not, what was on its way is lost all the same, and who waits for it waits in vain.
 void UcxTransport::endpointFailed(void* arg, ucp_ep_h handle, ucs_status_t status) {
   Endpoint& endpoint = *static_cast<Endpoint*>(arg);
   if (!endpoint.failure) return;
@@ -285,10 +287,31 @@ void UcxTransport::endpointFailed(void* arg, ucp_ep_h handle, ucs_status_t statu
   Peer& peer = *endpoint.peer;
   if (!peer.failure) return;  // it is being dropped, and told by that
   for (const Endpoint& one : peer.endpoints) {
-    if (one.handle != nullptr && one.failure) return;
+    if (one.handle == nullptr || !one.failure) continue;
+    peer.brokenAt = Clock::now();
+    peer.transport.isAnyBroken_ = true;
+    return;
   }
-  peer.failure = endpoint.failure;
-  if (peer.transport.peerFailed_) peer.transport.peerFailed_(peer.id, peer.failure);
+  peer.transport.end(peer, endpoint.failure);
+}
+
+void UcxTransport::end(Peer& peer, const Status& why) {
+  peer.failure = why;
+  if (peerFailed_) peerFailed_(peer.id, peer.failure);
+}
+
+void UcxTransport::look(Clock::time_point now) {
+  if (!std::exchange(isAnyBroken_, false)) return;
+  for (std::size_t i = 0; i < peers_.size(); ++i) {  // who is told may connect to further ones
+    Peer& peer = peers_[i];
+    if (!peer.failure || !peer.brokenAt) continue;
+    if (now - *peer.brokenAt < kMostBetweenEnds) {
+      isAnyBroken_ = true;
+      continue;
+    }
+    const auto broken = std::ranges::find_if(peer.endpoints, [](const Endpoint& one) { return !one.failure; });
+    end(peer, broken->failure);
+  }
 }
 
 }  // namespace farandole::transport

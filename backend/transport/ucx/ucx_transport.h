@@ -3,6 +3,7 @@
 #include <ucp/api/ucp.h>
 
 #include <array>
+#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <memory>
@@ -44,6 +45,7 @@ class UcxTransport final : public Transport {
   // connections are made with the first message, which may be the last one.
   void leave() override;
   void signal() override { ucp_worker_signal(worker_); }
+  void look(std::chrono::steady_clock::time_point now) override;
   std::string describe(PeerId peer) const override;
 
  private:
@@ -63,7 +65,8 @@ class UcxTransport final : public Transport {
     // The second one is made when it is first needed.
     std::array<Endpoint, 2> endpoints = {Endpoint{this, nullptr, {}}, Endpoint{this, nullptr, {}}};
     std::optional<bool> firstCarriesPointToPoint;  // known with the first message
-    Status failure;                                // once all endpoints have failed
+    Status failure;                                // once all endpoints have failed, or one some time ago
+    std::optional<std::chrono::steady_clock::time_point> brokenAt;  // the first of two
   };
 
   explicit UcxTransport(UcxMemory memory)
@@ -80,6 +83,7 @@ class UcxTransport final : public Transport {
   static void noteReceive(Request& request, ucs_status_ptr_t handle, const ucp_tag_recv_info_t& info);
   static void noteDone(Request& request);
   void tellDone();
+  void end(Peer& peer, const Status& why);
   static void sendDone(void* request, ucs_status_t status, void* user);
   static void recvDone(void* request, ucs_status_t status, const ucp_tag_recv_info_t* info, void* user);
   static void endpointFailed(void* arg, ucp_ep_h handle, ucs_status_t status);
@@ -96,6 +100,7 @@ class UcxTransport final : public Transport {
   Request* done_ = nullptr;
   Request* lastDone_ = nullptr;
   PeerFailed peerFailed_;
+  bool isAnyBroken_ = false;  // of a peer that has not failed
 };
 
 }  // namespace farandole::transport

@@ -1,5 +1,6 @@
 """What the survivors are told when a rank or a host of several fails, and how soon."""
 
+import concurrent.futures
 import datetime
 import os
 import pathlib
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from backend.actions import ACTIONS, NAMED, OTHERS
 from backend.failing import die_often
 from support.hosts import Hosts, PretendHost
-from support.processes import run_ranks
+from support.processes import await_all, run_ranks
 
 HOST_OF_RANK = (0, 0, 1, 1)
 SURVIVORS = (0, 1, 2)
@@ -161,6 +162,59 @@ def test_a_host_that_vanishes_is_noticed_by_both_sides(how, tmp_path, capsys):
         assert times[rank] < 8  # 5 s of silence, and what it takes to be sure
         other = 1 - HOST_OF_RANK[rank]
         assert f"(host host-{other}, pid " in message and " failed: " in message, message
+
+
+def _lose_connection(rank, world_size, folder):
+    """One of two: that of the messages point to point."""
+    peer = 1 - rank
+    x = torch.ones(8)
+    _backend().set_timeout(datetime.timedelta(seconds=10))
+    for sender in range(world_size):
+        (dist.send if rank == sender else dist.recv)(x, peer)
+    pathlib.Path(folder, f"sent{rank}").touch()
+    while not pathlib.Path(folder, "seen").exists():
+        time.sleep(0.01)
+    dist.all_reduce(x)
+    pathlib.Path(folder, f"reduced{rank}").touch()
+    while not pathlib.Path(folder, "lost").exists():
+        time.sleep(0.01)
+    start = time.monotonic()
+    with pytest.raises(dist.DistBackendError, match="the connection broke"):
+        dist.recv(x, peer)
+    seconds = time.monotonic() - start
+    await_all(rank, world_size)
+    return seconds
+
+
+def _connections(hosts):
+    """Of UCX on host 0."""
+    lines = [line.split() for line in hosts.run(0, "ss", "-tnH", "state", "established").splitlines()]
+    return [(line[2], line[3]) for line in lines if line[2].startswith(hosts.address(0))]
+
+
+def _await_files(folder, what):
+    deadline = time.monotonic() + 30
+    while len(list(folder.glob(what))) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_who_waits_for_messages_hears_that_their_connection_was_lost(tmp_path):
+    with Hosts(2) as hosts, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        enter = hosts.enter((0, 1))
+        ranks = pool.submit(run_ranks, _lose_connection, 2, "farandole", enter=enter, folder=str(tmp_path))
+        _await_files(tmp_path, "sent*")
+        first = _connections(hosts)
+        (tmp_path / "seen").touch()
+        _await_files(tmp_path, "reduced*")
+        for here, there in first:
+            hosts.run(0, "ss", "-K", "-tn", "src", here, "dst", there)
+        (tmp_path / "lost").touch()
+        is_lost = not set(first) & set(_connections(hosts))
+        outcomes = ranks.result() if is_lost else None
+    if not is_lost:
+        pytest.skip("ss -K ends no connection here: it needs INET_DIAG_DESTROY in the kernel")
+    assert max(outcomes) < 6
 
 
 def _abort(rank, world_size):
