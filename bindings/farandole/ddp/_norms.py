@@ -169,3 +169,8 @@ def scale(runs: Sequence[Run | GradShard], factors: torch.Tensor, groups: NormGr
         grads.setdefault(index, []).append(part)
     for index, parts in grads.items():
         torch._foreach_mul_(parts, factors[index])
+    # No gradient ever overwrites what pads them, where zero times NaN would stay. A device is not asked: it would be
+    # waited for.
+    padding = [gap for run in runs for gap in run.padding]
+    if padding and (factors.is_cuda or not factors.isfinite().all()):
+        torch._foreach_zero_(padding)

@@ -39,6 +39,12 @@ class Piece:
             run_tensor.copy_(values.view(run_tensor.shape))
 
 
+def _padding_of(pieces: list[Piece], grads: torch.Tensor) -> list[torch.Tensor]:
+    """What lies between the pieces."""
+    gaps = [(piece.offset + piece.numel, following.offset) for piece, following in itertools.pairwise(pieces)]
+    return [grads[begin:end] for begin, end in gaps if begin < end]
+
+
 class Run:
     """What the optimizer updates as one tensor.
 
@@ -60,6 +66,7 @@ class Run:
         self.group = group
         self.pieces = pieces
         self.is_expert = is_expert
+        self.padding = _padding_of(pieces, grads)
         self._data = data
         self._grads = grads
         self._shown = shown
@@ -132,6 +139,7 @@ class GradShard:
         self.group = group
         self.pieces = pieces
         self.is_expert = is_expert
+        self.padding = _padding_of(pieces, grads)
         self.tensor = torch.nn.Parameter(grads)
         self.tensor.grad = grads
         # torch's scaler refuses the others, on ranks that have some.

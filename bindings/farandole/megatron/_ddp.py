@@ -165,8 +165,10 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
         if not isinstance(scaling_factor, torch.Tensor):
             super().scale_gradients(scaling_factor)
             return
-        for bucket in self._reducer.buckets():
-            bucket.grads.mul_(scaling_factor)
+        # Not what lies between them in a bucket: zero times what is not finite would stay there.
+        main_grads = [main_grad for _, main_grad in self._reducer.main_grads()]
+        if main_grads:
+            torch._foreach_mul_(main_grads, scaling_factor.reshape(()))
         self._scale_copies(scaling_factor)
 
     @torch.no_grad()

@@ -240,3 +240,40 @@ def _unlike_groups(rank: int, world_size: int) -> None:
 
 def test_replicas_that_do_not_agree_on_norm_groups_are_refused_and_a_group_that_is_not_finite_is_named():
     run_ranks(_unlike_groups, 2, BACKENDS[-1], timeout=60)
+
+
+def _after_nan(rank: int, world_size: int, spoils: str) -> None:
+    makes = [
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        lambda parameters: torch.optim.Adafactor(parameters),
+    ]
+    for make, dtype in itertools.product(makes, (torch.float32, torch.bfloat16)):
+        torch.manual_seed(1)
+        module = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2)).to(dtype)
+        model = DistributedDataParallel(module, use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+        optimizer = DistributedOptimizer(make(model.parameters()), model)
+        for step in range(3):
+            where = f"{make} {dtype} step {step} rank {rank}"
+            optimizer.zero_grad()
+            is_spoilt = step == 1
+            x = torch.full((2, 3), torch.nan if is_spoilt and spoils == "gradient" else 1.0, dtype=dtype)
+            model(x).float().square().sum().backward()
+            if is_spoilt and spoils == "factor":
+                model.scale_gradients(torch.inf)
+            norm = optimizer.clip_grad_norm_(0.5)
+            assert norm.isfinite().item() != is_spoilt, where
+            if is_spoilt:
+                continue
+            grads = torch.autograd.grad(module(x).float().square().sum(), list(module.parameters()))
+            expected = torch.linalg.vector_norm(torch.cat([grad.double().flatten() for grad in grads]))
+            torch.testing.assert_close(
+                norm, expected, rtol=2e-2, atol=0, msg=lambda text, where=where: f"{where}: {text}"
+            )
+
+
+@pytest.mark.parametrize("spoils", ["gradient", "factor"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_not_finite_is_gone_in_the_next_step(backend, spoils):
+    """A gradient that is NaN when it is clipped, or one that is multiplied by infinity: neither it nor what lies between
+    gradients in a bucket counts afterwards."""
+    run_ranks(_after_nan, 2, backend, timeout=60, spoils=spoils)
