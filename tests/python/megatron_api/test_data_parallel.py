@@ -273,3 +273,19 @@ def _defaults(rank: int, world_size: int, version: str) -> None:
 @every_megatron
 def test_defaults_are_megatrons(version):
     run_ranks(_defaults, 1, None, env=environment_of(version), version=version)
+
+
+def _scale_by_infinity(rank: int, world_size: int) -> None:
+    config = megatron.ModelParallelConfig()
+    ddp_config = megatron.DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    collection = support.collection_of(world(), None)
+    model = megatron.DistributedDataParallel(config, ddp_config, torch.nn.Linear(3, 2), pg_collection=collection)
+    for parameter in model.parameters():
+        parameter.main_grad.fill_(1.0)
+    model.scale_gradients(torch.tensor(torch.inf))
+    for bucket in model._reducer.buckets():
+        assert bucket.grads.isinf().sum() == 8 and not bucket.grads.isnan().any()
+
+
+def test_infinity_does_not_spoil_what_pads_gradients():
+    run_ranks(_scale_by_infinity, 2, "gloo", timeout=60)
