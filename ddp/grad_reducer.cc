@@ -193,6 +193,7 @@ void GradReducer::onGradReady(int parameter, const at::Tensor& brought) {
       "' got its gradient twice in one backward that synchronizes: is it used by several reentrant "
       "checkpoints? Use checkpoint(..., use_reentrant=False), or static_graph=True where every backward is alike");
   gradients_.accumulate(parameter, borrows(parameter) ? brought : at::Tensor());
+  streams_.note();
   if (isCounting_ || arrived < expected_[parameter]) return;
   if (timeline_) timeline_->mark(Timeline::Kind::kReady, parameter);
   markReady(parameter);
@@ -234,6 +235,7 @@ void GradReducer::markReady(int parameter) {
 std::exception_ptr GradReducer::issueReady() {
   try {
     issuer_.issue([this](int bucket) {
+      streams_.join();
       if (options_.checks.isEnabled() && finding_.empty()) finding_ = troubleIn(*buffers_, bucket, options_.checks);
       return gradients_.takeParts(bucket);
     });

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "ddp/bucket_issuer.h"
+#include "ddp/gradient_streams.h"
 #include "ddp/gradients.h"
 #include "ddp/model_agreement.h"
 #include "ddp/model_buffers.h"
@@ -156,6 +157,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   std::mutex mutex_;  // guards all below
   BucketIssuer issuer_;
   Gradients gradients_;
+  GradientStreams streams_;
   bool requireSync_ = true;
   bool isOrderLearned_ = false;
   bool hasCommHook_ = false;

@@ -88,6 +88,7 @@ GradReducer::GradReducer(DataParallelGroups groups, std::shared_ptr<ModelBuffers
       group_(*groups_.dense.group),
       issuer_(groups_, *buffers_, options),
       gradients_(buffers_, homeFor(options, issuer_), std::move(isAdded)),
+      streams_(buffers_->device()),
       expected_(parameters_.size(), 1),
       arrived_(parameters_.size(), 0),
       ready_(parameters_.size(), 0),

@@ -135,6 +135,7 @@ void GradReducer::resetRound() {
 void GradReducer::clearRound() {
   issuer_.reset();
   gradients_.dropBorrowed();
+  streams_.clear();
   std::fill(ready_.begin(), ready_.end(), 0);
   std::fill(arrived_.begin(), arrived_.end(), 0);
   readyCount_ = 0;

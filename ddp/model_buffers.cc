@@ -3,6 +3,7 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 namespace farandole::ddp {
@@ -186,7 +187,8 @@ void ModelBuffers::zeroGrads() {
 
 void ModelBuffers::scaleGrads(double factor) {
   c10::NoGradGuard noGrad;
-  std::vector<char> isTorn(grads_.size(), 0);  // what nobody has written to is not to be touched
+  // What nobody has written to is not to be touched; nor what pads gradients, where zero times infinity would stay.
+  std::vector<char> isTorn(grads_.size(), std::isfinite(factor) ? 0 : 1);
   for (size_t p = 0; p < mainGrads_.size(); ++p) {
     if (hasMoved(static_cast<int>(p))) isTorn[layout_.slots[p].buffer] = 1;
   }

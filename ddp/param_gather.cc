@@ -1,7 +1,9 @@
 #include "ddp/param_gather.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "ddp/abandonment.h"
@@ -31,7 +33,7 @@ ParamGather::ParamGather(const DataParallelGroups& groups, std::shared_ptr<Model
 void ParamGather::markStale() {
   std::lock_guard lock(mutex_);
   TORCH_CHECK(isCurrent(), "farandole.ddp: parameters changed while those of the step before were still gathered");
-  for (GroupState& state : states_) state.isStarted = state.isFinished = false;
+  for (GroupState& state : states_) state.isStarted = state.isFinished = state.isOver = false;
   next_ = static_cast<int>(states_.size()) - 1;
   unfinished_ = static_cast<int>(states_.size());
 }
@@ -67,8 +69,9 @@ bool ParamGather::finish(const std::vector<int>& bucketGroups) {
   for (int bucketGroup : bucketGroups) {
     {
       std::lock_guard lock(mutex_);
-      if (states_[bucketGroup].isFinished) continue;
-      for (size_t later = bucketGroup + 1; later < states_.size(); ++later) {
+      if (!mustWait(states_[bucketGroup])) continue;
+      const bool isFirst = !states_[bucketGroup].isFinished;
+      for (size_t later = bucketGroup + 1; isFirst && later < states_.size(); ++later) {
         isOutOfOrder = isOutOfOrder || !states_[later].isFinished;
       }
       while (!states_[bucketGroup].isStarted) startNext();
@@ -81,6 +84,26 @@ bool ParamGather::finish(const std::vector<int>& bucketGroups) {
 void ParamGather::finishAll() {
   start();
   for (int bucketGroup = static_cast<int>(states_.size()); bucketGroup-- > 0;) finish({bucketGroup});
+  std::lock_guard lock(mutex_);
+  for (GroupState& state : states_) {
+    if (state.isFinished) end(state);
+  }
+}
+
+// A wait on CUDA is one of the current stream alone.
+bool ParamGather::mustWait(const GroupState& state) const {
+  if (!state.isFinished) return true;
+  return !state.isOver && std::find(state.behind.begin(), state.behind.end(), currentStream()) == state.behind.end();
+}
+
+void ParamGather::end(GroupState& state) {
+  for (Gather& gather : state.gathers) gather.work.reset();
+  state.behind.clear();
+  if (!std::exchange(state.isOver, true)) --unfinished_;
+}
+
+c10::Stream ParamGather::currentStream() const {
+  return c10::impl::VirtualGuardImpl(buffers_->device().type()).getStream(buffers_->device());
 }
 
 // Two threads may come for the same group: each waits for the work, and the first to be done marks it.
@@ -100,8 +123,12 @@ void ParamGather::finishOne(int bucketGroup) {
   }
   std::lock_guard lock(mutex_);
   GroupState& state = states_[bucketGroup];
-  for (Gather& gather : state.gathers) gather.work.reset();
-  if (!std::exchange(state.isFinished, true)) --unfinished_;
+  state.isFinished = true;
+  if (buffers_->device().is_cpu() || state.gathers.empty()) {
+    end(state);
+  } else if (!state.isOver) {
+    state.behind.push_back(currentStream());
+  }
 }
 
 }  // namespace farandole::ddp

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <c10/core/Stream.h>
 
 #include <atomic>
 #include <memory>
@@ -32,14 +33,16 @@ class ParamGather {
   void startThrough(int bucketGroup);
 
   // Waits for these groups, which are started if need be, as all that come before them. True when one was needed
-  // before another that comes before it in the order: then overlap is lost.
+  // before another that comes before it in the order: then overlap is lost. On CUDA the current stream waits, also for
+  // what another one has waited for; after finishAll() whoever uses other streams makes them follow this one.
   bool finish(const std::vector<int>& bucketGroups);
   void finishAll();
 
   // Gathers that start from now on are recorded there; null: nowhere.
   void record(std::shared_ptr<Timeline> timeline);
 
-  // No group is stale or under way. Cheap. Whoever is told so may read what another thread has awaited.
+  // No group is stale or under way. Cheap. Whoever is told so may read what another thread has awaited. On CUDA groups
+  // that finish() has waited for are under way until finishAll(): other streams have not.
   bool isCurrent() const { return unfinished_.load(std::memory_order_acquire) == 0; }
 
   // By trainable parameter, in registration order: the group that it comes with.
@@ -58,11 +61,17 @@ class ParamGather {
   struct GroupState {
     std::vector<Gather> gathers;
     bool isStarted = true;
-    bool isFinished = true;
+    bool isFinished = true;           // somebody has waited for it
+    bool isOver = true;               // nobody need wait for it
+    std::vector<c10::Stream> behind;  // on CUDA: those that have waited
   };
 
   void startNext();  // with mutex_ held
   void finishOne(int bucketGroup);
+  // With mutex_ held:
+  bool mustWait(const GroupState& state) const;
+  void end(GroupState& state);
+  c10::Stream currentStream() const;
 
   const std::shared_ptr<ModelBuffers> buffers_;
   std::vector<int> bucketGroupOf_;
