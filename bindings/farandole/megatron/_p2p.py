@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,10 +13,24 @@ import torch.distributed as dist
 from farandole.megatron._config import StepConfig
 from farandole.megatron._shapes import Shape
 from farandole.megatron._timing import timed
+from farandole.pipelining._devices import channel_of, stage_device
 
 # Two ranks are each other's neighbours on both sides: only the tag tells an activation from a gradient.
 _FORWARD, _BACKWARD = 0, 1
 _MAX_DIMS = 15  # of tensors whose shapes are exchanged
+
+
+@dataclass(frozen=True)
+class _Message:
+    name: str
+    is_send: bool
+    tensor: torch.Tensor
+    peer: int
+    tag: int
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        return dist.isend if self.is_send else dist.irecv
 
 
 class P2PCommunicator:
@@ -27,15 +43,23 @@ class P2PCommunicator:
         pp_group: the ranks of the pipeline, in order.
         config: of which ``pipeline_dtype``, ``variable_seq_lengths``, ``timers`` and
             ``virtual_pipeline_model_parallel_size`` are read.
+        device: of what is sent and received. By default the process's current GPU where it uses one and the group has a
+            backend for CUDA tensors, as it is in the first exchange; else the CPU.
 
     Shapes are those of what is received, a shape or a list of shapes; what is sent or received is then a tensor or a
-    list of tensors. With ``config.variable_seq_lengths`` they are not looked at: each shape comes before its tensor.
+    list of tensors. With ``config.variable_seq_lengths`` they are not looked at: each shape comes before its tensor,
+    between the hosts.
+
+    On a GPU the host waits for nothing but shapes: the current stream waits for what was received. Over NCCL tags are
+    not looked at; where that makes each rank's messages one queue (torch's own, or CUDA_DEVICE_MAX_CONNECTIONS=1), with
+    ``config.variable_seq_lengths`` an exchange begins when all shapes have come, as Megatron's does.
 
     Raises:
-        ValueError: something is received without a shape or without ``config.pipeline_dtype``.
+        ValueError: something is received without a shape or without ``config.pipeline_dtype``, or sent from another device.
+        RuntimeError: on a GPU the group has no backend for it, or none for the CPU.
     """
 
-    def __init__(self, pp_group: dist.ProcessGroup, config: Any):
+    def __init__(self, pp_group: dist.ProcessGroup, config: Any, device: torch.device | str | None = None):
         self.pp_group = pp_group
         self.config = config
         self._config = StepConfig(config)
@@ -43,6 +67,19 @@ class P2PCommunicator:
         self.next_rank = dist.get_global_rank(pp_group, (rank + 1) % size)
         self.prev_rank = dist.get_global_rank(pp_group, (rank - 1) % size)
         self.virtual_pipeline_model_parallel_size = self._config.virtual_pipeline_model_parallel_size
+        self._given_device = None if device is None else stage_device(device)
+
+    @functools.cached_property
+    def device(self) -> torch.device:
+        """Of what is sent and received."""
+        if self._given_device is not None:
+            return self._given_device
+        uses_gpu = torch.cuda.is_initialized() and torch.device("cuda") in self.pp_group._device_types
+        return stage_device("cuda" if uses_gpu else "cpu")
+
+    @functools.cached_property
+    def _channel(self) -> str:
+        return channel_of(self.pp_group, self.device)
 
     @property
     def is_pp_first_stage(self) -> bool:
@@ -176,44 +213,73 @@ class P2PCommunicator:
         wait: bool = True,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], dict[str, Any]]:
         """(received from the previous rank, from the next one, works by name)."""
+        self._check_sent((*send_next, *send_prev))
+        sends = [
+            *(_Message("send_next", True, _bare(tensor), self.next_rank, _FORWARD) for tensor in send_next),
+            *(_Message("send_prev", True, _bare(tensor), self.prev_rank, _BACKWARD) for tensor in send_prev),
+        ]
         if self._config.variable_seq_lengths or self._config.mtp_standalone:
-            return self._exchange_with_shapes(send_next, send_prev, len(recv_prev), len(recv_next))
+            return self._exchange_with_shapes(sends, len(recv_prev), len(recv_next))
         inputs = [self._empty(shape) for shape in recv_prev]
         grads = [self._empty(shape) for shape in recv_next]
         messages = [
-            *(("recv_prev", dist.irecv, tensor.detach(), self.prev_rank, _FORWARD) for tensor in inputs),
-            *(("recv_next", dist.irecv, tensor.detach(), self.next_rank, _BACKWARD) for tensor in grads),
-            *(("send_next", dist.isend, _bare(tensor), self.next_rank, _FORWARD) for tensor in send_next),
-            *(("send_prev", dist.isend, _bare(tensor), self.prev_rank, _BACKWARD) for tensor in send_prev),
+            *(_Message("recv_prev", False, tensor.detach(), self.prev_rank, _FORWARD) for tensor in inputs),
+            *(_Message("recv_next", False, tensor.detach(), self.next_rank, _BACKWARD) for tensor in grads),
+            *sends,
         ]
-        if not wait:  # each has to be waited for by itself
-            works = {name: post(x, peer, self.pp_group, tag) for name, post, x, peer, tag in messages}
-            return inputs, grads, works
-        ops = [dist.P2POp(post, x, peer, self.pp_group, tag) for _, post, x, peer, tag in messages]
-        for work in dist.batch_isend_irecv(ops) if ops else ():
-            work.wait()
+        if not wait:
+            return inputs, grads, self._post_apart(messages)
+        self._exchange_together(messages)
         return inputs, grads, {}
 
+    def _exchange_together(self, messages: list[_Message]) -> None:
+        ops = [dist.P2POp(m.function, m.tensor, m.peer, self.pp_group, m.tag) for m in messages]
+        for work in dist.batch_isend_irecv(ops) if ops else ():
+            work.wait()
+
+    def _post_apart(self, messages: list[_Message]) -> dict[str, Any]:
+        """Each has to be waited for by itself."""
+        if self._channel == "one_queue_per_rank" and self.pp_group.rank() % 2 == 0:
+            messages = messages[::-1]  # sends first, where the neighbours receive first: no ring of ranks waits
+        return {message.name: self._post(message) for message in messages}
+
+    def _post(self, message: _Message) -> Any:
+        return message.function(message.tensor, message.peer, self.pp_group, message.tag)
+
     def _exchange_with_shapes(
-        self, send_next: Sequence[torch.Tensor], send_prev: Sequence[torch.Tensor], num_prev: int, num_next: int
+        self, sends: list[_Message], num_prev: int, num_next: int
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], dict[str, Any]]:
-        """Each tensor behind its shape. Whoever waits for one shape holds up no other tensor."""
+        """Each tensor behind its shape. Whoever waits for one shape holds up no other tensor, unless there is one queue."""
+        at_once = self._channel != "one_queue_per_rank"
         group = self.pp_group
-        coming = [(self.prev_rank, _FORWARD)] * num_prev + [(self.next_rank, _BACKWARD)] * num_next
+        coming = [("recv_prev", self.prev_rank, _FORWARD)] * num_prev
+        coming += [("recv_next", self.next_rank, _BACKWARD)] * num_next
         headers = [torch.empty(1 + _MAX_DIMS, dtype=torch.int64) for _ in coming]
         works = []
-        for peer, tag, tensors in ((self.next_rank, _FORWARD, send_next), (self.prev_rank, _BACKWARD, send_prev)):
-            for tensor in tensors:
-                works.append(dist.isend(_header_of(tensor), peer, group, tag))
-                works.append(dist.isend(_bare(tensor), peer, group, tag))
-        received = []
-        for header, (peer, tag) in zip(headers, coming, strict=True):
+        for send in sends:
+            works.append(dist.isend(_header_of(send.tensor), send.peer, group, send.tag))
+            if at_once:
+                works.append(self._post(send))
+        received, late = [], []
+        for header, (name, peer, tag) in zip(headers, coming, strict=True):
             dist.irecv(header, peer, group, tag).wait()
             received.append(self._empty(header[1 : 1 + int(header[0])].tolist()))
-            works.append(dist.irecv(received[-1].detach(), peer, group, tag))
+            late.append(_Message(name, False, received[-1].detach(), peer, tag))
+            if at_once:
+                works.append(self._post(late[-1]))
+        if not at_once:
+            self._exchange_together([*late, *sends])
         for work in works:
             work.wait()
         return received[:num_prev], received[num_prev:], {}
+
+    def _check_sent(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.device != self.device:
+                raise ValueError(
+                    f"a tensor on {tensor.device} is sent, expected one on {self.device}: or give P2PCommunicator "
+                    f"device={str(tensor.device)!r}"
+                )
 
     def _empty(self, shape: Any) -> torch.Tensor:
         dtype = self._config.pipeline_dtype
@@ -221,7 +287,7 @@ class P2PCommunicator:
             raise ValueError(f"config.pipeline_dtype is {dtype!r}, expected the torch.dtype of what is received")
         if shape is None:
             raise ValueError("tensor_shape is None, expected the shape of what is received")
-        return torch.empty(tuple(shape), dtype=dtype, requires_grad=True)
+        return torch.empty(tuple(shape), dtype=dtype, device=self.device, requires_grad=True)
 
 
 def _is_shape(shapes: Any) -> bool:
