@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from farandole.megatron._config import StepConfig
+from farandole.megatron._placement import default_device
 from farandole.megatron._shapes import Shape
 from farandole.megatron._timing import timed
 from farandole.pipelining._devices import channel_of, stage_device
@@ -74,8 +75,7 @@ class P2PCommunicator:
         """Of what is sent and received."""
         if self._given_device is not None:
             return self._given_device
-        uses_gpu = torch.cuda.is_initialized() and torch.device("cuda") in self.pp_group._device_types
-        return stage_device("cuda" if uses_gpu else "cpu")
+        return default_device(self.pp_group)
 
     @functools.cached_property
     def _channel(self) -> str:
@@ -254,7 +254,7 @@ class P2PCommunicator:
         group = self.pp_group
         coming = [("recv_prev", self.prev_rank, _FORWARD)] * num_prev
         coming += [("recv_next", self.next_rank, _BACKWARD)] * num_next
-        headers = [torch.empty(1 + _MAX_DIMS, dtype=torch.int64) for _ in coming]
+        headers = [torch.empty(1 + _MAX_DIMS, dtype=torch.int64, device="cpu") for _ in coming]
         works = []
         for send in sends:
             works.append(dist.isend(_header_of(send.tensor), send.peer, group, send.tag))
@@ -303,7 +303,7 @@ def _listed(tensors: Any) -> list[Any]:
 def _header_of(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dim() > _MAX_DIMS:
         raise ValueError(f"a tensor of {tensor.dim()} dimensions is sent, expected at most {_MAX_DIMS}")
-    return torch.tensor([tensor.dim(), *tensor.shape] + [0] * (_MAX_DIMS - tensor.dim()))
+    return torch.tensor([tensor.dim(), *tensor.shape] + [0] * (_MAX_DIMS - tensor.dim()), device="cpu")
 
 
 def _bare(tensor: torch.Tensor) -> torch.Tensor:

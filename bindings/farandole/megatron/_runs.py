@@ -88,7 +88,7 @@ class Run:
             rank_name=rank_name(group),
             shapes_declared=not self._learns,
             checks_for_nan=key.checks_for_nan,
-            alike=int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:8], "little"),
+            alike=int.from_bytes(hashlib.sha256(repr((key, key.device.type)).encode()).digest()[:8], "little"),
             device=key.device,
             one_queue=has_one_queue(group, key.device),
         )

@@ -14,13 +14,13 @@ from farandole.megatron._chunk import Call
 from farandole.megatron._config import StepConfig
 from farandole.megatron._losses import Collected
 from farandole.megatron._models import get_attr_wrapped_model, get_model_config, is_encoder_and_decoder
+from farandole.megatron._placement import device_of
 from farandole.megatron._refusal import refusal_of_call, refused_on_all_ranks
 from farandole.megatron._runs import Run, RunKey, run_for
 from farandole.megatron._shapes import AdjustShapes, Lengths, declared_shapes
 from farandole.megatron._sync import StepSync
 from farandole.megatron._timing import timed
 from farandole.megatron._topology import Topology, parallel_state, topology_of
-from farandole.pipelining._devices import one_device, stage_device
 
 
 class ForwardBackward:
@@ -190,7 +190,7 @@ class ForwardBackward:
             confirms=config.timers is not None and bool(config.barrier_with_L1_time),
             checks_for_nan=bool(config.check_for_nan_in_loss_and_grad),
             shapes=None if shapes is None else (lengths, part, config.hidden_size, config.pipeline_dtype),
-            device=one_device([_device_of(model) for model in models]),
+            device=device_of(models, topology.pp_group),
         )
         relays = both and topology.is_after_split(topology.pp_rank) and topology.pp_rank < topology.pp_size - 1
         if adjust is not None:  # what it says may change from call to call
@@ -224,11 +224,6 @@ def _check_models(chunks: list[Any]) -> None:
         stage = getattr(chunk, "vp_stage", None)
         if len(chunks) > 1 and stage is not None and stage != number:
             raise ValueError(f"model[{number}] has vp_stage {stage}, expected {number}")
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    first = next(model.parameters(), None)
-    return stage_device("cpu" if first is None else first.device)
 
 
 def _synchronize_param_gather(model: Any) -> None:

@@ -64,6 +64,10 @@ class StepSync:
         self.forwards_begun = 0
         self._num_backwards = 0
 
+    def wrapped(self) -> list[str]:
+        """The chunks whose gradients are reduced between replicas."""
+        return [f"chunk {number}" for number, wrapper in enumerate(self._wrappers) if wrapper is not None]
+
     def begin(self) -> None:
         self._disable()
         for chunk in range(min(2, len(self._param_sync))):

@@ -1,0 +1,28 @@
+"""Where a rank works."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from farandole.pipelining._devices import one_device, stage_device
+
+
+def default_device(group: dist.ProcessGroup | None) -> torch.device:
+    """The process's current GPU where it uses one, and the group, if any, has a backend for CUDA tensors; else the CPU."""
+    uses_gpu = torch.cuda.is_initialized() and (group is None or torch.device("cuda") in group._device_types)
+    return stage_device("cuda" if uses_gpu else "cpu")
+
+
+def device_of(models: Sequence[nn.Module], group: dist.ProcessGroup | None) -> torch.device:
+    """That of the models' parameters or buffers; where they have none, the default one.
+
+    Raises:
+        ValueError: models are on several.
+    """
+    firsts = [next((tensor for tensors in (m.parameters(), m.buffers()) for tensor in tensors), None) for m in models]
+    devices = [stage_device(first.device) for first in firsts if first is not None]
+    return one_device(devices) if devices else default_device(group)
