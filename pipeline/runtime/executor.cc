@@ -181,6 +181,7 @@ Status Executor::forward(const Instruction& instruction, TimedInstruction& time)
       failure_.abandon(failure_.rankName() + ": " + status.toString());
       return status;
     }
+    traffic_.releaseArrived(stage, instruction);
     const MicrobatchSlot& slot = stage.slots[instruction.microbatch];
     if (slot.isInputPoisoned() || slot.isPacketMissing()) failure_.stopAt(stage);
   }

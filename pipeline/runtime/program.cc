@@ -1,8 +1,10 @@
 #include "pipeline/runtime/program.h"
 
 #include <algorithm>
+#include <map>
 #include <set>
 #include <span>
+#include <utility>
 
 #include "backend/common/digest.h"
 #include "pipeline/ir/message.h"
@@ -64,6 +66,7 @@ class Compiler {
   Result<Program> run() {
     for (const Action& action : plan_.ranks[program_.rank]) FARANDOLE_RETURN_IF_ERROR(add(action));
     markLastBackwards();
+    markArrived();
     return std::move(program_);
   }
 
@@ -193,6 +196,41 @@ class Compiler {
       if ((isWhole || instruction.op == InstructionOp::kBackwardInput) && !inputsEnded[instruction.stage]) {
         inputsEnded[instruction.stage] = instruction.lastInputBackward = true;
       }
+    }
+  }
+
+  void markArrived() {
+    std::map<std::pair<std::int32_t, std::int32_t>, std::vector<SentGradient>> arrived;  // by stage and microbatch
+    for (std::size_t stage = 0; stage < program_.stages.size(); ++stage) {
+      const std::vector<StageLink>& into = program_.stages[stage].into;
+      for (std::size_t link = 0; link < into.size(); ++link) {
+        std::vector<SentGradient> taken;
+        forEachPart(plan_.ranks[into[link].rank], [&](const Action& action) {
+          if (action.stage != into[link].other || into[link].isLocal()) return;
+          if (action.kind == ActionKind::kBackward || action.kind == ActionKind::kBackwardInput) {
+            taken.push_back({action.microbatch, static_cast<std::int32_t>(link)});
+          } else if (action.kind == ActionKind::kSendF && edgeOf(graph_, action) == into[link].edge) {
+            std::vector<SentGradient>& before = arrived[{static_cast<std::int32_t>(stage), action.microbatch}];
+            before.insert(before.end(), taken.begin(), taken.end());
+            taken.clear();
+          }
+        });
+      }
+    }
+    for (Instruction& instruction : program_.instructions) {
+      if (instruction.op != InstructionOp::kForward) continue;
+      const std::vector<SentGradient>& before = arrived[{instruction.stage, instruction.microbatch}];
+      instruction.firstArrived = static_cast<std::uint32_t>(program_.arrived.size());
+      instruction.numArrived = static_cast<std::uint32_t>(before.size());
+      program_.arrived.insert(program_.arrived.end(), before.begin(), before.end());
+    }
+  }
+
+  template <typename Function>
+  static void forEachPart(const std::vector<Action>& actions, const Function& function) {
+    for (const Action& action : actions) {
+      function(action);
+      forEachPart(action.parts, function);
     }
   }
 

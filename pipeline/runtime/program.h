@@ -25,6 +25,8 @@ struct Instruction {
   std::int32_t peer = 0;            // of kPost
   std::uint32_t firstTransfer = 0;  // of kPost: a range of Program::transfers
   std::uint32_t numTransfers = 0;
+  std::uint32_t firstArrived = 0;  // of kForward: a range of Program::arrived
+  std::uint32_t numArrived = 0;
 };
 
 // One edge of one microbatch: a send or receive of all its tensors.
@@ -33,6 +35,12 @@ struct TransferRef {
   std::int32_t stage = 0;                // as in Instruction
   std::int32_t microbatch = 0;
   std::int32_t link = 0;  // of the stage's outOf for kSendF and kRecvB, of its into for the others
+};
+
+// A gradient that a stage has sent over one of its into.
+struct SentGradient {
+  std::int32_t microbatch = 0;
+  std::int32_t link = 0;
 };
 
 // An edge of the graph of stages, as one of its two stages sees it.
@@ -66,8 +74,9 @@ struct Program {
   std::vector<ProgramStage> stages;  // the rank's, ascending
   std::vector<Instruction> instructions;
   std::vector<TransferRef> transfers;
-  std::vector<std::string> labels;  // [instructions] the action's text
-  std::uint64_t digest = 0;         // of the whole plan: equal on all ranks
+  std::vector<SentGradient> arrived;  // when a forward has its inputs, whose sender had these before
+  std::vector<std::string> labels;    // [instructions] the action's text
+  std::uint64_t digest = 0;           // of the whole plan: equal on all ranks
 };
 
 // Errors name the action that cannot be run.

@@ -330,6 +330,13 @@ void StageTraffic::waitSends(const Instruction& instruction) {
   }
 }
 
+void StageTraffic::releaseArrived(Stage& stage, const Instruction& forward) {
+  for (std::uint32_t i = 0; i < forward.numArrived; ++i) {
+    const SentGradient& sent = program_.arrived[forward.firstArrived + i];
+    stage.slots[sent.microbatch].into[sent.link].sendGradient.releaseTensors();
+  }
+}
+
 void StageTraffic::releaseInputs(MicrobatchSlot& slot) {
   slot.inputs.clear();
   slot.outputGrads.clear();

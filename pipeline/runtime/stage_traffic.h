@@ -43,6 +43,9 @@ class StageTraffic {
 
   void waitSends(const Instruction& instruction);
 
+  // After the inputs of a forward have come: lets go of the gradients that must have arrived before.
+  void releaseArrived(Stage& stage, const Instruction& forward);
+
   // Receive buffers go back to the store.
   void releaseInputs(MicrobatchSlot& slot);
 

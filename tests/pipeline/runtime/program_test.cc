@@ -52,6 +52,20 @@ TEST(Program, MarksTheLastBackwardOfEachStageOnly) {
   EXPECT_EQ(marked, 1);
 }
 
+TEST(Program, TellsWhichGradientsHaveArrivedWhenAForwardHasItsInputs) {
+  // Rank 0 computes F0 F1 B0 F2 B1 F3 B2 F4 ...: it sends F2 when it has B0's gradient.
+  const Program program = *compileProgram(lowered("1F1B", 2, 5), 1);
+  for (const Instruction& instruction : program.instructions) {
+    const std::uint32_t expected = instruction.op == InstructionOp::kForward && instruction.microbatch >= 2 ? 1 : 0;
+    ASSERT_EQ(instruction.numArrived, expected) << instruction.microbatch;
+    if (expected == 0) continue;
+    EXPECT_EQ(program.arrived[instruction.firstArrived].microbatch, instruction.microbatch - 2);
+    EXPECT_EQ(program.arrived[instruction.firstArrived].link, 0);
+  }
+  EXPECT_TRUE(compileProgram(lowered("1F1B", 2, 5), 0)->arrived.empty());
+  EXPECT_TRUE(compileProgram(lowered("GPipe", 2, 5), 1)->arrived.empty());
+}
+
 TEST(Program, DigestIsEqualOnAllRanksAndTellsPlansApart) {
   std::set<std::uint64_t> digests;
   for (int microbatches = 1; microbatches <= 4; ++microbatches) {
