@@ -141,7 +141,7 @@ class PythonExecutor {
   }
 
   void step(py::object args, py::object kwargs, py::object targets, py::object lossKwargs, py::object outputs,
-            py::object losses, bool relearn, const py::object& lossScales) {
+            py::object losses, bool relearn, const py::object& lossScales, bool isCaptured) {
     if (running_) throw std::runtime_error("step() was called from within a step of the same schedule");
     running_ = true;
     const auto ended = c10::make_scope_exit([this] {
@@ -159,7 +159,7 @@ class PythonExecutor {
     {
       const py::gil_scoped_release released;
       began_ = std::chrono::steady_clock::now();
-      status = executor_->step(relearn, lossScales_);
+      status = executor_->step(relearn, lossScales_, isCaptured);
     }
     if (!status.isOk()) raise(status);
   }
@@ -262,7 +262,7 @@ void bindPipelineExecutor(py::module_& module) {
            py::arg("one_queue") = false)
       .def("step", &PythonExecutor::step, py::kw_only(), py::arg("args"), py::arg("kwargs"), py::arg("targets"),
            py::arg("loss_kwargs"), py::arg("outputs"), py::arg("losses"), py::arg("relearn"),
-           py::arg("loss_scales") = py::none())
+           py::arg("loss_scales") = py::none(), py::arg("captured") = false)
       .def("refuse", &PythonExecutor::refuse, py::arg("reason"))
       .def("confirm", &PythonExecutor::confirm)
       .def("release_buffers", &PythonExecutor::releaseBuffers)

@@ -63,8 +63,25 @@ Executor::Executor(Program program, const c10::intrusive_ptr<c10d::Backend>& bac
   learned_ = true;
 }
 
-Status Executor::step(bool relearn, std::span<const double> lossScales) {
+Status Executor::step(bool relearn, std::span<const double> lossScales, bool isCaptured) {
   if (!broken_.isOk()) return broken_;
+  isCaptured_ = isCaptured;
+  // What a graph works on is its own: nothing that other steps use, and may let go, and nothing that they go on with.
+  if (isCaptured) releaseKept();
+  Status status = runStep(relearn, lossScales);
+  if (isCaptured) releaseKept();
+  isCaptured_ = false;
+  return status;
+}
+
+void Executor::releaseKept() {
+  traffic_.releaseBuffers();
+  for (Stage& stage : stages_) {
+    for (MicrobatchSlot& slot : stage.slots) slot.lossSeed.reset();
+  }
+}
+
+Status Executor::runStep(bool relearn, std::span<const double> lossScales) {
   if (!lossScales.empty() && lossScales.size() != static_cast<std::size_t>(program_.numMicrobatches)) {
     return refuse("lossScales has " + std::to_string(lossScales.size()) + " entries, expected " +
                   std::to_string(program_.numMicrobatches) + ", one for each microbatch");
@@ -78,7 +95,8 @@ Status Executor::step(bool relearn, std::span<const double> lossScales) {
   const c10::OptionalDeviceGuard device(config_.device.is_cpu() ? std::nullopt : std::optional(config_.device));
   std::uint32_t at = 0;
   try {
-    agreement_.postVote({false, relearn || !learned_, program_.digest});
+    const bool relearns = relearn || !learned_ || (isCaptured_ && !hasRunSteadily_);
+    agreement_.postVote({false, relearns, isCaptured_ ? ~program_.digest : program_.digest});
     compute_.beginStep(stages_, lossScales);
     if (Status status = replay(); !status.isOk()) return status;
     at = static_cast<std::uint32_t>(program_.instructions.size());
@@ -118,17 +136,24 @@ Status Executor::agree() {
   if (agreed_) return Status::ok();
   const StepAgreement::Outcome outcome = agreement_.awaitVote();
   agreed_ = true;
-  if (outcome.refused || !outcome.samePlan) {
-    const bool differs = !outcome.refused;  // who refuses may have no plan
-    if (differs) failure_.refuse(0, " runs " + config_.description);
+  const bool differs = !outcome.refused && !outcome.samePlan;  // who refuses may have no plan
+  const bool isTooEarly = !outcome.refused && !differs && isCaptured_ && outcome.relearn;
+  if (outcome.refused || differs || isTooEarly) {
+    if (differs) failure_.refuse(0, " runs " + config_.description + (isCaptured_ ? ", captured in a graph" : ""));
+    if (isTooEarly) {
+      failure_.refuse(
+          0,
+          " captures a step in a graph, expected two steps with the same shapes outside of a graph before it: one "
+          "learns shapes, the next one connects ranks");
+    }
     const std::string text = describeFailures(agreement_.exchangeReports(failure_.report()));
     traffic_.reset(true);
     trace_ = {};
-    learned_ = false;
+    learned_ = hasRunSteadily_ = false;
     return Status::invalidArgument((differs ? "the ranks do not run the same step: " : "the step cannot run: ") + text);
   }
   learning_ = outcome.relearn;
-  traffic_.beginStep(learning_);
+  traffic_.beginStep(learning_, isCaptured_);
   return Status::ok();
 }
 
@@ -166,6 +191,7 @@ Status Executor::conclude() {
   const bool anyFailed = agreement_.anyFailed(failure_.report().failed);
   trace_.seconds = now();
   learned_ = !anyFailed;
+  hasRunSteadily_ = learned_ && !learning_;
   if (!anyFailed) return Status::ok();
   const std::string text = describeFailures(agreement_.exchangeReports(failure_.report()));
   traffic_.reset(true);

@@ -56,8 +56,9 @@ class Executor {
                                                   ExecutorConfig config);
 
   // Runs one step on all ranks. `relearn` when inputs changed their shapes here. `lossScales`: the gradient of each
-  // microbatch's loss; none for the config's.
-  Status step(bool relearn, std::span<const double> lossScales = {});
+  // microbatch's loss; none for the config's. `isCaptured`: in a graph of the device, on all ranks; not before a step
+  // that learned nothing has run outside of one.
+  Status step(bool relearn, std::span<const double> lossScales = {}, bool isCaptured = false);
 
   // Takes part in the step's beginning only, to say that this rank cannot run
   // it; all ranks then return the reason.
@@ -80,6 +81,9 @@ class Executor {
   Executor(Program program, const c10::intrusive_ptr<c10d::Backend>& backend, ExecutorConfig config);
 
   Status voteOnly(const StepAgreement::Vote& vote);
+  // What is kept from step to step.
+  void releaseKept();
+  Status runStep(bool relearn, std::span<const double> lossScales);
   Status replay();
   Status agree();
   Status conclude();
@@ -96,9 +100,11 @@ class Executor {
   StageCompute compute_;
   StepTrace trace_;
   std::chrono::steady_clock::time_point began_;
-  bool learned_ = false;   // shapes are known on all ranks
-  bool learning_ = false;  // in this step
-  bool agreed_ = false;    // the vote of this step is over
+  bool learned_ = false;         // shapes are known on all ranks
+  bool learning_ = false;        // in this step
+  bool agreed_ = false;          // the vote of this step is over
+  bool isCaptured_ = false;      // this step
+  bool hasRunSteadily_ = false;  // a step that learned nothing, since shapes were learned last: all edges are connected
   Status broken_;
 };
 

@@ -80,7 +80,8 @@ at::Tensor StageTraffic::fromWire(const at::Tensor& tensor, const TensorMeta& me
   return learning_ ? tensor.to(meta.deviceOn(device_)) : tensor;
 }
 
-void StageTraffic::beginStep(bool learning) {
+void StageTraffic::beginStep(bool learning, bool isCaptured) {
+  isCaptured_ = isCaptured;
   if (learning_ && !device_.is_cpu()) store_.clear();  // they are the host's
   learning_ = learning;
   if (learning) return reset(true);
@@ -95,7 +96,7 @@ void StageTraffic::post(const Instruction& instruction) {
     addToBatch(program_.transfers[instruction.firstTransfer + i], instruction.peer);
   }
   flushBatch(instruction.peer);
-  releaseSent();
+  if (!isCaptured_) releaseSent();
 }
 
 // An output that has left is needed no more: what backward wants of it, its graph has saved.

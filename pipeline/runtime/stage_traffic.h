@@ -25,8 +25,9 @@ class StageTraffic {
                at::Device device)
       : program_(program), stages_(stages), channel_(std::move(channel)), device_(device) {}
 
-  // In a step that learns, shapes come with headers and known ones are forgotten.
-  void beginStep(bool learning);
+  // In a step that learns, shapes come with headers and known ones are forgotten. Of one that is captured in a graph
+  // nobody can ask what has been sent.
+  void beginStep(bool learning, bool isCaptured);
 
   void post(const Instruction& instruction);
 
@@ -88,6 +89,7 @@ class StageTraffic {
   std::vector<Transfer*> sending_;  // activations that were posted and may not have left, in the order of posting
   bool learning_ = true;
   bool isConnected_ = false;  // the channel, for tensors on the device
+  bool isCaptured_ = false;
 };
 
 }  // namespace farandole::pipeline

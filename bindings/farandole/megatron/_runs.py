@@ -104,8 +104,8 @@ class Run:
     def release_buffers(self) -> None:
         self._executor.release_buffers()
 
-    def step(self, call: Call) -> None:
-        """Raises RuntimeError on all ranks where any fails."""
+    def step(self, call: Call, captured: bool) -> None:
+        """Raises RuntimeError on all ranks where any fails. `captured`: in a CUDA graph."""
         for chunk in self._chunks:
             chunk.call = call
         try:
@@ -117,6 +117,7 @@ class Run:
                 outputs=None,
                 losses=None,
                 relearn=self._learns,
+                captured=captured,
             )
         finally:
             call.stop_backward_timer()

@@ -21,6 +21,7 @@ from farandole.megatron._shapes import AdjustShapes, Lengths, declared_shapes
 from farandole.megatron._sync import StepSync
 from farandole.megatron._timing import timed
 from farandole.megatron._topology import Topology, parallel_state, topology_of
+from farandole.pipelining._captures import check_capturable, is_captured
 
 
 class ForwardBackward:
@@ -115,6 +116,16 @@ class ForwardBackward:
             sync = StepSync(
                 config, models, topology.pp_rank, topology.pp_size, run.forwards, run.backwards, num_microbatches
             )
+            captured = is_captured(run.key.device)
+            if captured:
+                if run.key.shapes is None and topology.pp_size > 1:
+                    raise NotImplementedError(
+                        "shapes are exchanged in a step that is captured in a CUDA graph, expected "
+                        "config.variable_seq_lengths to be False"
+                    )
+                check_capturable(
+                    checks_for_nan=run.key.checks_for_nan, wrapped=sync.wrapped(), num_ranks=topology.pp_size
+                )
             call = Call(
                 forward_step_func=forward_step_func,
                 iterators=iterators,
@@ -138,7 +149,7 @@ class ForwardBackward:
             try:
                 with refusal_of_call(self.pipelined, p2p_communicator, pg_collection):
                     sync.begin()
-                run.step(call)
+                run.step(call, captured)
                 sync.end()
             except BaseException as error:
                 sync.fail(error)

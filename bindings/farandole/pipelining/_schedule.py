@@ -13,6 +13,7 @@ import torch
 from farandole import _C
 from farandole._rank_names import rank_name
 from farandole.pipelining import _plans
+from farandole.pipelining._captures import check_capturable, is_captured
 from farandole.pipelining._devices import channel_of, has_one_queue, one_device
 from farandole.pipelining._dry_runs import check_declared, is_dry
 from farandole.pipelining._forward_context import ForwardsInContext
@@ -140,6 +141,10 @@ class PipelineSchedule(metaclass=RefusesOnAllRanks):
 
         All ranks of the group call it. If any of them fails, all raise.
 
+        On a GPU it may be captured in a CUDA graph, on all ranks, after two steps with the same shapes: what the graph
+        replays is what the device did, with the inputs that then are in the same tensors, and ranks no longer agree on
+        anything. Not where stages are wrapped for data parallelism, messages go by UCX, or NaN are looked for.
+
         Args:
             *args: the batch, on the first stage (elsewhere not looked at).
             target: on the last stage, split along dimension 0.
@@ -243,6 +248,9 @@ class PipelineSchedule(metaclass=RefusesOnAllRanks):
                 raise RuntimeError("step() was called with gradients disabled, expected them enabled: or call eval()")
             if losses is not None and not isinstance(losses, list):
                 raise TypeError(f"losses is a {type(losses).__name__}, expected a list")
+            captured = is_captured(self._device)
+            if captured:
+                self._check_capturable()
             inputs = run.splitter.prepare(batch)
             self._check_targets(train, inputs, losses, run)
             scales = self._loss_scales(loss_weights, run)
@@ -269,6 +277,7 @@ class PipelineSchedule(metaclass=RefusesOnAllRanks):
                 losses=inputs.losses,
                 relearn=relearn,
                 loss_scales=scales,
+                captured=captured,
             )
         run.signature = inputs.signature
         if losses is not None and inputs.losses is not None:
@@ -366,6 +375,14 @@ class PipelineSchedule(metaclass=RefusesOnAllRanks):
                 f"stage_index is {_listed(given)}, expected {_listed(expected)}: {name} runs "
                 f"{'that stage' if len(expected) == 1 else 'those stages'} on rank {first.group_rank} of the group"
             )
+
+    def _check_capturable(self) -> None:
+        synced = zip(self._stages, self._grad_syncs, strict=True)
+        check_capturable(
+            checks_for_nan=self._config.check_for_nan_in_loss_and_grad,
+            wrapped=[f"stage {stage.stage_index}" for stage, sync in synced if sync is not None],
+            num_ranks=self._stages[0].group_size,
+        )
 
     def _check_targets(self, train: bool, inputs: Inputs, losses: list[Any] | None, run: _Run) -> None:
         if not run.last_microbatches:

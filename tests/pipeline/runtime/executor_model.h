@@ -152,11 +152,12 @@ class Ranks {
     }
   }
 
-  std::vector<Status> step(bool relearn = false) {
+  std::vector<Status> step(bool relearn = false, bool isCaptured = false) {
     std::vector<Status> statuses(executors.size());
     std::vector<std::thread> threads;
     for (std::size_t rank = 0; rank < executors.size(); ++rank) {
-      threads.emplace_back([&, rank] { statuses[rank] = executors[rank]->step(relearn, model_.lossScales); });
+      threads.emplace_back(
+          [&, rank] { statuses[rank] = executors[rank]->step(relearn, model_.lossScales, isCaptured); });
     }
     for (std::thread& thread : threads) thread.join();
     return statuses;

@@ -342,6 +342,39 @@ TEST(Executor, ARefusedStepAbandonsNothing) {
   all.stepOk();
 }
 
+TEST(Executor, AStepIsCapturedOnlyAfterOneThatLearnedNothing) {
+  Model model(*lower(*makePlan("1F1B", {2, 2, 4, false})), 7);
+  Ranks all(model);
+  const auto expectTooEarly = [&] {
+    for (const Status& status : all.step(/*relearn=*/false, /*isCaptured=*/true)) {
+      EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+      EXPECT_NE(status.toString().find("expected two steps with the same shapes"), std::string::npos)
+          << status.toString();
+    }
+  };
+  expectTooEarly();
+  all.stepOk();  // learns
+  expectTooEarly();
+  all.stepOk();  // learns again
+  all.stepOk();
+  for (int i = 0; i < 2; ++i) {
+    for (const Status& status : all.step(false, true)) EXPECT_TRUE(status.isOk()) << status.toString();
+  }
+  all.stepOk(/*relearn=*/true);
+  expectTooEarly();
+}
+
+TEST(Executor, AStepThatIsCapturedOnOneRankOnlyIsRefused) {
+  Model model(*lower(*makePlan("1F1B", {2, 2, 4, false})), 7);
+  Ranks all(model);
+  for (int i = 0; i < 2; ++i) all.stepOk();
+  std::thread other([&] { EXPECT_FALSE(all.executors[1]->step(false).isOk()); });
+  const Status status = all.executors[0]->step(false, {}, /*isCaptured=*/true);
+  other.join();
+  EXPECT_NE(status.toString().find("captured in a graph"), std::string::npos) << status.toString();
+  all.stepOk();
+}
+
 TEST(Executor, RefusesStagesThatThePlanDoesNotPlaceThere) {
   const Plan plan = *lower(*makePlan("GPipe", {1, 1, 2, false}));
   EXPECT_EQ(Executor::create(plan, 0, nullptr, {}).status().code(), StatusCode::kInvalidArgument);

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from farandole import megatron
 from farandole.bench._gpus import Placement
+from gpu.graphs import capture
 from megatron_api import megatron_support as support
 from support.gpus import needs_gpu, run_on_gpus
 
@@ -108,25 +109,30 @@ def _train(rank, world_size, num_chunks=1, kind="mean", device=GPU, scaled=False
             assert not is_last or int(counted[-1]) == tokens
 
 
+def _each(rank, world_size, each, cases):
+    """In one group: processes that begin with CUDA take longer than what they compute."""
+    for case in cases:
+        each(rank, world_size, **case)
+        dist.barrier()
+
+
+CHUNKS = [dict(num_chunks=1), dict(num_chunks=2)]
+
+
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("num_chunks", [1, 2])
-def test_a_pipeline_of_chunks_has_the_gradients_of_one_process(peers, way, num_chunks):
-    _run(_train, peers, way, num_chunks=num_chunks)
+def test_a_pipeline_of_chunks_has_the_gradients_of_one_process(peers, way):
+    _run(_each, peers, way, each=_train, cases=CHUNKS)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+def test_what_a_config_asks_for_is_done_on_gpus_too(peers):
+    options = [
         dict(kind="tokens", num_chunks=2),
         dict(scaled=True),
         dict(variable_seq_lengths=True),
         dict(deallocate_pipeline_outputs=True),
         dict(check_for_nan_in_loss_and_grad=True),
-    ],
-    ids=lambda options: ", ".join(options),
-)
-def test_what_a_config_asks_for_is_done_on_gpus_too(peers, options):
-    _run(_train, peers, "nccl", **options)
+    ]
+    _run(_each, peers, "nccl", each=_train, cases=options)
 
 
 def test_without_a_pipeline_gradients_are_those_of_all_microbatches():
@@ -190,9 +196,48 @@ def _steady_steps(rank, world_size, num_chunks):
     dist.barrier()
 
 
-@pytest.mark.parametrize("num_chunks", [1, 2])
-def test_a_steady_step_waits_for_no_device(peers, num_chunks):
-    _run(_steady_steps, peers, "nccl", num_chunks=num_chunks)
+def test_a_steady_step_waits_for_no_device(peers):
+    _run(_each, peers, "nccl", each=_steady_steps, cases=CHUNKS)
+
+
+def _replay(rank, world_size, num_chunks, device=GPU):
+    function, chunks, stages, groups = _pipeline(rank, world_size, num_chunks)
+    chunks = [chunk.to(device) for chunk in chunks]
+    static = list(_batches(0, device))
+    reduced = []
+
+    def step():
+        for chunk in chunks:
+            chunk.zero_grad(set_to_none=False)
+        reduced[:] = function(
+            forward_step_func=partial(support.forward_step, "mean", []),
+            data_iterator=_listed([iter(static) for _ in chunks], num_chunks),
+            model=_listed(chunks, num_chunks),
+            num_microbatches=COUNT,
+            seq_length=support.SEQUENCE,
+            micro_batch_size=support.BATCH,
+            **groups,
+        )
+
+    graph = capture(step)
+    shown = list(reduced) if device == GPU else reduced
+    for seed in range(1, 4):
+        for given, new in zip(static, _batches(seed, device)):
+            for name, tensor in new.items():
+                given[name].copy_(tensor)
+        graph.replay()
+        alone, expected, _ = _sequential(world_size * num_chunks, "mean", seed, device)
+        for chunk, stage in zip(chunks, stages):
+            support.assert_gradients(chunk, alone[stage])
+        support.assert_equal(shown, expected if rank == world_size - 1 else [], (rank, seed))
+    if device == GPU:
+        torch.cuda.synchronize()
+    dist.barrier()
+    del graph
+
+
+def test_a_step_captured_in_a_graph_is_replayed_with_new_batches(peers):
+    _run(_each, peers, "nccl", each=_replay, cases=CHUNKS)
 
 
 def _exchange(rank, world_size, variable, device=GPU):
@@ -238,9 +283,8 @@ def _exchange(rank, world_size, variable, device=GPU):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("variable", [False, True])
-def test_exchanges_bring_what_the_neighbours_sent(peers, way, variable):
-    _run(_exchange, peers, way, variable=variable)
+def test_exchanges_bring_what_the_neighbours_sent(peers, way):
+    _run(_each, peers, way, each=_exchange, cases=[dict(variable=False), dict(variable=True)])
 
 
 def _receive_late(rank, world_size):
