@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from farandole import _C
+from farandole.pipelining._stage import PipelineStage
 from farandole.pipelining._stage_edges import Edge, pairs_of
 from farandole.pipelining._transfers import Transfers, as_tuple
 
@@ -159,6 +160,30 @@ def check_trains(plan: _C.Plan, schedule: str) -> None:
     """
     if not _has_backwards(plan):
         raise ValueError(f"the plan of {schedule} has no backwards, expected some for step(): or call eval()")
+
+
+def check_placement(plan: _C.Plan, schedule: str, stages: Sequence[PipelineStage]) -> None:
+    """
+    Raises:
+        ValueError: the plan is not for these stages of a rank, or for another group.
+    """
+    first = stages[0]
+    if (plan.num_ranks, plan.num_stages) != (first.group_size, first.num_stages):
+        raise ValueError(
+            f"the plan of {schedule} has {plan.num_ranks} ranks and {plan.num_stages} stages, expected "
+            f"{first.group_size} and {first.num_stages} as the group and the stages have"
+        )
+    expected = [stage for stage, rank in enumerate(plan.rank_of_stage) if rank == first.group_rank]
+    given = [stage.stage_index for stage in stages]
+    if given != expected:
+        raise ValueError(
+            f"stage_index is {_listed(given)}, expected {_listed(expected)}: {schedule} runs "
+            f"{'that stage' if len(expected) == 1 else 'those stages'} on rank {first.group_rank} of the group"
+        )
+
+
+def _listed(stages: list[int]) -> str:
+    return str(stages[0]) if len(stages) == 1 else str(stages)
 
 
 def _has_backwards(plan: _C.Plan) -> bool:

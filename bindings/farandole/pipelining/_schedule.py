@@ -206,7 +206,7 @@ class PipelineSchedule(metaclass=RefusesOnAllRanks):
                 _plans.validate(plan, channel)
             else:
                 plan = _plans.lower(plan, channel)
-            self._check_placement(plan)
+            _plans.check_placement(plan, type(self).__name__, self._stages)
             self._lowered[forward_only] = plan
         return self._lowered[forward_only]
 
@@ -361,21 +361,6 @@ class PipelineSchedule(metaclass=RefusesOnAllRanks):
             is_never_split=sync is not None and sync.is_never_split,
         )
 
-    def _check_placement(self, plan: _C.Plan) -> None:
-        first, name = self._stages[0], type(self).__name__
-        if (plan.num_ranks, plan.num_stages) != (first.group_size, first.num_stages):
-            raise ValueError(
-                f"the plan of {name} has {plan.num_ranks} ranks and {plan.num_stages} stages, expected "
-                f"{first.group_size} and {first.num_stages} as the group and the stages have"
-            )
-        expected = [stage for stage, rank in enumerate(plan.rank_of_stage) if rank == first.group_rank]
-        given = [stage.stage_index for stage in self._stages]
-        if given != expected:
-            raise ValueError(
-                f"stage_index is {_listed(given)}, expected {_listed(expected)}: {name} runs "
-                f"{'that stage' if len(expected) == 1 else 'those stages'} on rank {first.group_rank} of the group"
-            )
-
     def _check_capturable(self) -> None:
         synced = zip(self._stages, self._grad_syncs, strict=True)
         check_capturable(
@@ -410,7 +395,3 @@ def _torchs_actions(plan: _C.Plan) -> dict[int, list[Any]]:
 
     computed = ([_Action.from_str(text) for text in row if not _NO_COMPUTE.search(text)] for row in plan.actions)
     return dict(enumerate(computed))
-
-
-def _listed(stages: list[int]) -> str:
-    return str(stages[0]) if len(stages) == 1 else str(stages)
