@@ -37,7 +37,7 @@ OLD_BOOST_NEEDS = ("cstdint", "cstdlib", "cstring", "functional", "memory", "std
 LIMIT = 60_000_000  # bytes in all
 # Of the pinned packages: what the build, the tests and the benchmarks on a GPU import.
 WANTED = ("numpy", "rich", "pytest", "pytest-timeout", "scikit-build-core")
-CUDA_HEADERS = "nvidia-cuda-crt"
+CUDA_HEADERS = {"nvidia-cuda-cccl": "nv", "nvidia-cuda-crt": "crt"}  # the folder that is wanted of each
 MANYLINUX = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_24", "manylinux_2_17", "manylinux2014")
 # UCX's libraries come three times each, as lib.so, lib.so.0 and lib.so.0.0.0: the loader takes the second.
 NOT_OF_UCX = re.compile(
@@ -152,7 +152,7 @@ def versions(python: str, ucx: str) -> dict[str, str]:
         if requirement.marker is None or requirement.marker.evaluate(machine):
             pins[canonicalize_name(requirement.name)] = str(requirement.specifier).removeprefix("==")
     chosen: dict[str, str] = {}
-    waiting = [canonicalize_name(Requirement(ucx).name), CUDA_HEADERS, *WANTED]
+    waiting = [canonicalize_name(Requirement(ucx).name), *CUDA_HEADERS, *WANTED]
     while waiting:
         name = waiting.pop()
         if name in chosen:
@@ -190,14 +190,15 @@ def trim_ucx(wheels: pathlib.Path) -> None:
 
 def move_cuda_headers(kit: pathlib.Path) -> None:
     """No package of the kit may be called nvidia: torch looks for its libraries in those."""
-    (wheel,) = (kit / "wheels").glob(f"{CUDA_HEADERS.replace('-', '_')}-*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        for name in archive.namelist():
-            if "/crt/" in name and not name.endswith("/"):
-                target = kit / "cuda" / "crt" / name.rsplit("/crt/", 1)[1]
+    for package, folder in CUDA_HEADERS.items():
+        (wheel,) = (kit / "wheels").glob(f"{package.replace('-', '_')}-*.whl")
+        wanted = re.compile(rf"nvidia/cu\d+/include/({folder}/.*[^/])")
+        with zipfile.ZipFile(wheel) as archive:
+            for found in filter(None, map(wanted.fullmatch, archive.namelist())):
+                target = kit / "cuda" / found[1]
                 target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(archive.read(name))
-    wheel.unlink()
+                target.write_bytes(archive.read(found[0]))
+        wheel.unlink()
 
 
 def boost_headers() -> dict[str, pathlib.Path]:

@@ -22,7 +22,7 @@ if(NCCL_INCLUDE_DIR)
   list(JOIN _nccl_version "." NCCL_VERSION)
 endif()
 
-# torch's wheels of CUDA 13 lack crt/host_config.h, which cuda_runtime.h includes.
+# torch's wheels of CUDA 13 lack crt/host_config.h and nv/target, which cuda_runtime.h and cuda_fp16.h include.
 if(NCCL_INCLUDE_DIR AND NCCL_CUDA_INCLUDE_DIR)
   include(CheckCXXSourceCompiles)
   set(CMAKE_REQUIRED_INCLUDES ${NCCL_INCLUDE_DIR} ${NCCL_CUDA_INCLUDE_DIR})
@@ -36,10 +36,10 @@ find_package_handle_standard_args(
   REQUIRED_VARS NCCL_INCLUDE_DIR NCCL_CUDA_INCLUDE_DIR NCCL_HEADERS_COMPILE
   VERSION_VAR NCCL_VERSION
   REASON_FAILURE_MESSAGE
-    "nccl.h and cuda_runtime_api.h are needed, and crt/host_config.h: in a CUDA toolkit or the wheel nvidia-cuda-crt")
+    "nccl.h and cuda_runtime_api.h are needed, crt/host_config.h and nv/target: in a CUDA toolkit or the wheels nvidia-cuda-crt and nvidia-cuda-cccl")
 if(FARANDOLE_CUDA STREQUAL "ON" AND NOT NCCL_FOUND)
   message(FATAL_ERROR "FARANDOLE_CUDA=ON, but the headers of NCCL and CUDA were not found or do not compile: "
-                      "they are in torch's wheels and in nvidia-cuda-crt, or in a CUDA toolkit")
+                      "they are in torch's wheels, nvidia-cuda-crt and nvidia-cuda-cccl, or in a CUDA toolkit")
 endif()
 if(NCCL_FOUND AND NOT TARGET NCCL::Headers)
   add_library(NCCL::Headers INTERFACE IMPORTED)

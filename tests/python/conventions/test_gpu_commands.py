@@ -8,6 +8,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 
 import pytest
@@ -139,7 +140,7 @@ def test_every_package_of_the_kit_has_one_version_and_pins_are_kept():
     chosen = gpu_kit.versions("3.12", "libucx-cu13==1.22.0")
     pinned = (ROOT / "pyproject.toml").read_text()
     assert chosen["libucx-cu13"] == "1.22.0"
-    for name in ("rich", "pytest", "pytest-timeout", "scikit-build-core", "nvidia-cuda-crt"):
+    for name in ("rich", "pytest", "pytest-timeout", "scikit-build-core", *gpu_kit.CUDA_HEADERS):
         assert f'"{name}=={chosen[name]}"' in pinned
     assert f"numpy=={chosen['numpy']}; python_version >= '3.11'" in pinned
     assert {"pluggy", "iniconfig", "pygments", "packaging"} <= chosen.keys()  # what those need
@@ -159,6 +160,33 @@ def test_of_ucx_the_libraries_and_headers_stay(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         assert archive.namelist() == stay
         assert archive.read(stay[1]).decode() == stay[1]
+
+
+def test_the_headers_of_cuda_and_nccl_are_whole_in_the_wheels():
+    """A machine without a toolkit has no others: what a compiler finds elsewhere is missing there."""
+    nvidia = pathlib.Path(sysconfig.get_paths()["platlib"], "nvidia")
+    ours = [nvidia / "nccl" / "include", *nvidia.glob("cu*/include")]
+    includes = [option for folder in ours for option in ("-isystem", str(folder))]
+    command = ["g++", "-x", "c++", "-M", *includes, "-"]
+    shown = subprocess.run(
+        command, input="#include <nccl.h>\n", check=True, capture_output=True, text=True, timeout=60
+    )
+    read = [pathlib.Path(word) for word in shown.stdout.split() if word.startswith("/")]
+    of_nvidia = [file for file in read if file.name.startswith(("cuda", "nccl")) or file.parent.name in ("crt", "nv")]
+    assert len(of_nvidia) > 10
+    assert [file for file in of_nvidia if nvidia not in file.parents] == []
+
+
+def test_of_cudas_headers_the_kit_has_those_that_torchs_wheels_lack(tmp_path):
+    (tmp_path / "wheels").mkdir()
+    for package, folder in gpu_kit.CUDA_HEADERS.items():
+        with zipfile.ZipFile(tmp_path / "wheels" / f"{package.replace('-', '_')}-1-py3-none-any.whl", "w") as archive:
+            for name in (f"{folder}/wanted.h", f"{folder}/detail/too", f"cccl/{folder}/not.h", "other/not.h"):
+                archive.writestr(f"nvidia/cu13/include/{name}", name)
+            archive.writestr(f"{package}-1.dist-info/METADATA", "")
+    gpu_kit.move_cuda_headers(tmp_path)
+    left = {file.relative_to(tmp_path).as_posix() for file in gpu_kit.files_of(tmp_path)}
+    assert left == {f"cuda/{folder}/{name}" for folder in ("crt", "nv") for name in ("wanted.h", "detail/too")}
 
 
 @pytest.fixture

@@ -32,8 +32,8 @@ def current_stream(device):
 
 
 def follow(stream, other):
-    """What is put on ``stream`` from now on runs after what is on ``other``."""
-    if stream is not None:
+    """What is put on ``stream`` from now on runs after what is on ``other``, where these are two."""
+    if stream is not None and other is not None:
         stream.wait_stream(other)
 
 
