@@ -1,6 +1,23 @@
 #include "backend/transport/nccl/abortable_communicators.h"
 
+#include <thread>
+#include <utility>
+
 namespace farandole::transport {
+
+void Aborts::begin(std::shared_ptr<NcclCommunicator> communicator) {
+  std::packaged_task<void()> abort([communicator = std::move(communicator)]() mutable {
+    communicator->abort();
+    communicator.reset();  // nothing is left to this thread once it has told
+  });
+  ends_.push_back(abort.get_future());
+  std::thread(std::move(abort)).detach();
+}
+
+void Aborts::wait(std::chrono::milliseconds limit) {
+  const auto deadline = std::chrono::steady_clock::now() + limit;
+  for (const auto& end : ends_) (void)end.wait_until(deadline);
+}
 
 bool AbortableCommunicators::add(const std::shared_ptr<NcclCommunicator>& communicator) {
   {
@@ -19,13 +36,13 @@ std::vector<std::shared_ptr<NcclCommunicator>> AbortableCommunicators::all() {
   return communicators_;
 }
 
-void AbortableCommunicators::abortAll() {
+void AbortableCommunicators::abortAll(Aborts& aborts) {
   {
     std::lock_guard lock(mutex_);
     isOver_ = true;
   }
   for (const auto& communicator : all()) communicator->interrupt();
-  for (const auto& communicator : all()) communicator->abort();
+  for (const auto& communicator : all()) aborts.begin(communicator);
 }
 
 Status AbortableCommunicators::closeAll() {

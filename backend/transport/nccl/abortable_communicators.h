@@ -1,5 +1,7 @@
 #pragma once
 
+#include <chrono>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -8,13 +10,27 @@
 
 namespace farandole::transport {
 
+// Communicators that are being aborted, each on a thread of its own: NCCL frees memory in an abort, for which CUDA
+// waits until every kernel on the device has ended, those of communicators whose aborts are yet to come included (nccl
+// issue 549). The kernels end when the aborts begin.
+class Aborts {
+ public:
+  void begin(std::shared_ptr<NcclCommunicator> communicator);
+  // Until all have ended, which another group's kernels may hold up.
+  void wait(std::chrono::milliseconds limit);
+
+ private:
+  std::vector<std::future<void>> ends_;
+};
+
 // The communicators of a group, to be ended together. Apart from whoever uses them, who may be stuck in a call with
 // locks of his own. Any thread.
 class AbortableCommunicators {
  public:
   // False, and aborts it, after abortAll().
   bool add(const std::shared_ptr<NcclCommunicator>& communicator);
-  void abortAll();
+  // In `aborts`, for others to begin, too, before somebody waits.
+  void abortAll(Aborts& aborts);
   // Waits on the host; the first error.
   Status closeAll();
   // See NcclCommunicator.

@@ -9,6 +9,8 @@ namespace farandole::transport {
 namespace {
 
 constexpr std::chrono::milliseconds kHealthPeriod{50};
+// Where another group's kernels hold them up, that group is ended next.
+constexpr std::chrono::milliseconds kMostForAborts{500};
 
 }  // namespace
 
@@ -222,7 +224,11 @@ bool GroupOnDevice::isIdle() {
 void GroupOnDevice::endAll(const Status& why) {
   lane_->doom(why);
   inOrderLane_->doom(why);
-  communicators_.abortAll();
+  pointToPoint_->doom(why);
+  Aborts aborts;
+  communicators_.abortAll(aborts);
+  pointToPoint_->abortAll(aborts);
+  aborts.wait(kMostForAborts);
   {
     std::lock_guard lock(mutex_);
     if (over_) over_ = why;

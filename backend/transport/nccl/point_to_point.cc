@@ -278,10 +278,11 @@ bool PointToPoint::isIdle() {
   return isIdle;
 }
 
-void PointToPoint::endAll(const Status& why) {
+void PointToPoint::doom(const Status& why) {
   for (const auto& lane : lanes()) lane->doom(why);
-  // Before the lock, which somebody may hold who is stuck in a call.
-  communicators_.abortAll();
+}
+
+void PointToPoint::endAll(const Status& why) {
   std::deque<EdgeMessage> waiting;
   {
     std::lock_guard lock(mutex_);

@@ -57,7 +57,10 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   void tellPeers() { orders_->tell(/*onlyUrgent=*/false); }
   // Ends what the device is done with; whether nothing is left.
   bool isIdle();
-  // Ends everything with this error; what comes later, too.
+  // Ends everything with this error, in three steps: what has not run by now will fail; who is stuck in a call comes
+  // out of it; and all that is left ends, and what comes later.
+  void doom(const Status& why);
+  void abortAll(Aborts& aborts) { communicators_.abortAll(aborts); }
   void endAll(const Status& why);
   // Waits on the host until what was sent has arrived; nothing may be posted any more.
   Status close();

@@ -141,6 +141,32 @@ TEST(DeviceGroup, ClosingDoesNotWaitForEverForAPeer) {
   EXPECT_EQ(alone->status().code(), StatusCode::kAborted);
 }
 
+// NCCL's abort of one communicator waits for the kernels of all.
+TEST(DeviceGroup, WhatWaitsForOnePeerInSeveralCommunicatorsEndsTogether) {
+  for (const bool newer : {true, false}) {
+    DeviceGroups ranks(2, 1, 20s, newer);
+    std::vector<std::vector<int>> data(6, std::vector<int>(kCount, 1));
+    const auto runAll = [&](int rank) {
+      std::vector<OperationPtr> operations = ranks.post(rank, {{true, 1 - rank, data[rank].data(), 4 * kCount},
+                                                               {false, 1 - rank, data[2 + rank].data(), 4 * kCount}});
+      operations.push_back(ranks.run(rank, false, sumOf(ranks, data[4 + rank])));
+      return operations;
+    };
+    ranks.each([&](int rank) {
+      for (const auto& operation : runAll(rank)) ASSERT_TRUE(operation->awaitEnd());
+    });
+    const std::vector<OperationPtr> alone = runAll(0);
+    for (const auto& operation : alone) operation->awaitLaunch();
+    std::this_thread::sleep_for(50ms);  // they run
+    const auto start = DeviceClock::now();
+    ranks.groups[0]->abort(Status::aborted("enough"));
+    for (const auto& operation : alone) EXPECT_TRUE(operation->awaitEnd(1s));
+    EXPECT_TRUE(ranks.cluster.synchronize(ranks.streams[0], 5s));
+    while (ranks.cluster.live().communicators > 3 && DeviceClock::now() < start + 10s) std::this_thread::sleep_for(1ms);
+    EXPECT_EQ(ranks.cluster.live().communicators, 3) << "rank 1's";
+  }
+}
+
 TEST(DeviceGroup, AbortComesThroughWhileACallIsStuck) {
   for (const bool newer : {true, false}) {
     DeviceGroups ranks(2, 1, 20s, newer);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "tests/backend/transport/nccl/simulator/kernel.h"
 #include "tests/backend/transport/nccl/simulator/thread_state.h"
 
 namespace farandole::testing {
@@ -81,6 +82,14 @@ void Communicators::failAll(int device, ncclResult_t error) {
 int Communicators::countLive() const {
   return static_cast<int>(
       std::count_if(known_.begin(), known_.end(), [](const auto& entry) { return !entry.second->freed(); }));
+}
+
+bool Communicators::isQuiet(int device) const {
+  return std::none_of(known_.begin(), known_.end(), [device](const auto& entry) {
+    const Communicator& communicator = *entry.second;
+    return communicator.device == device && std::any_of(communicator.pending.begin(), communicator.pending.end(),
+                                                        [](const Kernel* kernel) { return kernel->isRunning(); });
+  });
 }
 
 void Communicators::enter(Lock& lock, Communicator& communicator, const char* function) {

@@ -56,6 +56,8 @@ class Communicators {
   void checkDevice(const Communicator& communicator, const char* function);
   void failAll(int device, ncclResult_t error);
   int countLive() const;
+  // No kernel on the device waits for other ranks.
+  bool isQuiet(int device) const;
 
   // A thread is in `function`: two at once are a violation. Lets go of the lock for a moment, in which they would meet.
   void enter(Lock& lock, Communicator& communicator, const char* function);

@@ -57,6 +57,8 @@ class Kernel : public Work {
   bool step(Lock& lock) override;
   std::shared_ptr<Work> again(Replay& replay) const override;
 
+  // On the device, where it waits for other ranks.
+  bool isRunning() const { return waiting_ && !ended_; }
   // The rest of it is not done.
   void abort() { ended_ = true; }
   // From the clique: the collective that it waited in, or all messages with one peer in one direction, went through.

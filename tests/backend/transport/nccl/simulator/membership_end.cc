@@ -67,6 +67,9 @@ ncclResult_t Membership::commAbort(ncclComm_t handle) {
   if (communicator->clique != nullptr) communicator->clique->endKernels(communicator->rank);
   communicator->state = State::kRevoked;  // who is in a call comes out
   core_.changed();
+  // It frees memory, for which CUDA waits until every kernel on the device has ended.
+  const int device = communicator->device;
+  core_.hosts.wait(lock, [&] { return core_.ended || !core_.alive(device) || communicators_.isQuiet(device); });
   awaitGraphs(lock, *communicator);
   communicator->state = State::kAborted;
   resources_.drop(*communicator);
