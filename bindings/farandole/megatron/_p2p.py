@@ -52,8 +52,8 @@ class P2PCommunicator:
     between the hosts.
 
     On a GPU the host waits for nothing but shapes: the current stream waits for what was received. Over NCCL tags are
-    not looked at; where that makes each rank's messages one queue (torch's own, or CUDA_DEVICE_MAX_CONNECTIONS=1), with
-    ``config.variable_seq_lengths`` an exchange begins when all shapes have come, as Megatron's does.
+    not looked at, and with ``config.variable_seq_lengths`` an exchange begins when all shapes have come, as Megatron's
+    does.
 
     Raises:
         ValueError: something is received without a shape or without ``config.pipeline_dtype``, or sent from another device.

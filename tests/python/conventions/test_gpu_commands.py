@@ -168,9 +168,7 @@ def test_the_headers_of_cuda_and_nccl_are_whole_in_the_wheels():
     ours = [nvidia / "nccl" / "include", *nvidia.glob("cu*/include")]
     includes = [option for folder in ours for option in ("-isystem", str(folder))]
     command = ["g++", "-x", "c++", "-M", *includes, "-"]
-    shown = subprocess.run(
-        command, input="#include <nccl.h>\n", check=True, capture_output=True, text=True, timeout=60
-    )
+    shown = subprocess.run(command, input="#include <nccl.h>\n", check=True, capture_output=True, text=True, timeout=60)
     read = [pathlib.Path(word) for word in shown.stdout.split() if word.startswith("/")]
     of_nvidia = [file for file in read if file.name.startswith(("cuda", "nccl")) or file.parent.name in ("crt", "nv")]
     assert len(of_nvidia) > 10
