@@ -191,46 +191,25 @@ def test_a_capture_on_one_rank_only_is_refused_on_all(peers):
     run_on_gpus(_capture_on_one_rank, peers)
 
 
-def _capture_what_cannot_be(rank, world_size):
-    schedule = ScheduleGPipe(
-        PipelineStage(_stages(world_size, "cuda")[rank], rank, world_size, "cuda"),
-        4,
-        nn.MSELoss(),
-        check_for_nan_in_loss_and_grad=True,
-    )
+def _capture_what_cannot_be(rank, world_size, match, **options):
+    stage = PipelineStage(_stages(world_size, "cuda")[rank], rank, world_size, "cuda")
+    schedule = ScheduleGPipe(stage, 4, nn.MSELoss(), **options)
     batch, target = _data(0, "cuda")
     for _ in range(3):
         schedule.step(batch, target=target)
     torch.cuda.synchronize()
-    with (
-        pytest.raises(NotImplementedError, match=r"check_for_nan_in_loss_and_grad is True .* captured in a CUDA graph"),
-        torch.cuda.graph(torch.cuda.CUDAGraph()),
-    ):
+    with pytest.raises(NotImplementedError, match=match), torch.cuda.graph(torch.cuda.CUDAGraph()):
         batch.clone()  # a graph of nothing warns
         schedule.step(batch, target=target)
     torch.cuda.synchronize()
     schedule.step(batch, target=target)
 
 
-def test_what_a_graph_would_not_replay_is_refused_by_name(peers):
-    run_on_gpus(_capture_what_cannot_be, peers)
+def test_what_a_graph_would_not_replay_is_refused_by_name_and_the_next_step_runs(peers):
+    match = r"check_for_nan_in_loss_and_grad is True .* captured in a CUDA graph"
+    run_on_gpus(_capture_what_cannot_be, peers, match=match, check_for_nan_in_loss_and_grad=True)
 
 
-def _capture_over_ucx(rank, world_size):
-    schedule, _ = _schedule("1F1B", _stages(world_size, "cuda"), 4, rank, world_size, "cuda")
-    batch, target = _data(0, "cuda")
-    for _ in range(3):
-        schedule.step(batch, target=target)
-    torch.cuda.synchronize()
-    with (
-        pytest.raises(NotImplementedError, match=r"FARANDOLE_CUDA_MESSAGES is 'ucx' .* expected 'nccl'"),
-        torch.cuda.graph(torch.cuda.CUDAGraph()),
-    ):
-        batch.clone()  # a graph of nothing warns
-        schedule.step(batch, target=target)
-    torch.cuda.synchronize()
-    schedule.step(batch, target=target)
-
-
-def test_a_capture_over_ucx_is_refused_and_the_next_step_runs(peers):
-    run_on_gpus(_capture_over_ucx, peers, env={"FARANDOLE_CUDA_MESSAGES": "ucx"})
+def test_so_is_a_capture_over_ucx(peers):
+    match = r"FARANDOLE_CUDA_MESSAGES is 'ucx' .* expected 'nccl'"
+    run_on_gpus(_capture_what_cannot_be, peers, match=match, env={"FARANDOLE_CUDA_MESSAGES": "ucx"})

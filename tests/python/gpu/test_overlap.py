@@ -8,29 +8,18 @@ import torch.distributed as dist
 from torch import nn
 
 from farandole.pipelining import PipelineStage, ScheduleGPipe
-from support.gpus import needs_gpu, run_on_gpus
+from support.gpus import needs_gpu, run_on_gpus, sleep_cycles
 
 pytestmark = [needs_gpu, pytest.mark.timeout(120)]
 SLOW = 0.5  # seconds
 NUMEL = 1 << 20
 
 
-def _cycles():
-    """How long torch.cuda._sleep must sleep for SLOW."""
-    torch.cuda._sleep(200_000_000)  # an idle GPU runs slower
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    torch.cuda._sleep(10_000_000)
-    end.record()
-    end.synchronize()
-    return int(10_000_000 * SLOW / (start.elapsed_time(end) / 1e3))
-
-
 def _compute_beside_a_receive(rank, world_size):
     """Milliseconds until rank 1 has computed what it needs no message for, and until the message is there."""
     x, y = torch.ones(NUMEL, device="cuda"), torch.empty(NUMEL, device="cuda")
     a = torch.randn(512, 512, device="cuda")
-    cycles = _cycles()
+    cycles = sleep_cycles(SLOW)
     for _ in range(2):
         if rank == 0:
             dist.send(x, 1)
@@ -90,7 +79,7 @@ def _send_to_a_slow_stage(rank, world_size):
     stage = _Timed(0).cuda()
     schedule = ScheduleGPipe(PipelineStage(stage, rank, world_size, "cuda"), 4, nn.MSELoss())
     batch = torch.randn(256, 64, device="cuda")
-    cycles = _cycles()
+    cycles = sleep_cycles(SLOW)
     for _ in range(3):
         schedule.step(batch, target=batch, return_outputs=False)
     torch.cuda.synchronize()

@@ -6,23 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.gpus import needs_gpu, run_on_gpus
+from support.gpus import needs_gpu, run_on_gpus, sleep_cycles
 
 pytestmark = [needs_gpu, pytest.mark.timeout(200)]
 NUMEL = 1 << 20
 LATE = 1 << 26
 SLOW = 0.3  # seconds
-
-
-def _cycles(seconds):
-    """How long torch.cuda._sleep must sleep for so many seconds, as measured."""
-    torch.cuda._sleep(200_000_000)  # an idle GPU runs slower
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    torch.cuda._sleep(10_000_000)
-    end.record()
-    end.synchronize()
-    return int(10_000_000 * seconds / (start.elapsed_time(end) / 1e3))
 
 
 def _warm(world_size):
@@ -32,7 +21,7 @@ def _warm(world_size):
     y = torch.zeros(NUMEL, device="cuda").fill_(1) * 2
     torch.cuda.synchronize()
     assert x.tolist() == [world_size] * 8 and y[0] == 2
-    return _cycles(SLOW)
+    return sleep_cycles(SLOW)
 
 
 def _behind_a_slow_kernel(rank, world_size):
