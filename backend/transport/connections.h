@@ -16,11 +16,12 @@ class Connections {
 
   ProgressEngine& engine() { return engine_; }
 
-  // Connects on first use. With the transport held.
+  // Connects on first use, and anew where a connection has broken. With the transport held.
   Result<PeerId> connect(const std::string& address) {
-    if (const auto known = peers_.find(address); known != peers_.end()) return known->second;
+    const auto known = peers_.find(address);
+    if (known != peers_.end() && engine_.transport().failure(known->second)) return known->second;
     Result<PeerId> peer = engine_.transport().connect(address);
-    if (peer) peers_.emplace(address, *peer);
+    if (peer) peers_.insert_or_assign(address, *peer);
     return peer;
   }
 

@@ -38,6 +38,10 @@ Result<std::unique_ptr<Executor>> Executor::create(const Plan& lowered, int rank
     }
   }
   program->digest ^= config.alike * 0x9e3779b97f4a7c15;  // spread over all bits
+  if (config.hasOneQueue) {
+    program->digest ^= 0xc2b2ae3d27d4eb4f;
+    config.description += ", with one queue for its messages";
+  }
   const int numRanks = lowered.numRanks();
   if (numRanks > 1 && backend->getSize() != numRanks) {
     return Status::invalidArgument("the group has " + std::to_string(backend->getSize()) + " ranks, expected " +

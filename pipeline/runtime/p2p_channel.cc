@@ -70,7 +70,10 @@ class Channel final : public P2pChannel {
         if (isOnDevice(message)) start(peer, *message);
       }
     } catch (...) {
-      onDevice_->endCoalescing();
+      try {
+        onDevice_->endCoalescing();
+      } catch (const std::exception&) {  // of the same cause
+      }
       throw;
     }
     const c10::intrusive_ptr<c10d::Work> work = onDevice_->endCoalescing();

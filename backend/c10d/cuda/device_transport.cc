@@ -38,6 +38,16 @@ void DeviceTransport::cancel(Request& request) {
   inner_->cancel(request);
 }
 
+void DeviceTransport::drop(PeerId peer, const Status& why) {
+  const DeviceVisit visit(cuda_, device_);
+  inner_->drop(peer, why);
+}
+
+void DeviceTransport::look(std::chrono::steady_clock::time_point now) {
+  const DeviceVisit visit(cuda_, device_);
+  inner_->look(now);
+}
+
 void DeviceTransport::leave() {
   const DeviceVisit visit(cuda_, device_);
   inner_->leave();

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <memory>
 
 #include "backend/transport/nccl/device_visit.h"
@@ -30,6 +31,8 @@ class DeviceTransport final : public transport::Transport {
   bool recvIfThere(std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes,
                    transport::Request& request) override;
   void cancel(transport::Request& request) override;
+  void drop(transport::PeerId peer, const Status& why) override;
+  void look(std::chrono::steady_clock::time_point now) override;
   bool progress() override;
   int eventFd() const override { return inner_->eventFd(); }
   bool arm() override;

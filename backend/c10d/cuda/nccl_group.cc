@@ -9,6 +9,7 @@
 #include "backend/c10d/cuda_group.h"
 #include "backend/c10d/errors.h"
 #include "backend/common/settings.h"
+#include "backend/transport/nccl/abortable_communicators.h"
 #include "backend/transport/nccl/device_group.h"
 
 namespace farandole::backend {
@@ -22,6 +23,8 @@ using WorkPtr = c10::intrusive_ptr<::c10d::Work>;
 
 // For what peers still have to take, when a group is destroyed.
 constexpr std::chrono::seconds kClosingLimit{10};
+// Of what groups that failed have left to NCCL, at the end of the process.
+constexpr std::chrono::seconds kAbortsLimit{5};
 // Of the device's processors, for each edge: few, to leave the others to the model. Not measured yet.
 constexpr std::uint64_t kEdgeCtas = 4;
 constexpr std::uint64_t kMostEdgeCtas = 64;
@@ -236,6 +239,7 @@ void CudaGroup::leaveAtExit() {
     watch = shared.current.lock();
   }
   if (watch != nullptr) watch->stop();
+  transport::Aborts::waitForAll(kAbortsLimit);
 }
 
 }  // namespace farandole::backend

@@ -1,9 +1,44 @@
 #include "backend/transport/nccl/abortable_communicators.h"
 
+#include <algorithm>
+#include <iterator>
 #include <thread>
 #include <utility>
 
 namespace farandole::transport {
+namespace {
+
+using Ends = std::vector<std::future<void>>;
+
+void waitFor(const Ends& ends, std::chrono::milliseconds limit) {
+  const auto deadline = std::chrono::steady_clock::now() + limit;
+  for (const auto& end : ends) (void)end.wait_until(deadline);
+}
+
+// Aborts that go on.
+struct Open {
+  static Open& get() {
+    static Open& open = *new Open;  // outlives whoever aborts last
+    return open;
+  }
+
+  std::mutex mutex;
+  Ends ends;
+};
+
+}  // namespace
+
+Aborts::~Aborts() {
+  const auto hasEnded = [](const auto& end) {
+    return end.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
+  };
+  std::erase_if(ends_, hasEnded);
+  if (ends_.empty()) return;
+  Open& open = Open::get();
+  std::lock_guard lock(open.mutex);
+  std::erase_if(open.ends, hasEnded);
+  std::ranges::move(ends_, std::back_inserter(open.ends));
+}
 
 void Aborts::begin(std::shared_ptr<NcclCommunicator> communicator) {
   std::packaged_task<void()> abort([communicator = std::move(communicator)]() mutable {
@@ -14,9 +49,16 @@ void Aborts::begin(std::shared_ptr<NcclCommunicator> communicator) {
   std::thread(std::move(abort)).detach();
 }
 
-void Aborts::wait(std::chrono::milliseconds limit) {
-  const auto deadline = std::chrono::steady_clock::now() + limit;
-  for (const auto& end : ends_) (void)end.wait_until(deadline);
+void Aborts::wait(std::chrono::milliseconds limit) { waitFor(ends_, limit); }
+
+void Aborts::waitForAll(std::chrono::milliseconds limit) {
+  Open& open = Open::get();
+  Ends ends;
+  {
+    std::lock_guard lock(open.mutex);
+    ends.swap(open.ends);
+  }
+  waitFor(ends, limit);
 }
 
 bool AbortableCommunicators::add(const std::shared_ptr<NcclCommunicator>& communicator) {
@@ -42,7 +84,9 @@ void AbortableCommunicators::abortAll(Aborts& aborts) {
     isOver_ = true;
   }
   for (const auto& communicator : all()) communicator->interrupt();
-  for (const auto& communicator : all()) aborts.begin(communicator);
+  for (const auto& communicator : all()) {
+    if (!communicator->isFreed()) aborts.begin(communicator);
+  }
 }
 
 Status AbortableCommunicators::closeAll() {

@@ -15,9 +15,17 @@ namespace farandole::transport {
 // issue 549). The kernels end when the aborts begin.
 class Aborts {
  public:
+  Aborts() = default;
+  // What has not ended goes on.
+  ~Aborts();
+  Aborts(const Aborts&) = delete;
+  Aborts& operator=(const Aborts&) = delete;
+
   void begin(std::shared_ptr<NcclCommunicator> communicator);
   // Until all have ended, which another group's kernels may hold up.
   void wait(std::chrono::milliseconds limit);
+  // The same for those of the whole process that go on; for its end, before the libraries go.
+  static void waitForAll(std::chrono::milliseconds limit);
 
  private:
   std::vector<std::future<void>> ends_;

@@ -80,6 +80,8 @@ class NcclCommunicator {
   int device() const { return device_; }
   Status ended() const;
   bool isAborted() const { return isAborted_; }
+  // Nothing is left of it at NCCL, or soon will not be: it was closed, or its abort has come so far.
+  bool isFreed() const { return handle_ == nullptr; }
 
  private:
   // NCCL keeps the pointer to its name (2.28 to 2.30): the text stays where it is.

@@ -310,7 +310,7 @@ void UcxTransport::look(Clock::time_point now) {
       continue;
     }
     const auto broken = std::ranges::find_if(peer.endpoints, [](const Endpoint& one) { return !one.failure; });
-    end(peer, broken->failure);
+    drop(peer.id, broken->failure);
   }
 }
 

@@ -22,6 +22,7 @@ from farandole.megatron._sync import StepSync
 from farandole.megatron._timing import timed
 from farandole.megatron._topology import Topology, parallel_state, topology_of
 from farandole.pipelining._captures import check_capturable, is_captured
+from farandole.pipelining._devices import is_over_ucx
 
 
 class ForwardBackward:
@@ -123,8 +124,15 @@ class ForwardBackward:
                         "shapes are exchanged in a step that is captured in a CUDA graph, expected "
                         "config.variable_seq_lengths to be False"
                     )
+                if run.key.confirms:
+                    raise NotImplementedError(
+                        "config.barrier_with_L1_time is True, with config.timers, in a step that is captured in a CUDA "
+                        "graph, expected False: the host waits in the timers' barriers"
+                    )
                 check_capturable(
-                    checks_for_nan=run.key.checks_for_nan, wrapped=sync.wrapped(), num_ranks=topology.pp_size
+                    checks_for_nan=run.key.checks_for_nan,
+                    wrapped=sync.wrapped(),
+                    over_ucx=is_over_ucx(topology.pp_group, run.key.device),
                 )
             call = Call(
                 forward_step_func=forward_step_func,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 
 import torch
@@ -16,12 +15,12 @@ def is_captured(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-def check_capturable(*, checks_for_nan: bool, wrapped: Iterable[str], num_ranks: int) -> None:
+def check_capturable(*, checks_for_nan: bool, wrapped: Iterable[str], over_ucx: bool) -> None:
     """
     Args:
         checks_for_nan: the step looks at its numbers.
         wrapped: names of the stages whose gradients are reduced between replicas.
-        num_ranks: of the pipeline.
+        over_ucx: messages of tensors there go by UCX.
 
     Raises:
         NotImplementedError: such a step cannot be captured.
@@ -36,7 +35,7 @@ def check_capturable(*, checks_for_nan: bool, wrapped: Iterable[str], num_ranks:
             f"{name} is wrapped for data parallelism in a step that is captured in a CUDA graph, expected a plain module: "
             "replicas agree on the CPU in each step"
         )
-    if num_ranks > 1 and os.environ.get("FARANDOLE_CUDA_MESSAGES") == "ucx":
+    if over_ucx:
         raise NotImplementedError(
             "FARANDOLE_CUDA_MESSAGES is 'ucx' in a step that is captured in a CUDA graph, expected 'nccl': UCX's messages "
             "cannot be captured"

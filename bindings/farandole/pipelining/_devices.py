@@ -58,14 +58,14 @@ def channel_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
                 f"the pipeline's group has no backend for {needed}, expected one for {purpose}: "
                 "init_process_group('farandole'), or 'cpu:gloo,cuda:nccl'"
             )
-    return "tagged" if _is_over_ucx(group, device) else "one_queue_per_rank"
+    return "tagged" if is_over_ucx(group, device) else "one_queue_per_rank"
 
 
 def has_one_queue(group: dist.ProcessGroup | None, device: torch.device) -> bool:
     """Do the group's messages of tensors there also start one batch after another? As with torch's NCCL, which has one
     communicator for all; and over ours where CUDA has one queue for all streams.
     """
-    if group is None or device.type == "cpu" or _is_over_ucx(group, device):
+    if group is None or device.type == "cpu" or is_over_ucx(group, device):
         return False
     return not _is_ours(group, device) or os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
@@ -74,5 +74,8 @@ def _is_ours(group: dist.ProcessGroup, device: torch.device) -> bool:
     return group._get_backend(device).name() == "farandole"
 
 
-def _is_over_ucx(group: dist.ProcessGroup, device: torch.device) -> bool:
+def is_over_ucx(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Do the group's messages of tensors there go by UCX?"""
+    if group is None or group.size() == 1 or device.type == "cpu":
+        return False
     return _is_ours(group, device) and os.environ.get("FARANDOLE_CUDA_MESSAGES") == "ucx"

@@ -14,7 +14,7 @@ from farandole import _C
 from farandole._rank_names import rank_name
 from farandole.pipelining import _plans
 from farandole.pipelining._captures import check_capturable, is_captured
-from farandole.pipelining._devices import channel_of, has_one_queue, one_device
+from farandole.pipelining._devices import channel_of, has_one_queue, is_over_ucx, one_device
 from farandole.pipelining._dry_runs import check_declared, is_dry
 from farandole.pipelining._forward_context import ForwardsInContext
 from farandole.pipelining._grad_sync import GradSync
@@ -366,7 +366,7 @@ class PipelineSchedule(metaclass=RefusesOnAllRanks):
         check_capturable(
             checks_for_nan=self._config.check_for_nan_in_loss_and_grad,
             wrapped=[f"stage {stage.stage_index}" for stage, sync in synced if sync is not None],
-            num_ranks=self._stages[0].group_size,
+            over_ucx=is_over_ucx(self._stages[0].group, self._device),
         )
 
     def _check_targets(self, train: bool, inputs: Inputs, losses: list[Any] | None, run: _Run) -> None:

@@ -199,6 +199,20 @@ TEST(Executor, RanksThatDifferInWhatMustBeAlikeAreTold) {
   }
 }
 
+TEST(Executor, ARankWhoseMessagesShareAQueueIsToldApartFromOthers) {
+  Model model(*lower(*makePlan("1F1B", {3, 3, 4, false})), 7);
+  Ranks all(
+      model, [&](int stage) { return model.spec(stage); },
+      [](int rank, ExecutorConfig& config) {
+        config.hasOneQueue = rank == 1;
+        config.description = "step of rank " + std::to_string(rank);
+      });
+  for (const Status& status : all.step()) {
+    EXPECT_NE(status.toString().find("runs step of rank 1, with one queue for its messages"), std::string::npos)
+        << status.toString();
+  }
+}
+
 TEST(Executor, CallsWhatIsAroundEachBackward) {
   for (const char* name : {"1F1B", "ZBV"}) {
     Model model(*lower(*makePlan(name, {1, name == std::string_view("ZBV") ? 2 : 1, 3, false})), 7);

@@ -183,6 +183,10 @@ def _lose_connection(rank, world_size, folder):
         dist.recv(x, peer)
     seconds = time.monotonic() - start
     await_all(rank, world_size)
+    again = dist.new_group()  # over connections of its own
+    (dist.send if rank == 0 else dist.recv)(x, peer, group=again)
+    dist.all_reduce(x, group=again)
+    await_all(rank, world_size, "again")
     return seconds
 
 

@@ -120,6 +120,7 @@ class DeviceGroups {
     end(Status::aborted("the test is over"));
     groups.clear();
     watches_.clear();
+    Aborts::waitForAll(20s);  // they use the runtime
     // Threads that still connect hold what they connect, and need the cluster, to their end. The meeting is the last
     // that they let go of.
     const auto deadline = DeviceClock::now() + 20s;
