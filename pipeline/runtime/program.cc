@@ -204,17 +204,20 @@ class Compiler {
     for (std::size_t stage = 0; stage < program_.stages.size(); ++stage) {
       const std::vector<StageLink>& into = program_.stages[stage].into;
       for (std::size_t link = 0; link < into.size(); ++link) {
+        if (into[link].isLocal()) continue;
         std::vector<SentGradient> taken;
-        forEachPart(plan_.ranks[into[link].rank], [&](const Action& action) {
-          if (action.stage != into[link].other || into[link].isLocal()) return;
-          if (action.kind == ActionKind::kBackward || action.kind == ActionKind::kBackwardInput) {
-            taken.push_back({action.microbatch, static_cast<std::int32_t>(link)});
-          } else if (action.kind == ActionKind::kSendF && edgeOf(graph_, action) == into[link].edge) {
-            std::vector<SentGradient>& before = arrived[{static_cast<std::int32_t>(stage), action.microbatch}];
-            before.insert(before.end(), taken.begin(), taken.end());
-            taken.clear();
+        for (const Action& action : plan_.ranks[into[link].rank]) {
+          for (const Action& leaf : leaves(action)) {
+            if (leaf.stage != into[link].other) continue;
+            if (isInputBackward(leaf.kind)) {
+              taken.push_back({leaf.microbatch, static_cast<std::int32_t>(link)});
+            } else if (leaf.kind == ActionKind::kSendF && edgeOf(graph_, leaf) == into[link].edge) {
+              std::vector<SentGradient>& before = arrived[{static_cast<std::int32_t>(stage), leaf.microbatch}];
+              before.insert(before.end(), taken.begin(), taken.end());
+              taken.clear();
+            }
           }
-        });
+        }
       }
     }
     for (Instruction& instruction : program_.instructions) {
@@ -223,14 +226,6 @@ class Compiler {
       instruction.firstArrived = static_cast<std::uint32_t>(program_.arrived.size());
       instruction.numArrived = static_cast<std::uint32_t>(before.size());
       program_.arrived.insert(program_.arrived.end(), before.begin(), before.end());
-    }
-  }
-
-  template <typename Function>
-  static void forEachPart(const std::vector<Action>& actions, const Function& function) {
-    for (const Action& action : actions) {
-      function(action);
-      forEachPart(action.parts, function);
     }
   }
 

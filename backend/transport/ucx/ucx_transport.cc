@@ -292,12 +292,8 @@ void UcxTransport::endpointFailed(void* arg, ucp_ep_h handle, ucs_status_t statu
     peer.transport.isAnyBroken_ = true;
     return;
   }
-  peer.transport.end(peer, endpoint.failure);
-}
-
-void UcxTransport::end(Peer& peer, const Status& why) {
-  peer.failure = why;
-  if (peerFailed_) peerFailed_(peer.id, peer.failure);
+  peer.failure = endpoint.failure;
+  if (peer.transport.peerFailed_) peer.transport.peerFailed_(peer.id, peer.failure);
 }
 
 void UcxTransport::look(Clock::time_point now) {
@@ -310,7 +306,8 @@ void UcxTransport::look(Clock::time_point now) {
       continue;
     }
     const auto broken = std::ranges::find_if(peer.endpoints, [](const Endpoint& one) { return !one.failure; });
-    drop(peer.id, broken->failure);
+    const Status why = broken->failure;
+    drop(peer.id, why);
   }
 }
 

@@ -83,7 +83,6 @@ class UcxTransport final : public Transport {
   static void noteReceive(Request& request, ucs_status_ptr_t handle, const ucp_tag_recv_info_t& info);
   static void noteDone(Request& request);
   void tellDone();
-  void end(Peer& peer, const Status& why);
   static void sendDone(void* request, ucs_status_t status, void* user);
   static void recvDone(void* request, ucs_status_t status, const ucp_tag_recv_info_t* info, void* user);
   static void endpointFailed(void* arg, ucp_ep_h handle, ucs_status_t status);

@@ -75,3 +75,14 @@ def _sum(rank: Rank) -> None:
     torch.distributed.all_reduce(total, group=rank.groups[_NCCL])
     if not torch.equal(total, torch.full_like(total, rank.size)):
         raise RuntimeError("the sum is wrong")
+
+
+def sleep_cycles(seconds: float) -> int:
+    """How long torch.cuda._sleep must sleep for so many seconds, as measured."""
+    torch.cuda._sleep(200_000_000)  # an idle GPU runs slower
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    torch.cuda._sleep(10_000_000)
+    end.record()
+    end.synchronize()
+    return int(10_000_000 * seconds / (start.elapsed_time(end) / 1e3))

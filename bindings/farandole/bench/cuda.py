@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from farandole.bench._gpus import Placement, several_ranks, why_no_gpu
+from farandole.bench._gpus import Placement, several_ranks, sleep_cycles, why_no_gpu
 from farandole.bench._peers import slowest
 from farandole.bench._ranks import Rank, RankPair, Ranks
 from farandole.bench._series import Report, Sample, Series, Skipped, Target, interleave, ratio, size_name
@@ -114,13 +114,7 @@ def _device_time(issue: Issue, count: int, cycles: int) -> Sample:
 def _cycles(rank: Rank) -> int:
     """Of the waiting kernel, measured once."""
     if "cycles" not in rank.state:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(200_000_000)  # an idle GPU runs slower
-        start.record()
-        torch.cuda._sleep(10_000_000)
-        end.record()
-        end.synchronize()
-        rank.state["cycles"] = int(10_000_000 * _HELD_BACK / (start.elapsed_time(end) / 1e3))
+        rank.state["cycles"] = sleep_cycles(_HELD_BACK)
     return rank.state["cycles"]
 
 

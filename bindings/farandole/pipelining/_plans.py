@@ -6,12 +6,14 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from farandole import _C
-from farandole.pipelining._stage import PipelineStage
 from farandole.pipelining._stage_edges import Edge, pairs_of
 from farandole.pipelining._transfers import Transfers, as_tuple
+
+if TYPE_CHECKING:
+    from farandole.pipelining._stage import PipelineStage
 
 _CHANNELS = {
     "tagged": _C.ChannelModel.TAGGED,

@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from farandole.bench._gpus import sleep_cycles
 from farandole.pipelining import PipelineStage, ScheduleGPipe
-from support.gpus import needs_gpu, run_on_gpus, sleep_cycles
+from support.gpus import needs_gpu, run_on_gpus
 
 pytestmark = [needs_gpu, pytest.mark.timeout(120)]
 SLOW = 0.5  # seconds

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.gpus import needs_gpu, run_on_gpus, sleep_cycles
+from farandole.bench._gpus import sleep_cycles
+from support.gpus import needs_gpu, run_on_gpus
 
 pytestmark = [needs_gpu, pytest.mark.timeout(200)]
 NUMEL = 1 << 20

@@ -20,14 +20,3 @@ needs_two_gpus = pytest.mark.skipif(
 def run_on_gpus(fn: Any, placement: Placement, backend: str | None = "farandole", **kwargs: Any) -> list[Any]:
     """``run_ranks``, with each rank on its GPU."""
     return run_ranks(fn, placement.size, backend, **{"timeout": 60.0, "enter": placement.enter} | kwargs)
-
-
-def sleep_cycles(seconds: float) -> int:
-    """How long torch.cuda._sleep must sleep for so many seconds, as measured."""
-    torch.cuda._sleep(200_000_000)  # an idle GPU runs slower
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    torch.cuda._sleep(10_000_000)
-    end.record()
-    end.synchronize()
-    return int(10_000_000 * seconds / (start.elapsed_time(end) / 1e3))
