@@ -177,13 +177,18 @@ class PythonExecutor {
   // When the last step began, on the clock of Python's time.monotonic().
   double lastStepBegan() const { return std::chrono::duration<double>(began_.time_since_epoch()).count(); }
 
-  // [(action, start, end)] in seconds.
-  py::list lastStepTrace() const {
-    py::list trace;
-    for (const pipeline::TimedInstruction& time : executor_->lastTrace().instructions) {
-      trace.append(py::make_tuple(executor_->program().labels[time.instruction], time.start, time.end));
-    }
-    return trace;
+  py::list lastStepTrace() const { return texts(executor_->lastTrace()); }
+
+  void timeOnDevice(bool isTimed) { executor_->timeOnDevice(isTimed); }
+
+  // (actions, seconds of the step, seconds in which it computed), or None.
+  py::object lastDeviceTrace() {
+    const auto trace = [this] {
+      const py::gil_scoped_release released;
+      return executor_->lastDeviceTrace();
+    }();
+    if (!trace) return py::none();
+    return py::make_tuple(texts(*trace), trace->seconds, trace->computeSeconds);
   }
 
   // [(from, to, bytes of each tensor, bytes of each gradient)] of the edges that begin on this rank.
@@ -216,6 +221,15 @@ class PythonExecutor {
       status = function();
     }
     if (!status.isOk()) raise(status);
+  }
+
+  // [(action, start, end)] in seconds.
+  py::list texts(const pipeline::StepTrace& trace) const {
+    py::list actions;
+    for (const pipeline::TimedInstruction& time : trace.instructions) {
+      actions.append(py::make_tuple(executor_->program().labels[time.instruction], time.start, time.end));
+    }
+    return actions;
   }
 
   [[noreturn]] void raise(const Status& status) {
@@ -268,6 +282,8 @@ void bindPipelineExecutor(py::module_& module) {
       .def("release_buffers", &PythonExecutor::releaseBuffers)
       .def("edge_sizes", &PythonExecutor::edgeSizes)
       .def("last_step_trace", &PythonExecutor::lastStepTrace)
+      .def("time_on_device", &PythonExecutor::timeOnDevice, py::arg("timed"))
+      .def("last_device_trace", &PythonExecutor::lastDeviceTrace)
       .def_property_readonly("last_step_began", &PythonExecutor::lastStepBegan)
       .def_property_readonly("last_step_seconds", &PythonExecutor::lastStepSeconds)
       .def_property_readonly("last_compute_seconds", &PythonExecutor::lastComputeSeconds);

@@ -57,7 +57,8 @@ Executor::Executor(Program program, const c10::intrusive_ptr<c10d::Backend>& bac
       traffic_(program_, stages_, makeChannel(backend, config_.deviceBackend, config_.hasOneQueue), config_.device),
       failure_(config_.rankName.empty() ? "rank " + std::to_string(program_.rank) : config_.rankName, stages_,
                program_.hasBackward),
-      compute_(program_, config_, traffic_, failure_) {
+      compute_(program_, config_, traffic_, failure_),
+      deviceTimes_(config_.device) {
   for (std::size_t i = 0; i < config_.stages.size(); ++i) {
     stages_.emplace_back(std::move(config_.stages[i]), program_.stages[i], program_.numMicrobatches);
   }
@@ -94,6 +95,7 @@ Status Executor::runStep(bool relearn, std::span<const double> lossScales) {
   trace_.instructions.clear();
   trace_.computeSeconds = trace_.seconds = 0;
   agreed_ = false;
+  isDeviceTimed_ = timesDevice_ && !isCaptured_ && !config_.device.is_cpu();
   failure_.beginStep();
   const at::AutoGradMode gradMode(program_.hasBackward);
   const c10::OptionalDeviceGuard device(config_.device.is_cpu() ? std::nullopt : std::optional(config_.device));
@@ -166,7 +168,8 @@ Status Executor::replay() {
     const Instruction& instruction = program_.instructions[i];
     at::RecordFunction range(at::RecordScope::USER_SCOPE);
     if (range.isActive()) range.before("PP:" + program_.labels[i]);  // as torch's runtime names them
-    TimedInstruction time{i, now(), 0};
+    TimedInstruction time{i};
+    begin(time);
     switch (instruction.op) {
       case InstructionOp::kForward: FARANDOLE_RETURN_IF_ERROR(forward(instruction, time)); break;
       case InstructionOp::kBackward:
@@ -174,7 +177,7 @@ Status Executor::replay() {
         traffic_.awaitGradients(stages_[instruction.stage], instruction.microbatch);
         [[fallthrough]];
       case InstructionOp::kBackwardWeight:
-        time.start = now();
+        begin(time);
         compute_.backward(stages_[instruction.stage], instruction);
         break;
       case InstructionOp::kPost:
@@ -183,7 +186,7 @@ Status Executor::replay() {
         break;
       case InstructionOp::kWaitSend: traffic_.waitSends(instruction); break;
     }
-    time.end = now();
+    end(time);
     trace_.instructions.push_back(time);
     if (isCompute(instruction.op)) trace_.computeSeconds += time.end - time.start;
   }
@@ -215,7 +218,7 @@ Status Executor::forward(const Instruction& instruction, TimedInstruction& time)
     const MicrobatchSlot& slot = stage.slots[instruction.microbatch];
     if (slot.isInputPoisoned() || slot.isPacketMissing()) failure_.stopAt(stage);
   }
-  time.start = now();
+  begin(time);
   compute_.forward(stage, instruction.microbatch, learning_);
   if (!agreed_) {
     const double before = now();
@@ -232,6 +235,34 @@ Status Executor::transportBroke(const std::string& during) {
                                                 "); the pipeline cannot be used again with this group");
   failure_.abandon(broken_.toString());
   return broken_;
+}
+
+std::optional<StepTrace> Executor::lastDeviceTrace() {
+  if (!isDeviceTimed_ || trace_.instructions.empty()) return std::nullopt;
+  const c10::OptionalDeviceGuard device(config_.device);
+  const std::vector<DeviceTimes::Clock::time_point> times = deviceTimes_.read(2 * trace_.instructions.size());
+  const auto sinceBegin = [this](DeviceTimes::Clock::time_point time) {
+    return std::chrono::duration<double>(time - began_).count();
+  };
+  StepTrace onDevice;
+  for (std::size_t i = 0; i < trace_.instructions.size(); ++i) {
+    const std::uint32_t instruction = trace_.instructions[i].instruction;
+    const TimedInstruction time{instruction, sinceBegin(times[2 * i]), sinceBegin(times[2 * i + 1])};
+    onDevice.instructions.push_back(time);
+    if (isCompute(program_.instructions[instruction].op)) onDevice.computeSeconds += time.end - time.start;
+  }
+  onDevice.seconds = onDevice.instructions.back().end - onDevice.instructions.front().start;
+  return onDevice;
+}
+
+void Executor::begin(TimedInstruction& time) {
+  if (isDeviceTimed_) deviceTimes_.mark(2 * trace_.instructions.size());
+  time.start = now();
+}
+
+void Executor::end(TimedInstruction& time) {
+  if (isDeviceTimed_) deviceTimes_.mark(2 * trace_.instructions.size() + 1);
+  time.end = now();
 }
 
 double Executor::now() const {

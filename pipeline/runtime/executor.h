@@ -2,12 +2,14 @@
 
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <vector>
 
 #include "backend/common/status.h"
+#include "pipeline/runtime/device_times.h"
 #include "pipeline/runtime/edge_sizes.h"
 #include "pipeline/runtime/executor_config.h"
 #include "pipeline/runtime/program.h"
@@ -20,7 +22,8 @@
 namespace farandole::pipeline {
 
 // When an action of the last step ran, in seconds since the step began. Of a
-// compute action only the computation counts, not the wait for its tensors.
+// compute action only the computation counts, not the wait for its tensors. On a
+// device that works behind the host's back: when the host launched it.
 struct TimedInstruction {
   std::uint32_t instruction = 0;  // of Program::instructions
   double start = 0, end = 0;
@@ -68,6 +71,10 @@ class Executor {
   // others are to take part in. All ranks call it before their step, or none.
   Status confirm();
 
+  // Whether further steps note when the device begins and ends each action: two events for each. On the CPU there is
+  // nothing to note, nor is there in a captured step.
+  void timeOnDevice(bool isTimed) { timesDevice_ = isTimed; }
+
   // Lets go of the receive buffers that are kept from step to step.
   void releaseBuffers() { traffic_.releaseBuffers(); }
 
@@ -76,6 +83,10 @@ class Executor {
 
   const Program& program() const { return program_; }
   const StepTrace& lastTrace() const { return trace_; }
+
+  // The last step as the device ran it, with the same instructions: from where the first began to where the last ended.
+  // None where that was not noted. Waits for the device.
+  std::optional<StepTrace> lastDeviceTrace();
 
  private:
   Executor(Program program, const c10::intrusive_ptr<c10d::Backend>& backend, ExecutorConfig config);
@@ -89,6 +100,8 @@ class Executor {
   Status conclude();
   Status forward(const Instruction& instruction, TimedInstruction& time);
   Status transportBroke(const std::string& during);
+  void begin(TimedInstruction& time);
+  void end(TimedInstruction& time);
   double now() const;
 
   Program program_;
@@ -99,11 +112,14 @@ class Executor {
   StepFailure failure_;
   StageCompute compute_;
   StepTrace trace_;
+  DeviceTimes deviceTimes_;  // of the start and the end of each instruction of the trace
   std::chrono::steady_clock::time_point began_;
   bool learned_ = false;         // shapes are known on all ranks
   bool learning_ = false;        // in this step
   bool agreed_ = false;          // the vote of this step is over
   bool isCaptured_ = false;      // this step
+  bool timesDevice_ = false;     // from the next step on
+  bool isDeviceTimed_ = false;   // the last step
   bool hasRunSteadily_ = false;  // a step that learned nothing, since shapes were learned last: all edges are connected
   Status broken_;
 };

@@ -11,15 +11,15 @@ namespace {
 
 std::string place(const std::string& name, std::size_t index) { return name + "[" + std::to_string(index) + "]"; }
 
-Status checkTensor(const std::string& name, const at::Tensor& tensor) {
+Status checkTensor(const std::string& name, const at::Tensor& tensor, at::Device device) {
   if (!tensor.defined()) return Status::invalidArgument(name + " is undefined, expected a tensor");
-  if (tensor.device().is_cpu()) return Status::ok();
-  return Status::invalidArgument(name + " is on " + tensor.device().str() +
-                                 ", expected cpu: other devices are not supported yet");
+  if (tensor.device() == device) return Status::ok();
+  return Status::invalidArgument(name + " is on " + tensor.device().str() + ", expected " + device.str() +
+                                 ", the schedule's device");
 }
 
-Status checkSplittable(const std::string& name, const at::Tensor& tensor, std::size_t count) {
-  FARANDOLE_RETURN_IF_ERROR(checkTensor(name, tensor));
+Status checkSplittable(const std::string& name, const at::Tensor& tensor, at::Device device, std::size_t count) {
+  FARANDOLE_RETURN_IF_ERROR(checkTensor(name, tensor, device));
   if (tensor.dim() > 0 && tensor.size(0) >= static_cast<std::int64_t>(count)) return Status::ok();
   return Status::invalidArgument(
       name + " has " +
@@ -39,7 +39,7 @@ Status refuseBoth(const std::string& whole, const std::string& parts) {
 
 }  // namespace
 
-Status takeInputs(const Batch& batch, std::vector<std::vector<at::Tensor>>& into) {
+Status takeInputs(const Batch& batch, at::Device device, std::vector<std::vector<at::Tensor>>& into) {
   if (!batch.inputMicrobatches.empty()) {
     if (!batch.inputs.empty()) return refuseBoth("inputs", "inputMicrobatches");
     FARANDOLE_RETURN_IF_ERROR(checkCount("inputMicrobatches", batch.inputMicrobatches.size(), into.size()));
@@ -49,7 +49,7 @@ Status takeInputs(const Batch& batch, std::vector<std::vector<at::Tensor>>& into
         return Status::invalidArgument(name + " is empty, expected the arguments of the first stage");
       }
       for (std::size_t k = 0; k < batch.inputMicrobatches[i].size(); ++k) {
-        FARANDOLE_RETURN_IF_ERROR(checkTensor(place(name, k), batch.inputMicrobatches[i][k]));
+        FARANDOLE_RETURN_IF_ERROR(checkTensor(place(name, k), batch.inputMicrobatches[i][k], device));
       }
       into[i] = batch.inputMicrobatches[i];
     }
@@ -58,25 +58,25 @@ Status takeInputs(const Batch& batch, std::vector<std::vector<at::Tensor>>& into
   if (batch.inputs.empty())
     return Status::invalidArgument("inputs is empty, expected the arguments of the first stage");
   for (std::size_t k = 0; k < batch.inputs.size(); ++k) {
-    FARANDOLE_RETURN_IF_ERROR(checkSplittable(place("inputs", k), batch.inputs[k], into.size()));
+    FARANDOLE_RETURN_IF_ERROR(checkSplittable(place("inputs", k), batch.inputs[k], device, into.size()));
     std::vector<at::Tensor> parts = batch.inputs[k].tensor_split(static_cast<std::int64_t>(into.size()));
     for (std::size_t i = 0; i < into.size(); ++i) into[i].push_back(std::move(parts[i]));
   }
   return Status::ok();
 }
 
-Status takeTargets(const Batch& batch, std::vector<at::Tensor>& into) {
+Status takeTargets(const Batch& batch, at::Device device, std::vector<at::Tensor>& into) {
   if (!batch.targetMicrobatches.empty()) {
     if (batch.target.defined()) return refuseBoth("target", "targetMicrobatches");
     FARANDOLE_RETURN_IF_ERROR(checkCount("targetMicrobatches", batch.targetMicrobatches.size(), into.size()));
     for (std::size_t i = 0; i < into.size(); ++i) {
-      FARANDOLE_RETURN_IF_ERROR(checkTensor(place("targetMicrobatches", i), batch.targetMicrobatches[i]));
+      FARANDOLE_RETURN_IF_ERROR(checkTensor(place("targetMicrobatches", i), batch.targetMicrobatches[i], device));
       into[i] = batch.targetMicrobatches[i];
     }
     return Status::ok();
   }
   if (!batch.target.defined()) return Status::ok();
-  FARANDOLE_RETURN_IF_ERROR(checkSplittable("target", batch.target, into.size()));
+  FARANDOLE_RETURN_IF_ERROR(checkSplittable("target", batch.target, device, into.size()));
   std::vector<at::Tensor> parts = batch.target.tensor_split(static_cast<std::int64_t>(into.size()));
   for (std::size_t i = 0; i < into.size(); ++i) into[i] = std::move(parts[i]);
   return Status::ok();

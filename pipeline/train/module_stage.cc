@@ -29,10 +29,10 @@ StageFunction functionOf(torch::nn::AnyModule module) {
   });
 }
 
-Status checkDevice(const std::string& name, const at::Tensor& tensor) {
-  if (!tensor.defined() || tensor.device().is_cpu()) return Status::ok();
-  return Status::invalidArgument(name + " of its module is on " + tensor.device().str() +
-                                 ", expected cpu: other devices are not supported yet");
+Status checkDevice(const std::string& name, const at::Tensor& tensor, at::Device device) {
+  if (!tensor.defined() || tensor.device() == device) return Status::ok();
+  return Status::invalidArgument(name + " of its module is on " + tensor.device().str() + ", expected " + device.str() +
+                                 ", the schedule's device");
 }
 
 }  // namespace
@@ -52,14 +52,14 @@ ModuleStage::ModuleStage(std::int32_t index, torch::nn::AnyModule given)
   function = functionOf(std::move(given));
 }
 
-Status ModuleStage::check() const {
+Status ModuleStage::check(at::Device device) const {
   if (!function) return Status::invalidArgument("its module is null, expected one");
   if (module == nullptr) return Status::ok();
   for (const auto& parameter : module->named_parameters()) {
-    FARANDOLE_RETURN_IF_ERROR(checkDevice(parameter.key(), parameter.value()));
+    FARANDOLE_RETURN_IF_ERROR(checkDevice(parameter.key(), parameter.value(), device));
   }
   for (const auto& buffer : module->named_buffers()) {
-    FARANDOLE_RETURN_IF_ERROR(checkDevice(buffer.key(), buffer.value()));
+    FARANDOLE_RETURN_IF_ERROR(checkDevice(buffer.key(), buffer.value(), device));
   }
   return Status::ok();
 }

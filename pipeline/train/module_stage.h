@@ -64,7 +64,7 @@ StageFunction forwardOf(const std::shared_ptr<Module>& module) {
 
 // One stage of a model that is cut into a pipeline: a module, and its place. It is called with the inputs of a step or
 // with the tensors of the stages before it, the lowest stage's first, and returns a tensor or several (a tuple, a
-// vector). It lives on the CPU; train() and eval(), and its optimizer, are its owner's affair.
+// vector). Its parameters are on the schedule's device; train() and eval(), and its optimizer, are its owner's affair.
 struct ModuleStage {
   // A module of torch::nn, or derived from torch::nn::Module with a forward() of tensors.
   template <std::derived_from<torch::nn::Module> Module>
@@ -82,8 +82,8 @@ struct ModuleStage {
   ModuleStage(std::int32_t index, Function function, std::shared_ptr<torch::nn::Module> parameters = nullptr)
       : index(index), function(stageFunctionOf(std::move(function))), module(std::move(parameters)) {}
 
-  // That there is something to call, and that all of it is on the CPU.
-  Status check() const;
+  // That there is something to call, and that all of it is on the device.
+  Status check(at::Device device) const;
 
   std::int32_t index;  // of the pipeline's stages, from 0
   StageFunction function;

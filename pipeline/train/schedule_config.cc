@@ -1,7 +1,10 @@
 #include "pipeline/train/schedule_config.h"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include <algorithm>
 
+#include "backend/common/settings.h"
 #include "pipeline/ir/message.h"
 #include "pipeline/ir/stage_graph.h"
 #include "pipeline/ir/validate.h"
@@ -53,11 +56,26 @@ Status checkPlacement(const ScheduleConfig& config, const Plan& plan) {
                                  ", which the plan runs on rank " + std::to_string(config.rank()));
 }
 
+// On a device a host may wait for all that this was given, messages that wait for their peers included: with one queue
+// none waits for what its own rank does later.
+ChannelModel channelOf(const ScheduleConfig& config) {
+  return config.device.is_cpu() ? ChannelModel::kTagged : ChannelModel::kOneQueuePerRank;
+}
+
+Status checkDevice(const ScheduleConfig& config) {
+  if (!config.device.is_cpu() && !config.device.is_cuda()) {
+    return Status::invalidArgument("device is " + config.device.str() +
+                                   ", expected cpu or cuda: other devices are not supported yet");
+  }
+  if (config.device.is_cpu() || config.numRanks() == 1 || config.deviceBackend) return Status::ok();
+  return Status::invalidArgument("deviceBackend is null, expected one that sends tensors on " + config.device.str());
+}
+
 Status checkStages(const ScheduleConfig& config, const Plan& plan) {
   const Result<StageGraph> graph = StageGraph::make(plan);
   if (!graph) return graph.status();
   for (const ModuleStage& stage : config.stages) {
-    FARANDOLE_RETURN_IF_ERROR(stage.check().wrapUnlessOk("stage " + std::to_string(stage.index)));
+    FARANDOLE_RETURN_IF_ERROR(stage.check(deviceOf(config)).wrapUnlessOk("stage " + std::to_string(stage.index)));
     for (const auto& [to, outputs] : stage.outputsTo) {
       if (to >= 0 && to < plan.numStages && graph->find(stage.index, to) != StageGraph::kNoEdge) continue;
       return Status::invalidArgument("stage " + std::to_string(stage.index) + ": outputsTo names stage " +
@@ -75,12 +93,23 @@ Result<std::vector<std::int32_t>> stagesHere(const ScheduleConfig& config) {
   return stagesOn(config.rank(), *plan);
 }
 
+at::Device deviceOf(const ScheduleConfig& config) {
+  if (config.device.is_cpu() || config.device.has_index()) return config.device;
+  return c10::impl::VirtualGuardImpl(config.device.type()).getDevice();
+}
+
+bool hasOneQueue(const ScheduleConfig& config) {
+  if (config.device.is_cpu() || !config.deviceBackend) return false;
+  return config.deviceBackend->getBackendName() != "farandole" || textSetting("CUDA_DEVICE_MAX_CONNECTIONS") == "1";
+}
+
 Result<Plan> planOf(const ScheduleConfig& config, bool forwardOnly) {
+  if (Status fits = checkDevice(config); !fits.isOk()) return fits;
   Result<Plan> plan = computePlan(config, forwardOnly);
   if (plan && hasCommunication(*plan)) {
-    if (Status proven = validate(*plan, ChannelModel::kTagged); !proven.isOk()) return proven;
+    if (Status proven = validate(*plan, channelOf(config)); !proven.isOk()) return proven;
   } else if (plan) {
-    plan = lower(*plan, ChannelModel::kTagged);
+    plan = lower(*plan, channelOf(config));
   }
   if (!plan) return plan;
   if (Status fits = checkPlacement(config, *plan); !fits.isOk()) return fits;

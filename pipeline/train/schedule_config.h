@@ -26,7 +26,13 @@ struct ScheduleConfig {
   std::optional<Plan> plan = std::nullopt;
 
   c10::intrusive_ptr<c10d::Backend> backend = nullptr;  // of any kind that sends CPU tensors; none: a single rank
-  std::vector<ModuleStage> stages = {};                 // this rank's, in any order
+
+  // Where this rank's stages are, with all that they take and return: the CPU or a GPU of CUDA.
+  at::Device device{at::kCPU};
+  // Sends tensors there, as ProcessGroupNCCL does, or farandole's backend once more; none on the CPU or for one rank.
+  c10::intrusive_ptr<c10d::Backend> deviceBackend = nullptr;
+
+  std::vector<ModuleStage> stages = {};  // this rank's, in any order
   Loss loss = {};
   bool checkForNan = false;  // a loss, or a gradient for the stage before, that is NaN or infinite is all ranks' error
   bool scaleGrads = true;    // gradients are means over the microbatches, as their losses' mean has them; else sums
@@ -37,6 +43,13 @@ struct ScheduleConfig {
 
 // The stages that the plan places on this rank: what `stages` is to hold.
 Result<std::vector<std::int32_t>> stagesHere(const ScheduleConfig& config);
+
+// The stages' device, with its index.
+at::Device deviceOf(const ScheduleConfig& config);
+
+// Whether the messages of `deviceBackend` start one batch after another: over ProcessGroupNCCL, which has one
+// communicator for all, and where CUDA has one queue for all streams (CUDA_DEVICE_MAX_CONNECTIONS=1).
+bool hasOneQueue(const ScheduleConfig& config);
 
 // The plan of all ranks, with communication and proven, for those stages and ranks; of forwards alone where asked for.
 Result<Plan> planOf(const ScheduleConfig& config, bool forwardOnly);

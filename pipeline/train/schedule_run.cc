@@ -44,6 +44,9 @@ Result<std::unique_ptr<ScheduleRun>> ScheduleRun::make(const ScheduleConfig& con
   executor.description = (config.plan ? "a plan" : config.name) + (trains ? " step" : " forward only") + ", stages " +
                          listed + ", numMicrobatches = " + std::to_string(count);
   executor.checksForNan = config.checkForNan;
+  executor.device = run->device_;
+  executor.deviceBackend = config.deviceBackend;
+  executor.hasOneQueue = hasOneQueue(config);
   if (trains && config.scaleGrads) {
     const Result<std::int32_t> microbatches = ends->microbatchesOfOneModel();
     if (!microbatches) return microbatches.status();
@@ -115,9 +118,9 @@ Status ScheduleRun::take(const Batch& batch) {
   if (trains_ && !at::GradMode::is_enabled()) {
     return Status::invalidArgument("gradients are disabled (NoGradGuard), expected enabled ones: or call eval()");
   }
-  if (hasFirst_) FARANDOLE_RETURN_IF_ERROR(takeInputs(batch, traffic_.inputs));
+  if (hasFirst_) FARANDOLE_RETURN_IF_ERROR(takeInputs(batch, device_, traffic_.inputs));
   if (ends_.empty()) return Status::ok();
-  FARANDOLE_RETURN_IF_ERROR(takeTargets(batch, traffic_.targets));
+  FARANDOLE_RETURN_IF_ERROR(takeTargets(batch, device_, traffic_.targets));
   const bool hasTargets = traffic_.targets[0].defined();
   if (trains_ && !hasTargets) {
     return Status::invalidArgument(
@@ -144,9 +147,12 @@ void ScheduleRun::describe() {
   }
   for (const ModuleStage& stage : config_.stages) {
     if (stage.module == nullptr) continue;
-    // What is frozen or trained decides which tensors have a gradient.
+    // What is frozen or trained decides which tensors have a gradient, and types which they are of.
     signature_.push_back(stage.module->is_training());
-    for (const at::Tensor& parameter : stage.module->parameters()) signature_.push_back(parameter.requires_grad());
+    for (const at::Tensor& parameter : stage.module->parameters()) {
+      signature_.push_back(parameter.requires_grad());
+      signature_.push_back(static_cast<std::int64_t>(parameter.scalar_type()));
+    }
   }
 }
 

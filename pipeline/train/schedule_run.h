@@ -32,7 +32,8 @@ class ScheduleRun {
     bool wantsLosses = false;
   };
 
-  ScheduleRun(const ScheduleConfig& config, bool trains) : config_(config), trains_(trains) {}
+  ScheduleRun(const ScheduleConfig& config, bool trains)
+      : config_(config), trains_(trains), device_(deviceOf(config)) {}
 
   StageSpec specOf(const ModuleStage& stage, bool isFirst, bool isLast);
   void finish(int microbatch, std::vector<at::Tensor>& outputs);
@@ -43,6 +44,7 @@ class ScheduleRun {
 
   const ScheduleConfig& config_;
   const bool trains_;
+  const at::Device device_;         // of the stages
   bool hasFirst_ = false;           // one of this rank's stages takes the inputs
   std::vector<std::int32_t> ends_;  // the microbatches that end here
   Traffic traffic_;

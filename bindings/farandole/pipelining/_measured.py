@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from farandole import _C
@@ -22,35 +23,44 @@ def gather_timeline(schedule: PipelineSchedule) -> _C.SimulationResult:
 
     The step begins, at 0 s, with the rank that began first, and ends with the last action of any rank; what ranks do
     after their last action (agreeing that nobody failed) is not part of it. Clocks of several hosts are compared by
-    messages, to half of a round trip.
+    messages, to half of a round trip. On GPUs it is the step as they ran it, which is waited for; their clocks are
+    compared with their hosts', to tens of microseconds, and messages are shown where the rank's stream was when they were
+    posted, since they are on others.
 
         measured = gather_timeline(schedule)
         predicted = simulate(schedule.plan(), profile_costs(measured))
         Path("step.svg").write_text(draw_svg({"predicted": predicted, "measured": measured}))
 
     Raises:
-        RuntimeError: a rank has not run a step yet, or the last one was refused; on all ranks.
-        NotImplementedError: the stages are on a GPU.
+        RuntimeError: a rank has not run a step yet, or the last one was refused, or was run on a GPU without
+            ``times_device``; on all ranks.
     """
-    stage, run = schedule._stages[0], schedule._last_run
-    if stage.device.type != "cpu":
-        raise NotImplementedError(
-            f"gather_timeline() of stages on {stage.device}, expected on the CPU: on a GPU an action ends for this rank "
-            "when it has been launched; torch.profiler shows what the device did, by the names of the actions"
-        )
-    offset = clock_offset(stage.group, stage.device)
-    began = 0.0 if run is None else run.executor.last_step_began - offset
+    stage, executor = schedule._stages[0], schedule._last_executor
+    offset = clock_offset(stage.group, torch.device("cpu"))
+    began = 0.0 if executor is None else executor.last_step_began - offset
+    untimed, trace = "", []
+    try:
+        trace = schedule.last_step_trace()
+    except RuntimeError as error:
+        untimed = str(error)
     ranks: list[Any] = [None] * stage.group_size
-    dist.all_gather_object(ranks, (began, schedule.last_step_trace()), group=stage.group)
-    idle = [rank for rank, (_, trace) in enumerate(ranks) if not trace]
+    dist.all_gather_object(ranks, (began, trace, untimed), group=stage.group)
+    for rank, (_, _, reason) in enumerate(ranks):
+        if reason:
+            raise RuntimeError(f"gather_timeline() on rank {rank}: {reason}")
+    idle = [rank for rank, (_, trace, _) in enumerate(ranks) if not trace]
     if idle:
         raise RuntimeError(
             f"gather_timeline() on ranks {idle} before their first step, or after one that was refused; expected it after "
             "one that ran"
         )
-    zero = min(began for began, _ in ranks)
+    # What a GPU began is as exact as its clock was compared: at most that much before the step.
+    zero = min(began + min(0.0, trace[0][1]) for began, trace, _ in ranks)
     return _C.measured_step(
-        [[(action, start + began - zero, end + began - zero) for action, start, end in trace] for began, trace in ranks]
+        [
+            [(action, start + began - zero, end + began - zero) for action, start, end in trace]
+            for began, trace, _ in ranks
+        ]
     )
 
 

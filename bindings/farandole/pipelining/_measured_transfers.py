@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Iterator
@@ -27,17 +28,16 @@ def measure_transfers(schedule: PipelineSchedule) -> Transfers:
     Messages of the sizes that the step has sent over each edge of the graph of stages go to and fro between the ranks at
     its two ends; a half of the median time of several counts. Where both ends are on one rank, the one after it takes
     part, for another plan may part them. One size after another is measured, 8 exchanges of each between each two ranks.
+    Between GPUs it is the time that these take, by events on their streams. What a stage returns beside tensors is not
+    measured.
 
         costs = profile_costs(gather_timeline(schedule), transfers=measure_transfers(schedule))
         made = auto_plan(num_stages, n_microbatches, costs)
 
     Raises:
         RuntimeError: a rank has not run a step yet, or the last one failed; on all ranks.
-        NotImplementedError: the stages are on a GPU.
     """
     stage, run = schedule._stages[0], schedule._last_run
-    if stage.device.type != "cpu":
-        raise NotImplementedError(f"measure_transfers() of stages on {stage.device}, expected on the CPU")
     group, size = stage.group, stage.group_size
     everyone: list[Any] = [None] * size
     dist.all_gather_object(everyone, None if run is None else run.executor.edge_sizes(), group=group)
@@ -56,7 +56,7 @@ def measure_transfers(schedule: PipelineSchedule) -> Transfers:
     for job in sorted({job for edge in edges for job in _jobs(edge, owners, size)}):
         dist.barrier(group=group)  # one at a time
         if group.rank() in job[:2]:
-            seconds = _exchange(job, group)
+            seconds = _exchange(job, group, stage.device)
             if group.rank() == job[0]:
                 mine[job] = seconds
     dist.all_gather_object(everyone, mine, group=group)
@@ -79,14 +79,22 @@ def _jobs(edge: Any, owners: list[int], size: int) -> Iterator[Job]:
         yield min(there, back), max(there, back), tuple(sizes)
 
 
-def _exchange(job: Job, group: dist.ProcessGroup) -> float:
+def _exchange(job: Job, group: dist.ProcessGroup, device: torch.device) -> float:
     """Seconds that messages of these sizes take in one direction."""
     first, second, sizes = job
     if not sizes:
         return 0.0
     begins = group.rank() == first
     peer = dist.get_global_rank(group, second if begins else first)
-    sent, received = ([torch.zeros(size, dtype=torch.uint8) for size in sizes] for _ in range(2))
+    sent, received = ([torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes] for _ in range(2))
+    to_and_fro = _between_hosts if device.type == "cpu" else _between_devices
+    return statistics.median(to_and_fro(begins, peer, group, sent, received)[1:]) / 2
+
+
+def _between_hosts(
+    begins: bool, peer: int, group: dist.ProcessGroup, sent: list[torch.Tensor], received: list[torch.Tensor]
+) -> list[float]:
+    """Seconds of each exchange."""
     times = []
     for _ in range(1 + _EXCHANGES):
         began = time.perf_counter()
@@ -97,7 +105,26 @@ def _exchange(job: Job, group: dist.ProcessGroup) -> float:
         works += [dist.isend(tensor, peer, group, _TAG + i) for i, tensor in enumerate(sent)]
         _wait(works)
         times.append(time.perf_counter() - began)
-    return statistics.median(times[1:]) / 2
+    return times
+
+
+def _between_devices(
+    begins: bool, peer: int, group: dist.ProcessGroup, sent: list[torch.Tensor], received: list[torch.Tensor]
+) -> list[float]:
+    """Seconds of each exchange. All are given to the device at once; what must not start early comes later, for a device
+    may have one queue for all messages.
+    """
+    accelerator = torch.get_device_module(sent[0].device)
+    marks = [accelerator.Event(enable_timing=True) for _ in range(2 + _EXCHANGES)]
+    with accelerator.device(sent[0].device):
+        marks[0].record()
+        for mark in marks[1:]:
+            for sends in (begins, not begins):
+                post, tensors = (dist.isend, sent) if sends else (dist.irecv, received)
+                _wait([post(tensor, peer, group, _TAG + i) for i, tensor in enumerate(tensors)])
+            mark.record()
+        marks[-1].synchronize()
+    return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(marks)]
 
 
 def _wait(works: list[Any]) -> None:

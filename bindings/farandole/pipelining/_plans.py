@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -56,10 +57,14 @@ def plan(
 
     Raises:
         ValueError: an unknown name, counts that the schedule cannot run, or edges that are no such graph.
+        TypeError: a count that is no int.
     """
-    ranks = num_stages if num_ranks is None else num_ranks
-    group = 0 if microbatch_group is None else microbatch_group
-    return _C.make_plan(name, ranks, num_stages, n_microbatches, forward_only, warmup_per_stage, group, pairs_of(edges))
+    if not isinstance(name, str):
+        raise TypeError(f"name is {name!r}, expected one of {', '.join(schedule_names())}")
+    stages, microbatches, ranks = _counts(num_stages, n_microbatches, num_ranks)
+    group = 0 if microbatch_group is None else _whole("microbatch_group", microbatch_group)
+    warmup = _whole("warmup_per_stage", warmup_per_stage)
+    return _C.make_plan(name, ranks, stages, microbatches, forward_only, warmup, group, pairs_of(edges))
 
 
 @dataclass(frozen=True)
@@ -119,12 +124,14 @@ def auto_plan(
     Raises:
         ValueError: counts and costs that do not fit each other; edges that are no graph from lower to higher stages; no
             plan within the limit (it names the one that needs least).
+        TypeError: a count that is no int.
     """
-    held = [(0.0, 0.0)] * num_stages if memory is None else memory
+    stages, microbatches, ranks = _counts(num_stages, n_microbatches, num_ranks)
+    held = [(0.0, 0.0)] * stages if memory is None else memory
     made, chosen, candidates, reason = _C.auto_plan(
-        num_stages if num_ranks is None else num_ranks,
-        num_stages,
-        n_microbatches,
+        ranks,
+        stages,
+        microbatches,
         forward_only,
         [_numbers("seconds", stage, 4) for stage in seconds],
         _transfer(transfer, seconds),
@@ -134,6 +141,23 @@ def auto_plan(
         pairs_of(edges),
     )
     return AutoPlan(made, PlanCandidate(*chosen), tuple(PlanCandidate(*one) for one in candidates), reason)
+
+
+def _counts(num_stages: int, n_microbatches: int, num_ranks: int | None) -> tuple[int, int, int]:
+    """Stages, microbatches and ranks."""
+    stages = _whole("num_stages", num_stages)
+    return (
+        stages,
+        _whole("n_microbatches", n_microbatches),
+        stages if num_ranks is None else _whole("num_ranks", num_ranks),
+    )
+
+
+def _whole(name: str, value: int) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}, expected an int") from None
 
 
 def _numbers(name: str, stage: Sequence[float], count: int) -> Any:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +21,12 @@ from farandole.pipelining._inputs import Batch, Inputs, InputSplitter
 from farandole.pipelining._loss_weights import LossWeights, loss_scales
 from farandole.pipelining._microbatches import merge_outputs
 from farandole.pipelining._refusal import RefusesOnAllRanks, refusal
+from farandole.pipelining._schedule_config import ScheduleConfig
 from farandole.pipelining._sendable import StageCall, plain_loss
 from farandole.pipelining._stage import PipelineStage
-from farandole.pipelining._stage_edges import Edge, Ends, outputs_by_stage, pairs_of, selected_outputs
-
-_NO_COMPUTE = re.compile("SEND|RECV|P2P|SHARD|REDUCE_GRAD")
+from farandole.pipelining._stage_edges import Ends, outputs_by_stage, pairs_of, selected_outputs
+from farandole.pipelining._step_times import step_times
+from farandole.pipelining._torch_actions import torchs_actions
 
 
 @dataclass
@@ -41,21 +41,6 @@ class _Run:
     signature: list[Any] | None = None
 
 
-@dataclass(frozen=True)
-class ScheduleConfig:
-    """The arguments that all schedules take."""
-
-    n_microbatches: int
-    loss_fn: Callable[..., torch.Tensor] | None
-    args_chunk_spec: tuple[Any, ...] | None
-    kwargs_chunk_spec: dict[str, Any] | None
-    output_merge_spec: dict[str, Any] | tuple[Any, ...] | None
-    scale_grads: bool
-    backward_requires_autograd: bool = True
-    edges: Sequence[Edge] | None = None
-    check_for_nan_in_loss_and_grad: bool = False
-
-
 class PipelineSchedule(metaclass=RefusesOnAllRanks):
     """Runs steps of a plan over the stages of this rank. Made by the classes below it.
 
@@ -65,6 +50,11 @@ class PipelineSchedule(metaclass=RefusesOnAllRanks):
 
     schedule_name = ""
     """One of :func:`schedule_names`, where the plan has a name."""
+
+    times_device = False
+    """Whether steps note when a GPU begins and ends each action, by two events for each: what :func:`gather_timeline` and
+    the times of the last step need there. On a CPU they are always known.
+    """
 
     _plan_options: Mapping[str, Any] = {}  # further ones of :func:`plan`
 
@@ -213,21 +203,29 @@ class PipelineSchedule(metaclass=RefusesOnAllRanks):
     @property
     def pipeline_order(self) -> dict[int, list[Any]]:
         """By rank what it computes in a step, as torch's actions and in a dict of its own each time."""
-        return _torchs_actions(self.compute_plan(forward_only=self._loss_fn is None))
+        return torchs_actions(self.compute_plan(forward_only=self._loss_fn is None))
 
     def last_step_trace(self) -> list[tuple[str, float, float]]:
         """What this rank did in the last step: (action, start, end) in seconds from its beginning.
 
-        A compute action begins when its tensors have arrived.
+        A compute action begins when its tensors have arrived. On a GPU it is what that did, which is waited for here.
+
+        Raises:
+            RuntimeError: the stages are on a GPU, and the step was run without :attr:`times_device`.
         """
-        return [] if self._last_run is None else self._last_run.executor.last_step_trace()
+        times = step_times(self._last_executor, self._device)
+        return [] if times is None else times.actions
 
     def last_step_bubble(self) -> float:
-        """The part of the last step in which this rank did not compute: 0 to 1."""
-        if self._last_run is None or self._last_run.executor.last_step_seconds == 0:
+        """The part of the last step in which this rank did not compute: 0 to 1. On a GPU as :meth:`last_step_trace`."""
+        times = step_times(self._last_executor, self._device)
+        if times is None:
             raise RuntimeError("last_step_bubble() before the first step, or after one that was refused")
-        executor = self._last_run.executor
-        return 1 - executor.last_compute_seconds / executor.last_step_seconds
+        return 1 - times.compute_seconds / times.seconds
+
+    @property
+    def _last_executor(self) -> _C.PipelineExecutor | None:
+        return None if self._last_run is None else self._last_run.executor
 
     def _run(
         self,
@@ -268,6 +266,7 @@ class PipelineSchedule(metaclass=RefusesOnAllRanks):
             for sync in self._grad_syncs:
                 if sync is not None:
                     stack.enter_context(sync.restored())
+            run.executor.time_on_device(self.times_device)
             run.executor.step(
                 args=inputs.args,
                 kwargs=inputs.kwargs,
@@ -388,10 +387,3 @@ class PipelineSchedule(metaclass=RefusesOnAllRanks):
         # The others are told before this rank raises; what they then see is of no interest here.
         with contextlib.suppress(RuntimeError):
             run.executor.refuse(f"stage {self._stages[0].stage_index}: {type(error).__name__}: {error}")
-
-
-def _torchs_actions(plan: _C.Plan) -> dict[int, list[Any]]:
-    from torch.distributed.pipelining.schedules import _Action
-
-    computed = ([_Action.from_str(text) for text in row if not _NO_COMPUTE.search(text)] for row in plan.actions)
-    return dict(enumerate(computed))

@@ -10,7 +10,8 @@ import torch
 
 from farandole import _C
 from farandole.pipelining._refusal import PATIENCE, refusal
-from farandole.pipelining._schedule import PipelineSchedule, ScheduleConfig
+from farandole.pipelining._schedule import PipelineSchedule
+from farandole.pipelining._schedule_config import ScheduleConfig
 from farandole.pipelining._stage import PipelineStage
 from farandole.pipelining._stage_edges import Edge, edges_of, outputs_by_stage
 from farandole.pipelining._torch_stages import as_stage, edges_between

@@ -56,7 +56,7 @@ class TiedWeights:
             ValueError: the copies of a parameter have theirs in different places, or one has a part of it alone
                 (``use_distributed_optimizer``), on all ranks.
             RuntimeError: on a rank gradients have moved to other places since the first call; on all ranks, of
-                parameters on the CPU.
+                parameters on the CPU. Elsewhere the others, which do not wait for it, get NaN.
         """
         if self._places is None:
             self._places = self._agree()
@@ -72,7 +72,9 @@ class TiedWeights:
             dist.all_reduce(self._flat[dtype, device], group=self._group)
             if have_moved:
                 raise RuntimeError(f"gradients are in {places}, expected {self._places} as in the first call")
-            if device.type == "cpu" and moved.item() != 0:  # elsewhere it would be waited for
+            if device.type != "cpu":  # to look would wait for it: the sum of others becomes none
+                self._flat[dtype, device].add_(torch.where(moved == 0, 0.0, torch.nan))
+            elif moved.item() != 0:
                 raise RuntimeError(f"gradients of another rank are not in {self._places} as in the first call")
             for parameter, part in zip(parameters, parts, strict=True):
                 grad = _grad_of(parameter)

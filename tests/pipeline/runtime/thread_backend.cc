@@ -2,6 +2,7 @@
 
 #include <functional>
 #include <stdexcept>
+#include <utility>
 
 namespace farandole::pipeline {
 
@@ -33,24 +34,41 @@ void waitUntil(ThreadWorld& world, std::unique_lock<std::mutex>& lock, Ready rea
 
 }  // namespace
 
+void ThreadBackend::startCoalescing() { isBatchOpen_ = true; }
+
+c10::intrusive_ptr<c10d::Work> ThreadBackend::endCoalescing() {
+  isBatchOpen_ = false;
+  return c10::make_intrusive<DeferredWork>([batch = std::exchange(batch_, {})] {
+    for (const auto& work : batch) work->wait();
+  });
+}
+
+c10::intrusive_ptr<c10d::Work> ThreadBackend::posted(c10::intrusive_ptr<c10d::Work> work) {
+  if (!isBatchOpen_) return work;
+  batch_.push_back(std::move(work));
+  return nullptr;
+}
+
 c10::intrusive_ptr<c10d::Work> ThreadBackend::send(std::vector<at::Tensor>& tensors, int dst, int tag) {
   ++posts;
   const std::lock_guard lock(world_->mutex);
   world_->messages[{getRank(), dst, tag}].push_back(tensors[0].clone());
   world_->changed.notify_all();
-  return c10::make_intrusive<DeferredWork>(nullptr);
+  return posted(c10::make_intrusive<DeferredWork>(nullptr));
 }
 
 c10::intrusive_ptr<c10d::Work> ThreadBackend::recv(std::vector<at::Tensor>& tensors, int src, int tag) {
   ++posts;
-  return c10::make_intrusive<DeferredWork>([this, out = tensors[0], src, tag] {
+  return posted(c10::make_intrusive<DeferredWork>([this, out = tensors[0], src, tag] {
     std::unique_lock lock(world_->mutex);
     auto& queue = world_->messages[{src, getRank(), tag}];
     waitUntil(*world_, lock, [&] { return !queue.empty(); });
     if (queue.front().nbytes() != out.nbytes()) throw std::runtime_error("a message of another size");
-    std::memcpy(out.data_ptr(), queue.front().data_ptr(), out.nbytes());
+    // As bytes: sender and receiver may see other types and shapes in them.
+    const auto bytesOf = [](const at::Tensor& tensor) { return tensor.reshape({-1}).view(at::kByte); };
+    bytesOf(out).copy_(bytesOf(queue.front()));
     queue.pop_front();
-  });
+  }));
 }
 
 int ThreadBackend::contribute(const at::Tensor& tensor) {
@@ -76,9 +94,11 @@ std::vector<at::Tensor> ThreadBackend::collect(int collective) {
 
 c10::intrusive_ptr<c10d::Work> ThreadBackend::allreduce(std::vector<at::Tensor>& tensors,
                                                         const c10d::AllreduceOptions& opts) {
-  if (opts.reduceOp != c10d::ReduceOp::MAX) throw std::runtime_error("only MAX is here");
-  return c10::make_intrusive<DeferredWork>([this, out = tensors[0], collective = contribute(tensors[0])] {
-    for (const at::Tensor& tensor : collect(collective)) out.copy_(at::maximum(out, tensor));
+  const bool isSum = opts.reduceOp == c10d::ReduceOp::SUM;
+  if (!isSum && opts.reduceOp != c10d::ReduceOp::MAX) throw std::runtime_error("only SUM and MAX are here");
+  return c10::make_intrusive<DeferredWork>([this, isSum, out = tensors[0], collective = contribute(tensors[0])] {
+    if (isSum) out.zero_();
+    for (const at::Tensor& tensor : collect(collective)) out.copy_(isSum ? out + tensor : at::maximum(out, tensor));
   });
 }
 

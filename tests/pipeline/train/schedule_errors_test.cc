@@ -89,6 +89,19 @@ TEST_F(ScheduleErrors, OfABatchReachEveryRank) {
   expectRefused(changed([](Batch& b) { b.inputs = {b.inputs[0].narrow(1, 0, 2)}; }), "rank 0, stage 0, microbatch 0: ");
 }
 
+TEST_F(ScheduleErrors, OfADeviceReachEveryRank) {
+  const Plan plan = *makePlan("GPipe", {2, 2, 2});
+  ScheduleConfig config;
+  config.name = "GPipe";
+  config.numMicrobatches = 2;
+  const auto refused = [&](at::Device device, const std::string& text) {
+    Ranks all(config, plan, makeLayers(2, 7), [device](int, ScheduleConfig& own) { own.device = device; });
+    expectErrors(all.step(goodBatch()), text);
+  };
+  refused(at::kMeta, "device is meta, expected cpu or cuda");
+  refused(at::Device(at::kCUDA, 0), "deviceBackend is null, expected one that sends tensors on cuda:0");
+}
+
 TEST_F(ScheduleErrors, OfSeveralRanksAreAllTold) {
   Ranks all = make();
   const auto results = all.step({});

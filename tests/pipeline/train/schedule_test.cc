@@ -157,6 +157,31 @@ TEST(Schedule, LearnsAnewWhatHasAGradientWhenParametersAreFrozen) {
   }
 }
 
+TEST(Schedule, LearnsAnewWhatIsSentWhenParametersAreOfAnotherType) {
+  const Layers layers = makeLayers(3, 7);
+  Ranks all(named("1F1B", 0, 4), *makePlan("1F1B", {3, 3, 4}), layers, [&layers](int rank, ScheduleConfig& own) {
+    Layer layer = layers[rank];
+    own.stages.clear();
+    own.stages.emplace_back(
+        rank,
+        [layer](const at::Tensor& x) mutable { return layer->forward({x.to(layer->linear->weight.scalar_type())}); },
+        layer.ptr());
+  });
+  const Example batch = example(8);
+  std::vector<at::Tensor> losses;
+  for (const auto type : {at::kDouble, at::kFloat, at::kFloat, at::kDouble}) {
+    Layer middle = layers[1];
+    middle->zero_grad(true);
+    middle->to(type);
+    const auto results = all.step({.inputs = {batch.x}, .target = batch.y});
+    expectOk(results);
+    const std::vector<at::Tensor>& own = results[2]->losses;
+    if (losses.empty()) losses = own;
+    for (std::size_t i = 0; i < losses.size(); ++i) EXPECT_TRUE(at::allclose(own.at(i), losses[i], 1e-4));
+    EXPECT_EQ(middle->linear->weight.grad().scalar_type(), type);
+  }
+}
+
 TEST(Schedule, EvaluatesWithoutATargetOrALoss) {
   const Plan plan = *makePlan("GPipe", {2, 2, 2});
   const Layers layers = makeLayers(2, 7);

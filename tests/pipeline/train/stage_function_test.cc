@@ -85,17 +85,20 @@ TEST(ModuleStage, SaysHowManyTensorsAModuleTakes) {
 }
 
 TEST(ModuleStage, RefusesWhatCannotRun) {
-  const auto refusal = [](const ModuleStage& stage) { return stage.check().toString(); };
+  const auto refusal = [](const ModuleStage& stage) { return stage.check(at::kCPU).toString(); };
   EXPECT_NE(refusal({0, torch::nn::Linear(nullptr)}).find("its module is null, expected one"), std::string::npos);
   EXPECT_NE(refusal({0, std::shared_ptr<Total>()}).find("its module is null, expected one"), std::string::npos);
   EXPECT_NE(refusal({0, torch::nn::AnyModule()}).find("its module is null, expected one"), std::string::npos);
   const auto elsewhere = std::make_shared<Elsewhere>();
-  const std::string text = "mean of its module is on meta, expected cpu: other devices are not supported yet";
+  const std::string text = "mean of its module is on meta, expected cpu, the schedule's device";
   EXPECT_NE(refusal({0, elsewhere}).find(text), std::string::npos);
   const ModuleStage function(
       0, [elsewhere](const at::Tensor& x) { return x; }, elsewhere);
   EXPECT_NE(refusal(function).find(text), std::string::npos);
-  EXPECT_TRUE(ModuleStage(0, torch::nn::Linear(2, 2)).check().isOk());
+  const ModuleStage here(0, torch::nn::Linear(2, 2));
+  EXPECT_TRUE(here.check(at::kCPU).isOk());
+  EXPECT_NE(here.check(at::Device(at::kCUDA, 1)).toString().find("weight of its module is on cpu, expected cuda:1"),
+            std::string::npos);
 }
 
 TEST(Loss, TakesTheOutputOrAllOutputs) {

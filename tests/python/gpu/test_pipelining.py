@@ -8,13 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from farandole.bench._gpus import Placement
 from farandole.pipelining import (
     PipelineStage,
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleavedZeroBubble,
-    gather_timeline,
     get_schedule_class,
     plan,
 )
@@ -196,14 +194,3 @@ def test_a_steady_step_waits_for_no_device_and_memory_stays_flat(peers):
     for held, later, first_peak, last_peak in run_on_gpus(_steady_steps, peers):
         assert later <= held + (1 << 20)
         assert last_peak <= 1.1 * first_peak + (1 << 20)
-
-
-def _measure_nothing(rank, world_size):
-    schedule = ScheduleGPipe(PipelineStage(nn.Linear(2, 2).cuda(), 0, 1, "cuda"), 1, nn.MSELoss())
-    schedule.step(torch.ones(2, 2, device="cuda"), target=torch.ones(2, 2, device="cuda"))
-    with pytest.raises(NotImplementedError, match="stages on cuda:0, expected on the CPU"):
-        gather_timeline(schedule)
-
-
-def test_times_of_a_step_are_refused_by_name():
-    run_on_gpus(_measure_nothing, Placement(1))
