@@ -42,6 +42,15 @@ std::string abandonmentOf(c10d::ProcessGroup& group) {
   }
 }
 
+void leaveAbandoned(c10d::ProcessGroup& group, c10::DeviceType device) {
+  if (device == c10::kCPU || group.getSize() == 1 || abandonmentOf(group).empty()) return;
+  try {
+    group.abort();
+  } catch (const std::exception& error) {
+    TORCH_WARN("farandole.ddp: the group that was abandoned cannot be aborted here: ", error.what());
+  }
+}
+
 void await(c10d::ProcessGroup& group, c10::DeviceType device, c10d::Work& work) {
   if (!mustLook(group, device)) {
     work.wait();

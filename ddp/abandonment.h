@@ -22,6 +22,10 @@ void abandonGroup(c10d::ProcessGroup& group, const std::string& why);
 // Why the group was given up; empty when it was not, or when its store cannot tell. Never throws.
 std::string abandonmentOf(c10d::ProcessGroup& group);
 
+// Once abandonmentOf() has told: what this rank has under way on a device would never end over a backend whose abort is
+// of one rank alone (torch's NCCL), and whatever comes after it on its stream, so it is aborted here, too.
+void leaveAbandoned(c10d::ProcessGroup& group, c10::DeviceType device);
+
 // Waits for a collective on tensors of this device. Throws what it throws, or, when
 // gloo's is waited for in vain, an error that says that the group was abandoned.
 void await(c10d::ProcessGroup& group, c10::DeviceType device, c10d::Work& work);

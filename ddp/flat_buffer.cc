@@ -1,11 +1,13 @@
 #include "ddp/flat_buffer.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <cstdint>
+#include <utility>
 
 namespace farandole::ddp {
 namespace {
@@ -39,6 +41,21 @@ at::Tensor FlatBuffer::like(const at::Tensor& param, int64_t offset, bool isFlat
 }
 
 at::Tensor FlatBuffer::range(int64_t begin, int64_t end) const { return alias(data_, {end - begin}, {1}, begin); }
+
+void FlatBuffer::free() {
+  c10::StorageImpl* const storage = data_.storage().unsafeGetStorageImpl();
+  bytes_ = storage->nbytes();
+  storage->set_data_ptr_noswap(c10::DataPtr(nullptr, data_.device()));
+  storage->set_nbytes(0);
+}
+
+void FlatBuffer::restore() {
+  const c10::OptionalDeviceGuard device(data_.device());
+  c10::StorageImpl* const storage = data_.storage().unsafeGetStorageImpl();
+  storage->set_data_ptr_noswap(storage->allocator()->allocate(bytes_));
+  storage->set_nbytes(std::exchange(bytes_, 0));
+  zero();
+}
 
 void FlatBuffer::zero() {
   c10::NoGradGuard noGrad;

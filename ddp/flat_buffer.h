@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <cstddef>
+
 namespace farandole::ddp {
 
 // One contiguous buffer of gradients or parameters, zero at first; `numel` in elements. On the CPU what nobody has
@@ -20,11 +22,17 @@ class FlatBuffer {
 
   bool holds(const at::Tensor& view) const { return view.is_alias_of(data_); }
 
+  // Its memory is free for others until restore(), after which it is zero; views stay what they are, and must not be
+  // touched meanwhile.
+  void free();
+  void restore();
+
   void zero();
   void scale(double factor);
 
  private:
   at::Tensor data_;
+  std::size_t bytes_ = 0;  // while its memory is free
 };
 
 }  // namespace farandole::ddp

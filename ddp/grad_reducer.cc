@@ -84,7 +84,13 @@ void GradReducer::startSync() {
   c10::NoGradGuard noGrad;
   inRound_ = isExplicit_ = true;
   for (int parameter = 0; parameter < static_cast<int>(parameters_.size()); ++parameter) {
-    gradients_.fill(parameter, true);
+    const bool isLeftOut =
+        options_.unused == UnusedParameters::kSkip && !touched_[parameter] && !gradients_.isReplaced(parameter);
+    gradients_.fill(parameter, !isLeftOut);
+    if (isLeftOut) {
+      keep(parameter);
+      leftOut_.push_back(parameter);
+    }
     markReady(parameter);
   }
   const std::exception_ptr failure = issueReady();
@@ -117,6 +123,14 @@ void GradReducer::abandon(const std::string& why) {
   }
 }
 
+void GradReducer::leaveAbandoned() {
+  const c10::DeviceType device = buffers_->device().type();
+  for (const Replicas* replicas : {&groups_.dense, &groups_.experts}) {
+    ddp::leaveAbandoned(*replicas->group, device);
+    if (replicas->instances) ddp::leaveAbandoned(*replicas->instances, device);
+  }
+}
+
 void GradReducer::follow(GradReducer& other) {
   std::scoped_lock lock(mutex_, other.mutex_);
   touched_ = other.touched_;
@@ -136,10 +150,18 @@ bool GradReducer::isSynchronized() {
 void GradReducer::checkUsable() const {
   TORCH_CHECK(abandoned_.empty(), "farandole.ddp: rank ", group_.getRank(),
               " of the group cannot average gradients any more: ", abandoned_);
+  checkHasMemory();
+}
+
+void GradReducer::checkHasMemory() const {
+  TORCH_CHECK(!areGradsFree_,
+              "farandole.ddp: the memory of gradients was given back by offload_grad_buffers(): call "
+              "restore_grad_buffers() first");
 }
 
 void GradReducer::zeroGrads() {
   std::lock_guard lock(mutex_);
+  checkHasMemory();
   gradients_.zero();
   isFinished_ = false;
 }
@@ -155,8 +177,35 @@ bool GradReducer::isReduced() {
   return gradients_.isReduced();
 }
 
+void GradReducer::freeGrads() {
+  std::lock_guard lock(mutex_);
+  checkUsable();
+  TORCH_CHECK(gradients_.home() == Gradients::Home::kMainGrad && !inRound_,
+              "farandole.ddp: gradients' memory is given back ",
+              inRound_ ? "while they are reduced" : "while .grad has it",
+              ": expected gradients in main_grad alone, between steps");
+  gradients_.forget();
+  buffers_->freeGrads();
+  areGradsFree_ = true;
+  isFinished_ = false;
+}
+
+void GradReducer::restoreGrads() {
+  std::lock_guard lock(mutex_);
+  if (!areGradsFree_) return;
+  buffers_->restoreGrads();
+  areGradsFree_ = false;
+  gradients_.zero();
+}
+
+void GradReducer::checkGrads() {
+  std::lock_guard lock(mutex_);
+  checkHasMemory();
+}
+
 void GradReducer::scaleGrads(double factor) {
   std::lock_guard lock(mutex_);
+  checkHasMemory();
   buffers_->scaleGrads(factor);
 }
 
@@ -168,6 +217,7 @@ void GradReducer::onGradReady(int parameter, const at::Tensor& brought) {
               named.name, "' was removed by a hook before it could be reduced");
   std::unique_lock lock(mutex_);
   if (!abandoned_.empty()) return;
+  checkHasMemory();
   TORCH_CHECK(!isExplicit_, "farandole.ddp: parameter '", named.name,
               "' got a gradient between start_grad_sync() and finish_grad_sync(), while gradients are reduced: call "
               "finish_grad_sync() before backward. The gradients of this step are not to be used");

@@ -99,6 +99,13 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   void forgetGrads();
   void scaleGrads(double factor);
 
+  // The memory of main_grads, which nothing else may be in (GradHome::kMainGrad), is free for others; until it is
+  // restored, as zeros, gradients are refused. Between rounds.
+  void freeGrads();
+  void restoreGrads();
+  // Throws meanwhile.
+  void checkGrads();
+
   // Whether what the buffers hold is the result of a round.
   bool isReduced();
 
@@ -139,6 +146,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   void takeTimeline();
   void lookForChange();
   void checkUsable() const;
+  void checkHasMemory() const;
   // Whether the gradient that has come need not be in its buffer to be reduced.
   bool borrows(int parameter) const;
   std::string troubleOf(const std::vector<int>& unused, RoundEnd end) const;
@@ -146,6 +154,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   std::vector<int> wrongOf(const std::vector<int>& unused) const;
   // With mutex_ free, since the store is asked: throws why the group was abandoned if it was, else this.
   [[noreturn]] void throwWithReason(const std::exception_ptr& failure);
+  void leaveAbandoned();
 
   const DataParallelGroups groups_;
   const std::shared_ptr<ModelBuffers> buffers_;
@@ -177,11 +186,13 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   bool isExplicit_ = false;  // startSync() has opened the round
   int rounds_ = 0;
   bool synchronized_ = false;
+  bool areGradsFree_ = false;                     // their memory
   bool isFinished_ = false;                       // nothing has come since the last round
   std::string abandoned_;                         // why, once this rank knows
   int callbackTask_ = -1;                         // id of the graph task that has our callback
   int outputTask_ = -1;                           // of the one that has come to an output before any gradient
   std::vector<std::pair<int, at::Tensor>> kept_;  // by parameter that is skipped: what it holds
+  std::vector<int> leftOut_;  // of an explicit round, where those that nothing has come for are skipped
   RoundReport report_;
   std::shared_ptr<Timeline> timeline_;      // of this round
   std::shared_ptr<Timeline> nextTimeline_;  // of the rounds after it

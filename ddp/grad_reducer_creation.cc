@@ -10,11 +10,12 @@
 namespace farandole::ddp {
 namespace {
 
-// Where the ranks compare their models: where the parameters are, else where the group has a backend.
+// Where the ranks compare their models: whatever each brings, on the CPU where the group has a backend for it.
 c10::Device exchangeDevice(c10d::ProcessGroup& group, const std::vector<ModelParameter>& trainable) {
+  if (hasCpuBackend(group)) return at::kCPU;
   if (!trainable.empty() && !trainable[0].tensor.is_meta()) return trainable[0].tensor.device();
   const auto devices = group.getDeviceTypes();
-  return hasCpuBackend(group) || devices.empty() ? c10::Device(at::kCPU) : devices.front();
+  return devices.empty() ? c10::Device(at::kCPU) : devices.front();
 }
 
 // What the instance finds it tells the others, which would wait for it else.

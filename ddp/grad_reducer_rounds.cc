@@ -77,8 +77,9 @@ void GradReducer::finishRound(RoundEnd end) {
       if (!inRound_) return;
       unused = markRest(end);
       issued = issueReady();
-      std::copy_if(unused.begin(), unused.end(), std::back_inserter(idle), [this](int p) { return !touched_[p]; });
       trouble = troubleOf(unused, end);
+      unused.insert(unused.end(), leftOut_.begin(), leftOut_.end());
+      std::copy_if(unused.begin(), unused.end(), std::back_inserter(idle), [this](int p) { return !touched_[p]; });
     }
     if (issued) throwWithReason(issued);
     trouble = awaitRound(idle, trouble);
@@ -142,6 +143,7 @@ void GradReducer::clearRound() {
   hasArrivals_ = false;
   finding_.clear();
   kept_.clear();
+  leftOut_.clear();
   inRound_ = isExplicit_ = false;
   ++rounds_;
   if (timeline_) timeline_->endRound();
@@ -157,6 +159,10 @@ void GradReducer::throwWithReason(const std::exception_ptr& failure) {
   {
     std::lock_guard lock(mutex_);
     if (abandoned_.empty()) abandoned_ = why;
+  }
+  if (!why.empty()) leaveAbandoned();
+  {
+    std::lock_guard lock(mutex_);
     checkUsable();
   }
   std::rethrow_exception(failure);

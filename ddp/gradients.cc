@@ -67,6 +67,10 @@ bool Gradients::isMainGrad(int parameter) const {
          grad.strides() == view.strides();
 }
 
+bool Gradients::isReplaced(int parameter) const {
+  return buffers_->parameters()[parameter].tensor.grad().defined() && !isMainGrad(parameter);
+}
+
 // Parts hold on to their memory: `.grad` may get another one while they are reduced.
 Parts Gradients::takeParts(int bucket) {
   const bool stays = home_ == Home::kGrad;

@@ -43,6 +43,9 @@ class Gradients {
   // Whether a kernel has added the gradient to main_grad, so that autograd has none.
   bool isAddedByKernel(int parameter) const { return isAdded_ && isAdded_(parameter); }
 
+  // Whether somebody else than the reducer has put a gradient there.
+  bool isReplaced(int parameter) const;
+
   // Where the gradients of a bucket are.
   Parts takeParts(int bucket);
   void dropBorrowed();

@@ -181,6 +181,15 @@ std::vector<at::Tensor> ModelBuffers::partsOf(int bucket, const std::vector<at::
   return parts;
 }
 
+void ModelBuffers::freeGrads() {
+  for (int parameter = 0; parameter < static_cast<int>(parameters_.size()); ++parameter) forgetMoved(parameter);
+  for (FlatBuffer& buffer : grads_) buffer.free();
+}
+
+void ModelBuffers::restoreGrads() {
+  for (FlatBuffer& buffer : grads_) buffer.restore();
+}
+
 void ModelBuffers::zeroGrads() {
   for (FlatBuffer& buffer : grads_) buffer.zero();
 }

@@ -57,6 +57,10 @@ class ModelBuffers {
   // Where a bucket's gradients lie, one after another, if those of some parameters lie there; empty if none does.
   std::vector<at::Tensor> partsOf(int bucket, const std::vector<at::Tensor>& elsewhere) const;
 
+  // As FlatBuffer's; what has moved is in the buffers again.
+  void freeGrads();
+  void restoreGrads();
+
   void zeroGrads();  // of those that are in the buffers
   void scaleGrads(double factor);
 

@@ -43,7 +43,8 @@ class AbandonsGroup:
         What the others learn at once depends on the backend: farandole tells all ranks. Gloo has no abort; a rank
         that waits looks every 200 ms whether the group was given up, and the operation that is left behind keeps a
         thread until the group's timeout. Over other backends ranks that already wait may do so until the timeout,
-        and then raise with the reason.
+        and then raise with the reason. On GPUs a rank that has learned of it aborts the group as well: what is under
+        way there would stay.
         """
         self._reducer.abandon(f"{rank_name(self.process_group)} abandoned the data-parallel group: {reason}")
 

@@ -21,7 +21,8 @@ def raising_together(
     """Where what is inside raises on some ranks, it raises on all: there a ValueError with the rank and its reason.
 
     A collective of all these groups, in this order: what one of them learns the next is told, which is all ranks of a
-    grid. Yields facts to be filled in, which ``replicas`` must have in common.
+    grid. Yields facts to be filled in, which ``replicas`` must have in common. ``device`` is where a group without a
+    backend for the CPU exchanges them.
     """
     facts: Facts = []
     error: Exception | None = None
@@ -33,7 +34,8 @@ def raising_together(
         if group is None or group.size() == 1:
             continue
         try:
-            _C.check_agreement(group, device, facts if group in replicas else [], _reason(error))
+            where = torch.device("cpu") if _has_cpu(group) else device
+            _C.check_agreement(group, where, facts if group in replicas else [], _reason(error))
         except ValueError as theirs:
             error = error or theirs
     if error is not None:
@@ -58,12 +60,16 @@ def refusing_together(module: torch.nn.Module, replicas: Sequence[dist.ProcessGr
 
 def _device_of(module: torch.nn.Module, group: dist.ProcessGroup) -> torch.device:
     """Where reducers agree on such a module: ``exchangeDevice`` in ddp/grad_reducer_creation.cc."""
+    devices = group._device_types
+    if not devices or _has_cpu(group):
+        return torch.device("cpu")
     named = named_parameters(module, ignored_in(module))
     first = next((parameter for _, parameter in named if parameter.requires_grad), None)
-    if first is not None and not first.is_meta:
-        return first.device
-    devices = group._device_types
-    return torch.device("cpu") if not devices or torch.device("cpu") in devices else devices[0]
+    return devices[0] if first is None or first.is_meta else first.device
+
+
+def _has_cpu(group: dist.ProcessGroup) -> bool:
+    return torch.device("cpu") in group._device_types
 
 
 def _reason(error: Exception | None) -> str:

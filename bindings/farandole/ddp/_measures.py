@@ -65,7 +65,8 @@ class MeasuresGradients:
 
     @property
     def _device(self) -> torch.device:
-        return self._models[0].device
+        with_parameters = (model for model in self._models if model._trainable)
+        return next(with_parameters, self._models[0]).device
 
     def _total_norms(self, norm_type: float) -> torch.Tensor:
         """By norm group. The weights: a sharded run is this rank's alone, any other is every replica's."""

@@ -15,7 +15,7 @@ from farandole.ddp._runs import Piece, Run
 from farandole.ddp._settings import counters_of, kept_settings, restore_settings
 
 _MASTER = "param"  # Megatron-core's name of the float32 copy
-_HAS_STEPPED = "has_stepped"  # in param groups
+_HAS_STEPPED = "has_stepped"  # in param groups; of parameters that may be unused while others are stepped, in each
 
 # The module whose functions take states apart by the parameters of a model. The first that they read is ``state``.
 BY_PARAMETER = "torch.distributed.checkpoint.state_dict"
@@ -129,24 +129,27 @@ def initialize(optimizer: torch.optim.Optimizer, runs: list[Run]) -> bool:
 
 def initialize_lacking(optimizer: torch.optim.Optimizer, runs: list[Run], state_dict: dict[str, Any]) -> list[Run]:
     """So that of parameters that this optimizer has never stepped, and that which was saved has. Returns these."""
-    lacking = [
-        run
-        for run in runs
-        if run.may_be_unused and not optimizer.state.get(run.tensor) and not _is_unused_in(state_dict, run)
-    ]
+    lacking = [run for run in _never_stepped(optimizer, runs) if not _is_unused_in(state_dict, run)]
     if lacking:
         _make(optimizer, runs, lacking)
     return lacking
 
 
+def _never_stepped(optimizer: torch.optim.Optimizer, runs: list[Run]) -> list[Run]:
+    return [run for run in runs if run.may_be_unused and not optimizer.state.get(run.tensor)]
+
+
 def _is_unused_in(state_dict: dict[str, Any], run: Run) -> bool:
-    return run.may_be_unused and state_dict["state"].get(run.pieces[0].name, {}).keys() <= {_MASTER}
+    if not run.may_be_unused:
+        return False
+    values = state_dict["state"].get(run.pieces[0].name, {})
+    return not values[_HAS_STEPPED] if _HAS_STEPPED in values else values.keys() <= {_MASTER}
 
 
 def _make(optimizer: torch.optim.Optimizer, runs: list[Run], wanted: list[Run]) -> None:
     settings = kept_settings(optimizer.param_groups)
     counters = counters_of(optimizer)
-    before = [run.tensor.detach().clone() for run in runs]
+    before = [run.tensor.detach().clone() for run in wanted]
     grads = [run.tensor.grad for run in runs]
     for group in optimizer.param_groups:
         if "lr" in group:
@@ -164,8 +167,9 @@ def _make(optimizer: torch.optim.Optimizer, runs: list[Run], wanted: list[Run]) 
     finally:
         vars(optimizer).update(counters)
         restore_settings(optimizer.param_groups, settings)
-        for run, data, grad in zip(runs, before, grads, strict=True):
+        for run, data in zip(wanted, before, strict=True):
             run.tensor.detach().copy_(data)
+        for run, grad in zip(runs, grads, strict=True):
             run.tensor.grad = grad
     for run in wanted:
         state = optimizer.state.get(run.tensor, {})
@@ -195,10 +199,16 @@ def collect(
     """By parameter: parts of what has an element for each of the run's, other values as they are.
 
     Numbers as tensors: torch.distributed.checkpoint saves others of rank 0 only. What an optimizer that has not stepped
-    has is not what it begins with, so param groups say which it is.
+    has is not what it begins with, so param groups say which it is. Of parameters that were never stepped while others
+    were there is as much, and a word that they were not: a checkpoint is loaded into what is there.
     """
     state: dict[str, dict[str, Any]] = {}
+    never = _never_stepped(optimizer, runs)
+    if never:
+        _make(optimizer, runs, never)
     for run in runs:
+        if run.may_be_unused:
+            state.setdefault(run.pieces[0].name, {})[_HAS_STEPPED] = torch.tensor(has_stepped and run not in never)
         for key, value in _values_of(optimizer, run).items():
             if isinstance(value, (int, float)):
                 value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
@@ -206,6 +216,8 @@ def collect(
                 is_parted = _is_parted(key, value, run)
                 part = FlatPart(piece.of(value), piece.begin, piece.parameter.numel()) if is_parted else value
                 state.setdefault(piece.name, {})[key] = part
+    for run in never:
+        optimizer.state.pop(run.tensor, None)
     groups = [
         {key: value for key, value in group.items() if key != "params"}
         | {"params": list(group_names), _HAS_STEPPED: has_stepped}
@@ -291,12 +303,11 @@ def _part_in(source: Any, piece: Piece, key: str) -> torch.Tensor:
 
 
 def gather(state_dict: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """Whole tensors of all parameters, from what each rank of the group has."""
-    if group is None:
-        ranks = [state_dict["state"]]
-    else:
-        ranks = [None] * group.size()
-        dist.all_gather_object(ranks, _on_cpu(state_dict["state"]), group=group)
+    """Whole tensors of all parameters, on the CPU, from what each rank of the group has."""
+    ranks = [_on_cpu(state_dict["state"])]
+    if group is not None:
+        ranks *= group.size()
+        dist.all_gather_object(ranks, ranks[0], group=group)
     state: dict[str, dict[str, Any]] = {}
     for mine in ranks:
         for name, values in mine.items():
@@ -304,20 +315,19 @@ def gather(state_dict: dict[str, Any], group: dist.ProcessGroup | None) -> dict[
                 if not isinstance(value, FlatPart):
                     state.setdefault(name, {})[key] = value
                     continue
-                whole = state.setdefault(name, {}).setdefault(key, torch.zeros(value.whole, dtype=value.tensor.dtype))
-                whole[value.begin : value.begin + value.tensor.numel()] = value.tensor.cpu()
+                values_here = state.setdefault(name, {})
+                if key not in values_here:
+                    values_here[key] = torch.zeros(value.whole, dtype=value.tensor.dtype, device="cpu")
+                values_here[key][value.begin : value.begin + value.tensor.numel()] = value.tensor
     return {"state": state, "param_groups": state_dict["param_groups"]}
 
 
 def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: {
-            key: FlatPart(value.tensor.detach().cpu().clone(), value.begin, value.whole)
-            if isinstance(value, FlatPart)
-            else value.cpu()
-            if isinstance(value, torch.Tensor)
-            else value
-            for key, value in values.items()
-        }
-        for name, values in state.items()
-    }
+    """Copies."""
+    return {name: {key: _copy_on_cpu(value) for key, value in values.items()} for name, values in state.items()}
+
+
+def _copy_on_cpu(value: Any) -> Any:
+    if isinstance(value, FlatPart):
+        return FlatPart(_copy_on_cpu(value.tensor), value.begin, value.whole)
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.utils import _to_kwargs
 
 from farandole import _C
+from farandole._default_device import default_device
 from farandole.ddp._abandonment import AbandonsGroup
 from farandole.ddp._agreement import refusing_together
 from farandole.ddp._changes import ParameterWatch
@@ -259,7 +260,8 @@ class DistributedDataParallel(HoldsGradients, UnevenInputs, SyncsParameters, Aba
         self._trainable = {name: parameter for name, parameter in named if name in main_grads}
         for name, parameter in self._trainable.items():
             parameter.main_grad, parameter.main_grad_place = main_grads[name], grad_place(options)
-        self.device = next((p.device for p in (*self._trainable.values(), *module.parameters())), torch.device("cpu"))
+        first = next((p for p in (*self._trainable.values(), *module.parameters())), None)
+        self.device = default_device(replicas.group) if first is None else first.device
         self._watch = ParameterWatch(
             module, self._trainable.values(), self.parameters_to_ignore, self._is_added is not None
         )

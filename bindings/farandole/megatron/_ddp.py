@@ -165,15 +165,45 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
         if not isinstance(scaling_factor, torch.Tensor):
             super().scale_gradients(scaling_factor)
             return
+        self._reducer.check_grads()
         # Not what lies between them in a bucket: zero times what is not finite would stay there.
         main_grads = [main_grad for _, main_grad in self._reducer.main_grads()]
         if main_grads:
             torch._foreach_mul_(main_grads, scaling_factor.reshape(()))
         self._scale_copies(scaling_factor)
 
+    def offload_grad_buffers(self, synchronize: bool = True, empty_cache: bool = True) -> None:
+        """Gives back the memory of gradients, which are lost, while others need it: between steps, until
+        :meth:`restore_grad_buffers`. Whatever has to do with gradients raises meanwhile; ``main_grad`` stays the same
+        tensor, and must not be touched.
+
+        Args:
+            synchronize: wait for the GPU before.
+            empty_cache: torch's allocator gives it back, too.
+
+        Raises:
+            RuntimeError: gradients are being reduced.
+        """
+        if synchronize and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._reducer.free_grads()
+        if empty_cache and self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def restore_grad_buffers(self, synchronize: bool = True) -> None:
+        """Gradients have memory again, and are zero.
+
+        Args:
+            synchronize: wait for the GPU after it.
+        """
+        self._reducer.restore_grads()
+        if synchronize and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     @torch.no_grad()
     def broadcast_params(self) -> None:
-        """Gives every replica the parameters of the first."""
+        """Gives every replica the parameters of the first, which has all of them once gathers have ended."""
+        self.free_overlap_buffers()
         for parameter in self.module.parameters():
             group = self.dp_cp_group if getattr(parameter, "allreduce", True) else self.expt_dp_group
             dist.broadcast(parameter.data, group=group, group_src=0)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from farandole._default_device import default_device
 from farandole.megatron._config import StepConfig
-from farandole.megatron._placement import default_device
 from farandole.megatron._shapes import Shape
 from farandole.megatron._timing import timed
 from farandole.pipelining._devices import channel_of, stage_device

@@ -8,13 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from farandole._default_device import default_device
 from farandole.pipelining._devices import one_device, stage_device
-
-
-def default_device(group: dist.ProcessGroup | None) -> torch.device:
-    """The process's current GPU where it uses one, and the group, if any, has a backend for CUDA tensors; else the CPU."""
-    uses_gpu = torch.cuda.is_initialized() and (group is None or torch.device("cuda") in group._device_types)
-    return stage_device("cuda" if uses_gpu else "cpu")
 
 
 def device_of(models: Sequence[nn.Module], group: dist.ProcessGroup | None) -> torch.device:

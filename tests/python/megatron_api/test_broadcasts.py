@@ -1,0 +1,50 @@
+"""Parameters that are broadcast while an optimizer step's gathers of them are under way."""
+
+from __future__ import annotations
+
+import random
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from farandole import megatron
+from farandole.ddp import DistributedOptimizer
+from megatron_api.data_parallel_support import Network, collection_of
+from pipelining.pipeline_support import BACKENDS
+from support.processes import run_ranks
+
+
+def _broadcast_meanwhile(rank: int, world_size: int) -> None:
+    group = dist.group.WORLD
+    config = megatron.DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
+    )
+    module = Network(random.Random(3), torch.float32)
+    model = megatron.DistributedDataParallel(
+        SimpleNamespace(), config, module, pg_collection=collection_of(group, group)
+    )
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    alone = Network(random.Random(3), torch.float32)
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1)
+    x = torch.ones(3, 4)
+    for _ in range(3):
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        plain.zero_grad()
+        model(x).backward()
+        model.finish_grad_sync()
+        alone(x).backward()
+        time.sleep(0.2 * rank)  # others bring their parts later than rank 0 could send what it has
+        optimizer.step()
+        model.broadcast_params()
+        plain.step()
+        for got, want in zip(module.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_broadcast_gives_what_the_step_has_made(backend: str) -> None:
+    run_ranks(_broadcast_meanwhile, 2, backend)
