@@ -1,7 +1,5 @@
 #include "backend/c10d/process_context.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <thread>
@@ -104,14 +102,12 @@ void ProcessContext::leaveAtExit() {
   waitBeforeExit(kAbortHooksAtExit);
 }
 
-ProcessContext::ProcessContext() : pid_(getpid()), forks_(ForkCount::now()), loop_("farandole") { ForkCount::begin(); }
+ProcessContext::ProcessContext() : forks_(ForkCount::now()), loop_("farandole") { ForkCount::begin(); }
 
 ProcessContext::~ProcessContext() {
   control_.reset();
   loop_.stop();
 }
-
-bool ProcessContext::isOurs() const { return getpid() == pid_; }
 
 Result<std::string> ProcessContext::networkAddress() {
   transport::ProgressEngine::Access access(connections_->engine());

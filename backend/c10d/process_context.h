@@ -55,16 +55,13 @@ class ProcessContext {
   static void leaveAtExit();
 
   // False in a forked child: the thread and the transport stayed with the parent.
-  bool isOurs() const;
-  // The same at the cost of a load, for who is about to begin something.
-  bool isForked() const { return ForkCount::now() != forks_; }
+  bool isOurs() const { return ForkCount::now() == forks_; }
 
  private:
   ProcessContext();
   Result<std::uint32_t> chooseGroupNumber();
   void discardMessages(std::uint32_t group);
 
-  const int pid_;
   const std::uint32_t forks_;
   net::EventLoop loop_;
   std::string hostIdentity_;

@@ -160,7 +160,7 @@ void ProcessGroupFarandole::registerAbortHook(std::int64_t id, std::function<voi
 
 WorkOptions ProcessGroupFarandole::workOptions(::c10d::OpType type, const char* title,
                                                std::chrono::milliseconds timeout, std::uint64_t count) {
-  TORCH_CHECK(!context_->isForked(), title,
+  TORCH_CHECK(context_->isOurs(), title,
               ": this process was forked from the one that made the group; expected a group that it has made itself");
   // A batch involves some ranks only: counting it as a collective would set them apart.
   const bool isPointToPoint = ::c10d::isP2POp(type) || type == ::c10d::OpType::COALESCED;

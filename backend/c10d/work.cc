@@ -123,6 +123,8 @@ std::exception_ptr WorkOf<Base>::exception() const {
 template <typename Base>
 bool WorkOf<Base>::wait(milliseconds timeout) {
   if (!Base::isDone()) {
+    TORCH_CHECK(ForkCount::now() == forks_, title_,
+                ": wait() in a process that was forked from the one that began it; expected it there");
     const bool isOwn = timeout == kNoTimeout || timeout == ::c10d::kUnsetTimeout;
     const auto deadline = isOwn ? Base::deadline() : std::min(Base::deadline(), deadlineIn(timeout));
     if (!Base::wait(deadline)) Base::communicator_->timeOut(*this, isOwn ? timeout_ : timeout);

@@ -12,6 +12,7 @@
 #include "backend/c10d/work_hooks.h"
 #include "backend/collective/communicator.h"
 #include "backend/collective/program.h"
+#include "backend/common/fork_count.h"
 
 namespace farandole::backend {
 
@@ -77,8 +78,9 @@ class WorkOf : public ::c10d::Work, public Base {
   const milliseconds timeout_;
   const WorkHooks::OnDone onDone_;
   const GroupFlight* const flight_;
-  std::uint64_t flightNumber_ = 0;   // of its first entry in the recorder
-  std::atomic<float> duration_{-1};  // milliseconds, or negative
+  std::uint64_t flightNumber_ = 0;                // of its first entry in the recorder
+  std::atomic<float> duration_{-1};               // milliseconds, or negative
+  const std::uint32_t forks_ = ForkCount::now();  // as it was begun
   std::mutex futureMutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   std::atomic<bool> hasFuture_{false};

@@ -37,6 +37,11 @@ def _use(rank, world_size):
             call()
 
 
+def _wait(work):
+    with pytest.raises(RuntimeError, match=r"recv: wait\(\) in a process that was forked from the one that began it"):
+        work.wait()
+
+
 def _make_another(folder, rank):
     dist.destroy_process_group()
     dist.init_process_group("farandole", store=dist.FileStore(f"{folder}/{rank}", 1), rank=0, world_size=1)
@@ -49,11 +54,18 @@ def _make_another(folder, rank):
 def _fork(rank, world_size, folder):
     x = torch.ones(2)
     dist.all_reduce(x)
-    codes = [_in_child(_use, rank, world_size), _in_child(_make_another, folder, rank)]
+    y = torch.zeros(2)
+    receiving = dist.irecv(y, 1 - rank)
+    dist.barrier()
+    codes = [_in_child(_use, rank, world_size), _in_child(_wait, receiving), _in_child(_make_another, folder, rank)]
+    dist.barrier()
+    dist.send(x, 1 - rank)
+    receiving.wait()
+    assert y.tolist() == [2, 2]
     dist.all_reduce(x)  # as if nobody had tried
     assert x.tolist() == [4, 4]
     return codes
 
 
 def test_a_forked_child_is_refused_its_parents_group_and_may_make_another(tmp_path):
-    assert run_ranks(_fork, 2, "farandole", folder=str(tmp_path)) == [[0, 0]] * 2
+    assert run_ranks(_fork, 2, "farandole", folder=str(tmp_path)) == [[0, 0, 0]] * 2
