@@ -2,9 +2,9 @@
 
 usage: gpu_report.py REPORTS [--probe JSON]
 
-Reads ctest.xml and pytest.xml in the folder REPORTS, and bench.json where it is there; writes figures.json and prints
-it, too. Figures are what tests note with pytest's record_property. Fails when a test failed, or when none of a report
-ran.
+Reads ctest.xml, pytest.xml and pytest-on-gpus.xml in the folder REPORTS, and bench.json, as far as they are there;
+writes figures.json and prints it, too. Figures are what tests note with pytest's record_property. Fails when a test
+failed, or when none of a report ran.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def first_line(text: str) -> str:
 
 def part_of(report: str, case: ElementTree.Element) -> str:
     """The row of a case: the module of a Python test, the suite of a C++ test."""
-    if report == "pytest":
+    if report != "ctest":
         return (case.get("classname") or "").rsplit(".", 1)[-1] or "collection"
     return (case.get("name") or "").split(".", 1)[0]
 
@@ -48,7 +48,7 @@ def collect(reports: pathlib.Path) -> dict[str, Any]:
     parts: dict[str, dict[str, Any]] = {}
     reasons: collections.Counter[str] = collections.Counter()
     failures, figures, placements = {}, {}, set()
-    for name in ("ctest", "pytest"):
+    for name in ("ctest", "pytest", "pytest-on-gpus"):
         if not (reports / f"{name}.xml").is_file():
             continue
         for case in ElementTree.parse(reports / f"{name}.xml").iter("testcase"):
@@ -64,7 +64,7 @@ def collect(reports: pathlib.Path) -> dict[str, Any]:
             noted = {one.get("name"): one.get("value") for one in case.findall("properties/property")}
             if "placement" in noted:
                 placements.add(noted.pop("placement"))
-            if name == "pytest" and noted:
+            if name != "ctest" and noted:
                 figures[case.get("name")] = noted
     document: dict[str, Any] = {
         "parts": parts, "skipped": dict(reasons), "failures": failures, "several ranks": sorted(placements), "figures": figures,

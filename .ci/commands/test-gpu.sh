@@ -10,17 +10,19 @@
 #   --limit SECONDS   start no Python test after that time, and report those that have run
 #   --bench           then measure farandole beside NCCL (./dev bench --only cuda)
 #   --build           only build, also without a GPU
-#   -- ARGUMENTS      for pytest (-k name, -x, a path)
+#   -- ARGUMENTS      for pytest: options (-k=name, -x), or paths instead of all below
 #
-# Runs the C++ tests labelled "gpu" and tests/python/gpu. Ends with a table of what
-# ran, what was skipped and why, and with the same as JSON, which is left with the
-# reports in JUnit's format in build/gpu/reports. Where there is no GPU it says why
-# and succeeds.
+# Runs the C++ tests labelled "gpu", tests/python/gpu, and with their models on GPUs
+# (FARANDOLE_TEST_DEVICE=cuda) the tests of pipelines, data parallelism and Megatron's
+# API, which ./dev test runs on the CPU. Ends with a table of what ran, what was
+# skipped and why, and with the same as JSON, which is left with the reports in
+# JUnit's format in build/gpu/reports. Where there is no GPU it says why and succeeds.
 
 source "$ROOT/.ci/lib/setup.sh"
 source "$ROOT/.ci/lib/gpu.sh"
 
-kit= limit=0 bench=0 only_build=0 tests=(tests/python/gpu)
+kit= limit=0 bench=0 only_build=0
+of_gpus=(tests/python/gpu) on_gpus=(tests/python/{pipelining,ddp,megatron_api})
 [ ! -f "$ROOT/build/gpu-kit/MANIFEST" ] || kit=$ROOT/build/gpu-kit
 while [ $# -gt 0 ]; do
   case $1 in
@@ -68,11 +70,25 @@ reports=$ROOT/build/gpu/reports
 rm -rf "$reports" && mkdir -p "$reports"
 failed=0
 "$CTEST" --test-dir "$BUILD" -L gpu --output-on-failure --no-tests=error --output-junit "$reports/ctest.xml" || failed=1
-if [ $# -gt 0 ]; then tests=("$@"); fi
-# A path among the arguments takes the folder's place; options are added to it.
-if [[ ${tests[0]} == -* ]]; then tests=(tests/python/gpu "${tests[@]}"); fi
-(cd "$ROOT" && "$GPU_PYTHON" -m pytest --session-timeout "$limit" --durations 10 --junitxml "$reports/pytest.xml" \
-  "${tests[@]}") || failed=1
+options=() paths=()
+for argument in "$@"; do
+  if [[ $argument == -* ]]; then options+=("$argument"); else paths+=("$argument"); fi
+done
+if [ ${#paths[@]} -gt 0 ]; then
+  of_gpus=() on_gpus=()
+  for path in "${paths[@]}"; do
+    if [[ $path == *tests/python/gpu* ]]; then of_gpus+=("$path"); else on_gpus+=("$path"); fi
+  done
+fi
+# run_pytest REPORT PATHS...
+run_pytest() {
+  local report=$reports/$1.xml && shift
+  [ $# -gt 0 ] || return 0
+  (cd "$ROOT" && "$GPU_PYTHON" -m pytest --session-timeout "$limit" --durations 10 --junitxml "$report" \
+    ${options[@]+"${options[@]}"} "$@") || failed=1
+}
+run_pytest pytest ${of_gpus[@]+"${of_gpus[@]}"}
+FARANDOLE_TEST_DEVICE=cuda run_pytest pytest-on-gpus ${on_gpus[@]+"${on_gpus[@]}"}
 if [ $bench -eq 1 ]; then
   (cd "$ROOT" && "$GPU_PYTHON" -m farandole.bench --only cuda --json "$reports/bench.json") || failed=1
 fi

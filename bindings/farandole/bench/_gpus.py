@@ -27,6 +27,11 @@ class Placement:
     size: int
     sharing: str = ""  # what lets them share a GPU; empty: each has its own
 
+    @classmethod
+    def of(cls, size: int) -> Placement:
+        """So many ranks, which share GPUs where there are fewer, as hosts of their own."""
+        return cls(size, _BY_HOST if size > torch.cuda.device_count() else "")
+
     def __str__(self) -> str:
         ranks = f"{self.size} rank{'s' if self.size > 1 else ''}"
         return f"{ranks} on 1 GPU ({self.sharing})" if self.sharing else ranks

@@ -270,6 +270,7 @@ BENCH = {
 @pytest.mark.parametrize(("more", "status"), [("", 0), (FAILED, 1)])
 def test_the_report_says_what_ran_what_was_skipped_and_why(tmp_path, more, status):
     (tmp_path / "pytest.xml").write_text(PYTEST.format(more=more))
+    (tmp_path / "pytest-on-gpus.xml").write_text(PYTEST.format(more=""))
     (tmp_path / "ctest.xml").write_text(CTEST)
     (tmp_path / "bench.json").write_text(json.dumps(BENCH))
     shown = run(sys.executable, ".ci/gpu_report.py", str(tmp_path), "--probe", '{"devices": ["a GPU"]}')
@@ -277,9 +278,11 @@ def test_the_report_says_what_ran_what_was_skipped_and_why(tmp_path, more, statu
     document = json.loads((tmp_path / "figures.json").read_text())
     assert json.loads(shown.stdout[shown.stdout.index("\n{") :]) == document
     assert document["machine"] == {"devices": ["a GPU"]}
-    assert document["parts"]["pytest: test_streams"] == {"passed": 1, "failed": 0, "skipped": 1, "seconds": 1.6}
+    for report in ("pytest", "pytest-on-gpus"):
+        parts = document["parts"][f"{report}: test_streams"]
+        assert parts == {"passed": 1, "failed": 0, "skipped": 1, "seconds": 1.6}
     assert document["parts"]["ctest: NcclApi"] == {"passed": 1, "failed": 0, "skipped": 1, "seconds": 0.3}
-    assert document["skipped"] == {"no GPU here": 1, "one GPU": 1}
+    assert document["skipped"] == {"no GPU here": 1, "one GPU": 2}
     assert document["figures"] == {"test_a[one]": {"seconds": "0.5"}}
     assert document["several ranks"] == ["2 ranks"]
     assert document["bench"] == {"8 B": {"nccl host": 1e-5, "host / NCCL's": 0.5}}

@@ -8,9 +8,15 @@ import torch
 import torch.distributed as dist
 
 import farandole  # noqa: F401  (registers its backend, where it has one)
+from support.devices import ON_CPU, seeded
 
 BACKENDS = [name for name in ("gloo", "farandole") if name in dist.Backend.backend_list]
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+
+
+def fewer(count: int) -> int:
+    """Steps or cases: ranks that share a GPU take a time slice of it for each part of a collective."""
+    return count if ON_CPU else max(1, count // 3)
 
 
 class Block(torch.nn.Module):
@@ -64,7 +70,7 @@ class RandomModel(torch.nn.Module):
         return rng.choices(list(self.blocks), k=rng.randint(0, len(self.blocks) + 1))
 
     def batch(self, *seed: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(hash(seed))
+        generator = seeded(hash(seed))
         return torch.randn(4, self.width, generator=generator)
 
 

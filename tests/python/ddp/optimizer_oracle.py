@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from support.devices import seeded
+
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 OPTIMIZERS: list[Make] = [
@@ -62,7 +64,7 @@ def groups_of(module: torch.nn.Module) -> list[dict[str, Any]]:
 
 
 def batch_of(seed: int, step: int, rank: int, index: int, module: torch.nn.Module) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(hash((seed, step, rank, index)))
+    generator = seeded(hash((seed, step, rank, index)))
     return torch.randn(2, 3, module.width, generator=generator)  # type: ignore[call-overload]
 
 

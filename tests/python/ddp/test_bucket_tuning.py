@@ -16,6 +16,7 @@ from ddp_models import BACKENDS, RandomModel, grads, perturb
 from farandole import _C
 from farandole.ddp import DistributedDataParallel, DistributedOptimizer, _tuning
 from farandole.ddp._tuning import TUNED_ROUNDS
+from support.devices import seeded
 from support.processes import run_ranks
 
 _LAYERS, _WIDTH, _SLEEP = 6, 512, 0.01
@@ -72,7 +73,8 @@ def _tune(rank: int, world_size: int, measured: list[float]) -> tuple[str, str, 
     reason = model.bucket_tuning()
     assert reason is not None
     DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    return reason, model.bucket_layout(), first.count("\n"), printed.getvalue()
+    said = [line for line in printed.getvalue().splitlines(True) if line.startswith("farandole")]
+    return reason, model.bucket_layout(), first.count("\n"), "".join(said)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -136,7 +138,7 @@ def _skipped(rank: int, world_size: int) -> None:
     with pytest.raises(RuntimeError, match=r"record_timeline.*has not chosen yet"), models[0].record_timeline():
         pass
     for step in range(_STEPS + 1):
-        x = torch.randn(3, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+        x = torch.randn(3, 8, generator=seeded(10 * step + rank))
         for model in models:
             model.zero_grad()
             with model.no_sync():

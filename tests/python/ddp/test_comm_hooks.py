@@ -8,11 +8,12 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_models import BACKENDS, grads
+from ddp_models import BACKENDS, fewer, grads
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDdp
 
 from farandole.ddp import DistributedDataParallel
+from support.devices import ON_CPU, backend_for, seeded
 from support.processes import run_ranks
 
 STEPS = 4
@@ -29,6 +30,12 @@ def _doubling_hook(group, bucket):
     """The result is a new tensor. Annotations that are strings, as all in this file, torch refuses."""
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     return work.get_future().then(lambda future: 2 * future.value()[0])
+
+
+def _done(result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    future = torch.futures.Future(devices=None if ON_CPU else [result.device])
+    future.set_result(result)
+    return future
 
 
 HOOKS = {
@@ -48,7 +55,7 @@ def _registered(model, group, kind: str) -> None:
 
 
 def _compare_hooks(rank: int, world_size: int, kinds: list[str], seeds: list[int], group_of: str) -> None:
-    oracle_group = dist.new_group(backend="gloo")
+    oracle_group = dist.new_group(backend=backend_for("gloo"))
     # bfloat16 over gloo is not in every torch: its sum of two is rounded the same.
     group = dist.group.WORLD
     for seed in seeds:
@@ -59,7 +66,7 @@ def _compare_hooks(rank: int, world_size: int, kinds: list[str], seeds: list[int
             _registered(expected, oracle_group, kind)
             _registered(actual, group, kind)
             for step in range(STEPS):
-                x = torch.randn(3, 8, generator=torch.Generator().manual_seed(100 * seed + 10 * step + rank))
+                x = torch.randn(3, 8, generator=seeded(100 * seed + 10 * step + rank))
                 for wrapped in (expected, actual):
                     wrapped.zero_grad()
                     wrapped(x).square().sum().backward()
@@ -72,12 +79,12 @@ def test_hooks_give_what_they_give_under_torch_ddp(backend):
     first = random.SystemRandom().randrange(10**6)
     print(f"seeds from {first}")
     kinds = [*HOOKS, "builtin ALLREDUCE", "builtin FP16_COMPRESS"]
-    run_ranks(_compare_hooks, 2, backend, kinds=kinds, seeds=list(range(first, first + 4)), group_of=backend)
+    run_ranks(_compare_hooks, 2, backend, kinds=kinds, seeds=list(range(first, first + fewer(4))), group_of=backend)
 
 
 def _power_sgd(rank: int, world_size: int, seed: int) -> None:
     """With one bucket on both sides the same matrices are approximated."""
-    oracle_group = dist.new_group(backend="gloo")
+    oracle_group = dist.new_group(backend=backend_for("gloo"))
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(8, 40), torch.nn.Linear(40, 24))
     expected = TorchDdp(copy.deepcopy(model), process_group=oracle_group)
@@ -87,7 +94,7 @@ def _power_sgd(rank: int, world_size: int, seed: int) -> None:
         wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     compressed = False
     for step in range(6):
-        x = torch.randn(3, 8, generator=torch.Generator().manual_seed(100 * seed + 10 * step + rank))
+        x = torch.randn(3, 8, generator=seeded(100 * seed + 10 * step + rank))
         local = copy.deepcopy(model)
         local.zero_grad()
         local(x).square().sum().backward()
@@ -116,9 +123,7 @@ class _Recorder:
     def __call__(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         shapes = [tuple(grad.shape) for grad in bucket.gradients()]
         self.seen.append((bucket.index(), bucket.is_last(), shapes, [tuple(p.shape) for p in bucket.parameters()]))
-        future = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
+        return _done(bucket.buffer())
 
 
 def _see_buckets(rank: int, world_size: int) -> None:
@@ -187,9 +192,7 @@ def test_hooks_that_cannot_work_are_refused_by_name():
 
 def _bad_result(rank: int, world_size: int) -> None:
     def short(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        future = torch.futures.Future()
-        future.set_result(bucket.buffer()[:1])
-        return future
+        return _done(bucket.buffer()[:1])
 
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
     model.register_comm_hook(None, short)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 
 from support.cpp_examples import by_hand, by_torchrun, finish, needs_examples, program, start
+from support.devices import only_on_cpu
 
 PROGRAM = (str(program("train_replicas")), "20")
 
-pytestmark = needs_examples
+pytestmark = [needs_examples, only_on_cpu("C++ examples")]
 
 
 def _check(output: str, ranks: int) -> None:

@@ -9,13 +9,14 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_models import BACKENDS
+from ddp_models import BACKENDS, fewer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as TorchDdp
 from torch.utils.checkpoint import checkpoint
 
 from farandole.ddp import DistributedDataParallel
+from support.devices import DEVICE, ON_CPU, backend_for, seeded
 from support.processes import run_ranks
 
 
@@ -39,7 +40,7 @@ class _Normed(torch.nn.Module):
 
 def _buffers(rank: int, world_size: int, seeds: list[int]) -> None:
     """A random program of forwards; buffers, gradients and outputs as under torch's DDP after each."""
-    gloo = dist.new_group(backend="gloo")
+    gloo = dist.new_group(backend=backend_for("gloo"))
     for seed in seeds:
         rng = random.Random(seed)
         broadcast = rng.random() < 0.8
@@ -49,7 +50,7 @@ def _buffers(rank: int, world_size: int, seeds: list[int]) -> None:
         ]
         for step in range(12):
             kind = rng.choice(["train", "train", "no_sync", "eval", "no_grad"])
-            x = torch.randn(5, 4, generator=torch.Generator().manual_seed(hash((seed, step, rank))))
+            x = torch.randn(5, 4, generator=seeded(hash((seed, step, rank))))
             outputs = []
             for model in models:
                 model.train(kind != "eval")
@@ -72,8 +73,8 @@ def _buffers(rank: int, world_size: int, seeds: list[int]) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_buffers_are_those_of_rank_zero_when_they_are_in_torch(backend, world_size):
     first = random.SystemRandom().randrange(10**6)
-    print(f"seeds {first} to {first + 5}")
-    run_ranks(_buffers, world_size, backend, timeout=60, seeds=list(range(first, first + 6)))
+    print(f"seeds from {first}")
+    run_ranks(_buffers, world_size, backend, timeout=60, seeds=list(range(first, first + fewer(6))))
 
 
 class _Branches(torch.nn.Module):
@@ -89,7 +90,7 @@ class _Branches(torch.nn.Module):
 
 
 def _unused(rank: int, world_size: int, seeds: list[int]) -> None:
-    gloo = dist.new_group(backend="gloo")
+    gloo = dist.new_group(backend=backend_for("gloo"))
     for seed in seeds:
         rng = random.Random(seed * 10 + rank)  # ranks take different branches
         view = bool(seed % 2)
@@ -99,7 +100,7 @@ def _unused(rank: int, world_size: int, seeds: list[int]) -> None:
         ]
         for step in range(4):
             taken = [rng.randrange(3) for _ in range(rng.randint(1, 3))]  # the last one never
-            x = torch.randn(2, 3, generator=torch.Generator().manual_seed(hash((seed, step, rank))))
+            x = torch.randn(2, 3, generator=seeded(hash((seed, step, rank))))
             for model in models:
                 model.zero_grad()
                 model(x, taken).backward()
@@ -111,8 +112,8 @@ def _unused(rank: int, world_size: int, seeds: list[int]) -> None:
 
 def test_unused_parameters_are_found_as_in_torch():
     first = random.SystemRandom().randrange(10**6)
-    print(f"seeds {first} to {first + 9}")
-    run_ranks(_unused, 2, BACKENDS[-1], timeout=60, seeds=list(range(first, first + 10)))
+    print(f"seeds from {first}")
+    run_ranks(_unused, 2, BACKENDS[-1], timeout=60, seeds=list(range(first, first + fewer(10))))
 
 
 class _Shared(torch.nn.Module):
@@ -130,7 +131,7 @@ class _Shared(torch.nn.Module):
 
 
 def _static(rank: int, world_size: int) -> None:
-    gloo = dist.new_group(backend="gloo")
+    gloo = dist.new_group(backend=backend_for("gloo"))
     models = [
         TorchDdp(_Shared(), process_group=gloo, static_graph=True),
         DistributedDataParallel(_Shared(), static_graph=True),
@@ -152,6 +153,19 @@ def test_a_static_graph_may_use_a_parameter_in_several_checkpoints():
     run_ranks(_static, 2, BACKENDS[-1], timeout=60)
 
 
+_DEVICES_THAT_ARE_REFUSED = (
+    [
+        ({"device_ids": [0]}, ValueError, r"device_ids=\[0\], output_device=None: expected None for both.*on the CPU"),
+        ({"output_device": 1}, ValueError, "output_device=1: expected None for both"),
+    ]
+    if ON_CPU
+    else [
+        ({"device_ids": [99]}, ValueError, r"device_ids=\[99\]: expected the one device that the module is on"),
+        ({"output_device": "cpu"}, ValueError, "output_device=cpu: expected the one device that the module is on"),
+    ]
+)
+
+
 def _arguments(rank: int, world_size: int) -> None:
     own = _Branches()
     with torch.no_grad():
@@ -161,8 +175,7 @@ def _arguments(rank: int, world_size: int) -> None:
     model = DistributedDataParallel(copy.deepcopy(own), None, None, 0, True, True, None, 25, True, False, True, False)
     assert model.module.branches[0].weight.unique().tolist() == [0]
     for arguments, kind, message in (
-        ({"device_ids": [0]}, ValueError, r"device_ids=\[0\], output_device=None: expected None for both.*on the CPU"),
-        ({"output_device": 1}, ValueError, "output_device=1: expected None for both"),
+        *_DEVICES_THAT_ARE_REFUSED,
         ({"dim": 1}, ValueError, "dim=1: expected 0"),
         ({"device_ids": dist.group.WORLD}, TypeError, "device_ids is a ProcessGroup: expected it by its name"),
         ({"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb=0: expected more than 0"),
@@ -174,11 +187,11 @@ def _arguments(rank: int, world_size: int) -> None:
         ),
         ({"mixed_precision": 1}, TypeError, "unexpected keyword argument 'mixed_precision'"),
         (
-            {"process_group": dist.group.WORLD, "device_mesh": init_device_mesh("cpu", (2,))},
+            {"process_group": dist.group.WORLD, "device_mesh": init_device_mesh(DEVICE, (2,))},
             ValueError,
             "process_group=.* and device_mesh=.*: expected only one of them",
         ),
-        ({"device_mesh": init_device_mesh("cpu", (2, 1))}, ValueError, "device_mesh=.*: expected one dimension"),
+        ({"device_mesh": init_device_mesh(DEVICE, (2, 1))}, ValueError, "device_mesh=.*: expected one dimension"),
     ):
         with pytest.raises(kind, match=message):
             DistributedDataParallel(_Branches(), **arguments)
@@ -186,8 +199,19 @@ def _arguments(rank: int, world_size: int) -> None:
         DistributedDataParallel(torch.nn.Sequential(torch.nn.LazyLinear(2)))
     hints = {"skip_all_reduce_unused_params": True, "batched_grad_copy": True, "lazy_bucket_allocation": True}
     model = DistributedDataParallel(_Branches(), device_ids=[], find_unused_parameters=True, **hints)
-    assert model.device == torch.device("cpu")
+    assert model.device.type == DEVICE
     assert (model.find_unused_parameters, model.static_graph, model.gradient_as_bucket_view) == (True, False, False)
+
+
+def _own_device(rank: int, world_size: int) -> None:
+    device = torch.cuda.current_device()
+    model = DistributedDataParallel(_Branches(), device_ids=[device], output_device=device)
+    assert model(torch.ones(2, 3, device="cpu"), [0, 1, 2, 3]).device == torch.device("cuda", device)
+
+
+@pytest.mark.skipif(ON_CPU, reason="modules on the CPU take no devices")
+def test_inputs_are_moved_to_the_modules_device():
+    run_ranks(_own_device, 2, "gloo", timeout=60)
 
 
 def test_torchs_arguments_are_taken_in_their_order_or_refused_by_name():
@@ -216,7 +240,7 @@ def test_forward_sync_buffers_is_about_forwards_alone():
 
 
 def _tensor_parallel(rank: int, world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("replicas", "shards"))
     grads = []
     for kind in (TorchDdp, DistributedDataParallel):
         torch.manual_seed(8)

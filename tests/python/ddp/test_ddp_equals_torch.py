@@ -10,11 +10,12 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_models import BACKENDS, RandomModel, grads, perturb
+from ddp_models import BACKENDS, RandomModel, fewer, grads, perturb
 from torch.nn.parallel import DistributedDataParallel as TorchDdp
 from torch.utils.checkpoint import checkpoint
 
 from farandole.ddp import DistributedDataParallel
+from support.devices import backend_for, seeded
 from support.processes import run_ranks
 
 STEPS = 3
@@ -53,7 +54,7 @@ def _local_scale(model, batches) -> dict[str, float]:
 
 
 def _train_both(rank: int, world_size: int, seeds: list[int]) -> int:
-    oracle_group = dist.new_group(backend="gloo")
+    oracle_group = dist.new_group(backend=backend_for("gloo"))
     compared = 0
     for seed in seeds:
         rng = random.Random(seed)
@@ -104,7 +105,7 @@ def _train_both(rank: int, world_size: int, seeds: list[int]) -> int:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_random_models_train_as_under_torch_ddp(backend, world_size):
     first = random.SystemRandom().randrange(10**6)
-    seeds = list(range(first, first + 12))
+    seeds = list(range(first, first + fewer(12)))
     print(f"seeds {seeds[0]} to {seeds[-1]}")
     compared = run_ranks(_train_both, world_size, backend, timeout=120, seeds=seeds)
     assert min(compared) >= 2 * len(seeds) * STEPS
@@ -130,7 +131,7 @@ def _train_checkpointed(rank: int, world_size: int) -> None:
         expected = TorchDdp(copy.deepcopy(model))
         actual = DistributedDataParallel(model, bucket_size=bucket_size)
         for step in range(3):
-            x = torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank)).requires_grad_()
+            x = torch.randn(3, 6, generator=seeded(10 * step + rank)).requires_grad_()
             for wrapped in (expected, actual):
                 wrapped.zero_grad()
                 wrapped(x).backward()
@@ -161,7 +162,7 @@ def _train_branches(rank: int, world_size: int) -> None:
     actual = DistributedDataParallel(_Branches(), bucket_size=1, unused_parameters="zero_fill")
     for step in range(6):
         branch = (step * (rank + 1)) % 3
-        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(step * 2 + rank))
+        x = torch.randn(2, 4, generator=seeded(step * 2 + rank))
         for wrapped in (expected, actual):
             wrapped.zero_grad()
             wrapped(x, branch).backward()
@@ -210,7 +211,7 @@ class _TwoHeads(torch.nn.Module):
 
 
 def _losses_one_by_one(rank: int, world_size: int) -> None:
-    batches = [torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * step + rank)) for step in range(STEPS)]
+    batches = [torch.randn(5, 4, generator=seeded(10 * step + rank)) for step in range(STEPS)]
 
     def train(model):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -221,7 +222,7 @@ def _losses_one_by_one(rank: int, world_size: int) -> None:
             optimizer.step()
         return list(model.parameters())
 
-    expected = train(TorchDdp(_TwoHeads(), process_group=dist.new_group(backend="gloo")))
+    expected = train(TorchDdp(_TwoHeads(), process_group=dist.new_group(backend=backend_for("gloo"))))
     for told in ({"unused_parameters": "skip"}, {"unused_parameters": "zero_fill"}, {"find_unused_parameters": True}):
         assert all(map(torch.equal, expected, train(DistributedDataParallel(_TwoHeads(), **told)))), told
     with pytest.raises(RuntimeError, match=r"'second.weight', 'second.bias'.*pass unused_parameters='zero_fill' or"):

@@ -9,7 +9,10 @@ import torch
 from ddp_models import BACKENDS
 
 from farandole.ddp import DistributedDataParallel
+from support.devices import DEVICE, ON_CPU, seeded
 from support.processes import run_ranks
+
+TIMEOUT = 30 if ON_CPU else 90
 
 
 class _Layers(torch.nn.Module):
@@ -26,7 +29,7 @@ class _Layers(torch.nn.Module):
 
 
 def _input(rank: int) -> torch.Tensor:
-    return torch.randn(2, 2, generator=torch.Generator().manual_seed(rank))
+    return torch.randn(2, 2, generator=seeded(rank))
 
 
 def _error_of(body, kind=RuntimeError) -> str:
@@ -47,14 +50,14 @@ def _unused(rank: int, world_size: int, bucket_size: int | None) -> tuple[str, l
     plain = _Layers()
     sum(plain(_input(other)) for other in range(world_size)).div(world_size).backward()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(ours.grad, theirs.grad, rtol=1e-5)
+        assert torch.allclose(ours.grad, theirs.grad, rtol=1e-5, atol=1e-8 if ON_CPU else 1e-6)
     return error, seen
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("bucket_size", [1, None])
 def test_an_unused_parameter_is_named_and_all_ranks_agree_on_the_gradients(backend, bucket_size):
-    results = run_ranks(_unused, 3, backend, timeout=30, bucket_size=bucket_size)
+    results = run_ranks(_unused, 3, backend, timeout=TIMEOUT, bucket_size=bucket_size)
     for error, _ in results:
         assert "rank 1 of the group: 2 of 6 parameters got no gradient" in error
         assert set(re.findall(r"'(layers[^']*)'", error)) == {"layers.middle.weight", "layers.middle.bias"}
@@ -69,7 +72,7 @@ def _two_in_trouble(rank: int, world_size: int) -> str:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_is_wrong_on_several_ranks_is_told_of_each(backend):
-    for error in run_ranks(_two_in_trouble, 3, backend, timeout=30):
+    for error in run_ranks(_two_in_trouble, 3, backend, timeout=TIMEOUT):
         told = dict(re.findall(r"rank (\d) of the group: 2 of 6 parameters got no gradient [^:]*: '([^']*)'", error))
         assert told == {"0": "layers.front.weight", "2": "layers.back.weight"}
 
@@ -85,9 +88,9 @@ def _on_two_devices(rank: int, world_size: int) -> str:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_parameters_on_several_devices_are_refused_on_all_ranks(backend):
-    for error in run_ranks(_on_two_devices, 2, backend, timeout=30):
+    for error in run_ranks(_on_two_devices, 2, backend, timeout=TIMEOUT):
         assert "rank 1" in error
-        assert "parameter 'layers.middle.weight' is on meta, 'layers.front.weight' on cpu" in error
+        assert f"parameter 'layers.middle.weight' is on meta, 'layers.front.weight' on {DEVICE}" in error
 
 
 def _different(rank: int, world_size: int, kind: str) -> str:
@@ -113,16 +116,19 @@ def _different(rank: int, world_size: int, kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "difference"),
     [
-        ("shape", "rank 0 has parameter 'layers.middle.weight': [2, 2] Float on cpu, trainable; rank 1 has"),
-        ("dtype", "rank 1 has parameter 'layers.middle.weight': [2, 2] Double on cpu, trainable"),
+        ("shape", f"rank 0 has parameter 'layers.middle.weight': [2, 2] Float on {DEVICE}, trainable; rank 1 has"),
+        ("dtype", f"rank 1 has parameter 'layers.middle.weight': [2, 2] Double on {DEVICE}, trainable"),
         ("name", "rank 0 has parameter 'layers.back.weight'"),
-        ("count", "rank 0 has parameter 'layers.back.weight': [2, 2] Float on cpu, trainable; rank 1 has nothing more"),
-        ("frozen", "rank 1 has parameter 'layers.middle.bias': [2] Float on cpu, frozen"),
-        ("buffer", "rank 0 has nothing more; rank 1 has buffer 'steps': [1] Float on cpu"),
+        (
+            "count",
+            f"rank 0 has parameter 'layers.back.weight': [2, 2] Float on {DEVICE}, trainable; rank 1 has nothing more",
+        ),
+        ("frozen", f"rank 1 has parameter 'layers.middle.bias': [2] Float on {DEVICE}, frozen"),
+        ("buffer", f"rank 0 has nothing more; rank 1 has buffer 'steps': [1] Float on {DEVICE}"),
     ],
 )
 def test_the_first_difference_between_models_is_named_on_every_rank(kind, difference):
-    errors = run_ranks(_different, 2, "gloo", timeout=30, kind=kind)
+    errors = run_ranks(_different, 2, "gloo", timeout=TIMEOUT, kind=kind)
     assert errors[0] == errors[1]
     assert difference in errors[0]
 
@@ -164,7 +170,7 @@ def _raised(rank: int, world_size: int) -> str:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_backward_that_raises_is_ended_by_the_next_forward(backend):
-    for error in run_ranks(_raised, 2, backend, timeout=30):
+    for error in run_ranks(_raised, 2, backend, timeout=TIMEOUT):
         assert "rank 1 of the group: a forward began before the last backward that synchronizes had ended" in error
         assert "'front.weight', 'front.bias'" in error
 
@@ -197,7 +203,7 @@ def _frozen_later(rank: int, world_size: int) -> str:
 
 
 def test_a_parameter_that_is_frozen_later_is_named():
-    for error in run_ranks(_frozen_later, 2, "gloo", timeout=30):
+    for error in run_ranks(_frozen_later, 2, "gloo", timeout=TIMEOUT):
         assert "'layers.front.weight', 'layers.front.bias'" in error
 
 

@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_models import BACKENDS, grads
+from ddp_models import BACKENDS, fewer, grads
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchDdp
 
 from farandole.ddp import DistributedDataParallel
+from support.devices import DEVICE, backend_for, seeded
 from support.processes import run_ranks
 
-CASES = 8
+CASES = fewer(8)
 
 
 class _Model(torch.nn.Module):
@@ -40,7 +41,7 @@ def _loop(model: Any, optimizer: Any, seed: int, rank: int, steps: int, accumula
         optimizer.zero_grad()
         for i in range(accumulate):
             rng = random.Random(hash((seed, step, rank, i)))
-            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rng.randrange(10**6)), dtype=torch.float64)
+            x = torch.randn(3, 4, generator=seeded(rng.randrange(10**6)), dtype=torch.float64)
             with model.no_sync() if i < accumulate - 1 else contextlib.nullcontext():
                 model(x, rng.randrange(branches)).backward()
         seen.append({name: None if grad is None else grad.clone() for name, grad in grads(model).items()})
@@ -59,7 +60,7 @@ def _same(expected: Any, actual: Any, world_size: int) -> bool:
 
 
 def _train(rank: int, world_size: int, seeds: list[int]) -> None:
-    gloo = dist.new_group(backend="gloo")
+    gloo = dist.new_group(backend=backend_for("gloo"))
     for seed in seeds:
         rng = random.Random(seed)
         module = _Model(rng).double()
@@ -150,7 +151,7 @@ class _Counter(Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        return torch.device("cpu")
+        return torch.device(DEVICE)
 
     @property
     def join_process_group(self) -> Any:

@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_models import BACKENDS, grads
+from ddp_models import BACKENDS, fewer, grads
 from torch.nn.parallel import DistributedDataParallel as TorchDdp
 from torch.utils.checkpoint import checkpoint
 
 from farandole.ddp import DistributedDataParallel
+from support.devices import backend_for, seeded
 from support.processes import run_ranks
 
-CASES = 10
+CASES = fewer(10)
 
 
 @dataclass
@@ -78,7 +79,7 @@ class _AllInside(torch.nn.Module):
 
 
 def _train(rank: int, world_size: int, seeds: list[int]) -> None:
-    gloo = dist.new_group(backend="gloo")
+    gloo = dist.new_group(backend=backend_for("gloo"))
     for seed in seeds:
         rng = random.Random(seed)
         kind = rng.choice(["tensor", "list", "dict", "dataclass", "view", "in_place"])
@@ -93,7 +94,7 @@ def _train(rank: int, world_size: int, seeds: list[int]) -> None:
             module, static_graph=static, unused_parameters="skip", bucket_size=rng.choice([1, 50, None])
         )
         for step in range(4):
-            generator = torch.Generator().manual_seed(hash((seed, step, rank)))
+            generator = seeded(hash((seed, step, rank)))
             x = torch.randn(3, 6, generator=generator)
             for model in (theirs, ours):
                 model.zero_grad()

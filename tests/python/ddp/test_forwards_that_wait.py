@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ddp_models import BACKENDS
-from told_layers import ALL, STALE, Layers, Pair, batch_of, trained, wrapped
+from told_layers import ALL, CLOSE, STALE, Layers, Pair, batch_of, trained, watchers, wrapped
 
 from support.processes import run_ranks
 
@@ -74,7 +74,7 @@ def _recursive(rank: int, world_size: int) -> None:
     pair = Pair(_Tree, rank, world_size)
     for _ in range(4):
         pair.step((), (1,))
-        assert torch._C._len_torch_function_stack() == 0
+        assert watchers() == 0
 
 
 @pytest.mark.filterwarnings("ignore:the forward of")
@@ -99,7 +99,7 @@ def _interrupted(rank: int, world_size: int) -> None:
         hooks = 0
         for forwards in ([ALL], [ALL], [["call 0", "call 3"], ALL], [ALL]):
             pair.step(*((forward,) for forward in forwards))
-            assert torch._C._len_torch_function_stack() == 0
+            assert watchers() == 0
             hooks = hooks or sum(len(module._forward_hooks) for module in pair.model.modules())
             assert sum(len(module._forward_hooks) for module in pair.model.modules()) == hooks
         with pytest.raises(RuntimeError, match=STALE):
@@ -130,7 +130,7 @@ def _compiled(rank: int, world_size: int) -> None:
                     model(batch_of(step, rank), todo)
                 break
             output = model(batch_of(step, rank), todo)
-            torch.testing.assert_close(output, want[rank], rtol=1e-4, atol=1e-6, msg=f"step {step}")
+            torch.testing.assert_close(output, want[rank], **CLOSE, msg=f"step {step}")
             sum(one.square().mean() / world_size for one in want).backward()
             output.square().mean().backward()
             expected.step()

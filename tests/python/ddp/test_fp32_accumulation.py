@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ddp_models import BACKENDS
 
 from farandole.ddp import DistributedDataParallel, DistributedOptimizer
+from support.devices import seeded
 from support.hosts import PretendHost
 from support.processes import run_ranks
 
@@ -34,7 +35,7 @@ class _Weights(torch.nn.Module):
 
 def _gradients(rng: random.Random, sizes: list[int], dtype: torch.dtype, ranks: int) -> list[list[torch.Tensor]]:
     """By rank. Large ones of one rank cancel those of another, so that what is rounded between is lost."""
-    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    generator = seeded(rng.randrange(2**31))
     of_ranks = [[torch.randn(size, generator=generator) for size in sizes] for _ in range(ranks)]
     for index in range(len(sizes)):
         large = 300 * torch.randn(sizes[index], generator=generator)
@@ -159,7 +160,7 @@ def _trains(rank: int, world_size: int) -> list[list[float]]:
     for step in range(6):
         optimizer.zero_grad()
         for micro in range(2):
-            x = torch.randn(4, 20, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
+            x = torch.randn(4, 20, generator=seeded(100 * step + 10 * micro + rank))
             with model.no_sync() if micro == 0 else contextlib.nullcontext():
                 model(x.to(torch.bfloat16)).float().square().mean().backward()
         optimizer.step()

@@ -10,6 +10,7 @@ import torch
 from ddp_models import BACKENDS
 
 from farandole.ddp import DistributedDataParallel, DistributedOptimizer
+from support.devices import seeded
 from support.processes import run_ranks
 
 
@@ -48,7 +49,7 @@ class Fused(torch.nn.Module):
 
 
 def _input(*seed: int) -> torch.Tensor:
-    return torch.randn(3, 6, generator=torch.Generator().manual_seed(hash(seed)))
+    return torch.randn(3, 6, generator=seeded(hash(seed)))
 
 
 # How it can be known before the first backward: Megatron's layers, TransformerEngine's, whoever marks the parameter.

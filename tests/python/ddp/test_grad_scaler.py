@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ddp_models import BACKENDS
 
 from farandole.ddp import DistributedDataParallel, DistributedOptimizer
+from support.devices import DEVICE, seeded
 from support.processes import run_ranks
 
 # (parameters, gradients): float16 with gradients of its own type is what the scaler must not see.
@@ -24,7 +25,7 @@ class Rows(torch.nn.Module):
 
     def __init__(self, stage: int, dtype: torch.dtype) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(stage)
+        generator = seeded(stage)
         self.rows = torch.nn.ParameterList(
             torch.nn.Parameter(torch.randn(size, generator=generator).to(dtype)) for size in (70, 3, 200)
         )
@@ -34,7 +35,7 @@ class Rows(torch.nn.Module):
         return torch.cat(outputs).float().square().sum()
 
     def batch(self, step: int, stage: int, replica: int) -> list[torch.Tensor]:
-        generator = torch.Generator().manual_seed(100 * step + 10 * stage + replica)
+        generator = seeded(100 * step + 10 * stage + replica)
         xs = [torch.rand(row.numel(), generator=generator) * 0.1 + 0.01 for row in self.rows]
         # Of two replicas, one has the first row, the other the end of the last one; a stage after the first has no overflow.
         if stage == 0 and replica == 1 and step in (2, 5):
@@ -70,7 +71,7 @@ class Alone:
 
 
 def _scaler() -> torch.amp.GradScaler:
-    return torch.amp.GradScaler("cpu", init_scale=512.0, growth_interval=2)
+    return torch.amp.GradScaler(DEVICE, init_scale=512.0, growth_interval=2)
 
 
 def _adam(parameters: Any) -> torch.optim.Optimizer:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from farandole.ddp import DistributedDataParallel, DistributedOptimizer
+from support.devices import DEVICE
 from support.processes import run_ranks
 
 
@@ -45,7 +46,7 @@ def test_gradients_that_are_scaled_after_they_were_measured_are_scaled():
 
 def _replaced(rank: int, world_size: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        for scaler in (None, torch.amp.GradScaler("cpu", init_scale=4.0)):
+        for scaler in (None, torch.amp.GradScaler(DEVICE, init_scale=4.0)):
             model, optimizer, weight = _pair(dtype)
             for step in range(2):
                 optimizer.zero_grad()

@@ -11,6 +11,7 @@ from ddp_models import BACKENDS
 from torch.nn.parallel import DistributedDataParallel as TorchDdp
 
 from farandole.ddp import DistributedDataParallel, DistributedOptimizer
+from support.devices import backend_for
 from support.processes import run_ranks
 
 _OWN = ("table.weight", "inner.own", "inner.count")
@@ -55,7 +56,7 @@ def _train(model: torch.nn.Module, rank: int, joins: bool) -> None:
 
 
 def _ignored(rank: int, world_size: int, joins: bool) -> None:
-    gloo = dist.new_group(backend="gloo")
+    gloo = dist.new_group(backend=backend_for("gloo"))
     models = []
     for kind, options in ((TorchDdp, {"process_group": gloo}), (DistributedDataParallel, {"bucket_size": 4})):
         module = _PartlyOwn(rank)
@@ -125,7 +126,7 @@ class _Counting(torch.nn.Module):
 
 
 def _buffers(rank: int, world_size: int) -> None:
-    gloo = dist.new_group(backend="gloo")
+    gloo = dist.new_group(backend=backend_for("gloo"))
     for shape in (1, 1 + rank):
         for kind, options in ((TorchDdp, {"process_group": gloo}), (DistributedDataParallel, {})):
             model = kind(_Counting(rank, shape), broadcast_buffers=False, **options)

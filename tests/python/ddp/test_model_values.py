@@ -10,6 +10,7 @@ import torch
 from ddp_models import BACKENDS
 
 from farandole.ddp import DistributedDataParallel, DistributedOptimizer
+from support.devices import seeded
 from support.processes import await_all, run_ranks
 
 
@@ -24,7 +25,7 @@ def _optimizer(count: int, sharded: bool, whole: bool) -> tuple[list[Distributed
 
 
 def _values(seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     return {name: torch.randn(value.shape, generator=generator) for name, value in _module().state_dict().items()}
 
 
@@ -52,7 +53,7 @@ def _copies(rank: int, world_size: int) -> None:
                 for name, value in chunk.items():
                     want = value.bfloat16().float() if form is None else value
                     name = name if count == 1 else f"{index}.{name}"
-                    assert torch.equal(got[name]["param"], want.flatten()), (count, sharded, whole, name)
+                    assert torch.equal(got[name]["param"].cpu(), want.flatten().cpu()), (count, sharded, whole, name)
     await_all(rank, world_size)
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ddp_models import BACKENDS
 
 from farandole.ddp import DistributedDataParallel, DistributedOptimizer
+from support.devices import seeded
 from support.processes import run_ranks
 
 NORMS = [2.0, 1.0, torch.inf]
@@ -19,7 +20,7 @@ TIES = ["shared", "shared_embedding"]
 
 
 def _weight(*seed: int) -> torch.nn.Parameter:
-    generator = torch.Generator().manual_seed(hash(seed))
+    generator = seeded(hash(seed))
     values = torch.randn(5, 7, generator=generator, dtype=torch.float64)
     values[: torch.randint(1, 4, (), generator=generator)] = 0  # and so are their gradients
     return torch.nn.Parameter(values)

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from farandole.ddp import DistributedDataParallel, DistributedOptimizer
 from farandole.ddp._optimizer_state import FlatPart
+from support.devices import DEVICE, seeded
 from support.processes import run_ranks
 
 BEFORE, AFTER = 5, 5
@@ -140,7 +141,7 @@ def _strided(rank: int, world_size: int, folder: str) -> None:
     mix = optimizer.full_state_dict()["state"]["mix"]
     run = next(run for run in optimizer._runs if run.pieces[0].name == "mix")
     for key in moments - {"step"}:
-        assert mix[key].view(model.module.mix.shape).equal(optimizer.state[run.tensor][key])
+        assert mix[key].view(model.module.mix.shape).cpu().equal(optimizer.state[run.tensor][key].cpu())
     for way in ("checkpoint", "parts", "whole"):
         other, into = pair()
         if way == "checkpoint":
@@ -155,6 +156,10 @@ def _strided(rank: int, world_size: int, folder: str) -> None:
 
 def test_state_of_parameters_that_are_not_contiguous_is_saved_and_loaded(tmp_path: Path):
     run_ranks(_strided, 2, BACKENDS[-1], timeout=60, folder=str(tmp_path))
+
+
+def _loaded(path: str) -> Any:
+    return torch.load(path, map_location=DEVICE)
 
 
 class _Experts(torch.nn.Module):
@@ -189,7 +194,7 @@ def _train_experts(rank: int, model: Any, optimizer: Any, steps: range, world_si
     for step in steps:
         optimizer.zero_grad()
         # Each number of experts' groups sees the same batches, whoever has it: all ranks have the same.
-        model(torch.randn(4, 6, generator=torch.Generator().manual_seed(step))).backward()
+        model(torch.randn(4, 6, generator=seeded(step))).backward()
         optimizer.step()
     if model._param_sync is not None:
         model.start_param_sync(force_sync=True)
@@ -215,16 +220,16 @@ def _save_experts(rank: int, world_size: int, sets: list[list[int]], sharded: bo
     for (name, want), got in zip(model.module.state_dict().items(), again.module.state_dict().values(), strict=True):
         torch.testing.assert_close(got, want, msg=f"in memory: {name}")
     if rank == mine[0]:
-        torch.save(torch.load(f"{folder}-model-{number}-of-rank-{rank}"), f"{folder}-model-{number}")
+        torch.save(_loaded(f"{folder}-model-{number}-of-rank-{rank}"), f"{folder}-model-{number}")
 
 
 def _load_experts(rank: int, world_size: int, sets: list[list[int]], sharded: bool, kind: str, folder: str) -> None:
     model, optimizer, mine = _expert_pair(rank, sets, sharded, getattr(torch.optim, kind))
     number = sets.index(mine)
-    model.module.load_state_dict(torch.load(f"{folder}-model-{number}"))
+    model.module.load_state_dict(_loaded(f"{folder}-model-{number}"))
     dcp.load({"optimizer": optimizer}, checkpoint_id=folder)
     _train_experts(rank, model, optimizer, range(3, 6), world_size)
-    for name, want in torch.load(f"{folder}-wanted-{number}").items():
+    for name, want in _loaded(f"{folder}-wanted-{number}").items():
         torch.testing.assert_close(
             model.module.state_dict()[name], want, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
         )
@@ -253,7 +258,7 @@ def _train_stage(model: Any, optimizer: Any, number: int, steps: range) -> None:
     """The layers of a stage learn by themselves; ``number`` is that of its first."""
     for step in steps:
         optimizer.zero_grad()
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        x = torch.randn(4, 6, generator=seeded(step))
         layers = enumerate(model.module.values(), number)
         sum((1 + index) * torch.tanh(layer(x)).square().mean() for index, layer in layers).backward()
         optimizer.step()
@@ -281,7 +286,7 @@ def _stages(
         torch.save(list(model.module.state_dict().values()), f"{folder}-{stage}-of-{rank}")
         dcp.save({"optimizer": optimizer}, checkpoint_id=folder)
     else:
-        saved = [torch.load(f"{folder}-{i}-of-{2 * i}") for i in range(2)]
+        saved = [_loaded(f"{folder}-{i}-of-{2 * i}") for i in range(2)]
         mine = saved[0] + saved[1] if stages == 1 else saved[stage]
         for parameter, value in zip(model.module.parameters(), mine, strict=True):
             parameter.data.copy_(value)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from farandole.ddp import DistributedDataParallel, DistributedOptimizer
+from support.devices import seeded
 from support.processes import run_ranks
 
 OPTIONS: list[dict[str, Any]] = [{}, {"grad_reduce_in_fp32": True}, {"use_distributed_optimizer": True}]
@@ -26,7 +27,7 @@ def _make(make: Any, **options: Any) -> tuple[DistributedDataParallel, Distribut
 
 def _step(model: Any, optimizer: Any, number: int) -> None:
     optimizer.zero_grad()
-    batch = torch.randn(4, 3, generator=torch.Generator().manual_seed(number))
+    batch = torch.randn(4, 3, generator=seeded(number))
     model(batch).square().sum().backward()
     optimizer.step()
 

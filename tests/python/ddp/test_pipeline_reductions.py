@@ -12,6 +12,7 @@ from ddp_models import BACKENDS
 
 from farandole import pipelining
 from farandole.ddp import DistributedDataParallel
+from support.devices import DEVICE, seeded
 from support.processes import run_ranks
 
 RANKS, REPLICAS, MICROBATCHES, LAYERS, WIDTH = 2, 2, 4, 3, 32
@@ -45,11 +46,11 @@ def _runs(rank: int, world_size: int, name: str) -> tuple[bool, dict[int, Any]]:
         for stage in mine
     ]
     stages = [
-        pipelining.PipelineStage(model, stage, 4, "cpu", group=pipelines[replica])
+        pipelining.PipelineStage(model, stage, 4, DEVICE, group=pipelines[replica])
         for model, stage in zip(models, mine, strict=True)
     ]
     schedule = getattr(pipelining, f"Schedule{name}")(stages, MICROBATCHES, torch.nn.MSELoss())
-    x = torch.randn(2 * MICROBATCHES, WIDTH, generator=torch.Generator().manual_seed(replica))
+    x = torch.randn(2 * MICROBATCHES, WIDTH, generator=seeded(replica))
 
     def step() -> None:
         for model in models:
@@ -59,8 +60,9 @@ def _runs(rank: int, world_size: int, name: str) -> tuple[bool, dict[int, Any]]:
     step()  # the order of buckets is known after it
     with models[0].record_timeline() as first, models[1].record_timeline() as second:
         step()
-    began = schedule._last_run.executor.last_step_began
-    trace = [(action, start + began, end + began) for action, start, end in schedule.last_step_trace()]
+    executor = schedule._last_run.executor  # whose times are the host's, as the timelines' are
+    began = executor.last_step_began
+    trace = [(action, start + began, end + began) for action, start, end in executor.last_step_trace()]
     seen: dict[int, Any] = {}
     for index, timeline in enumerate((first, second)):
         stage, other = mine[index], mine[1 - index]

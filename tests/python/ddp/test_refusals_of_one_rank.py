@@ -18,7 +18,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"bucket_cap_mb": -1}, "bucket_cap_mb=-1: expected more than 0"),
     ({"overlap_param_gather": True}, "overlap_param_gather=True: expected use_distributed_optimizer=True"),
     ({"unused_parameters": "maybe"}, "maybe"),
-    ({"device_ids": [0]}, "device_ids=[0]"),
+    ({"device_ids": [99]}, "device_ids=[99]"),
 ]
 
 

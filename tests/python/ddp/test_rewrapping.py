@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ddp_models import BACKENDS
 
 from farandole.ddp import DistributedDataParallel, DistributedOptimizer
+from support.devices import seeded
 from support.processes import await_all, run_ranks
 
 RATE = 0.125
@@ -22,7 +23,7 @@ def _model() -> torch.nn.Module:
 
 
 def _batch(rank: int, step: int) -> torch.Tensor:
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+    return torch.randn(4, 8, generator=seeded(10 * step + rank))
 
 
 def _plain(world_size: int, steps: int) -> list[torch.Tensor]:

@@ -14,9 +14,10 @@ import torch.distributed.checkpoint as dcp
 
 from farandole.ddp import DistributedDataParallel, DistributedOptimizer
 from farandole.ddp._optimizer_state import FlatPart
+from support.devices import DEVICE
 from support.processes import run_ranks
 
-BATCH = torch.linspace(-1, 1, 80).view(2, 40)
+BATCH = torch.linspace(-1, 1, 80).view(2, 40)  # on the CPU
 
 
 class _CountsItself(torch.optim.Optimizer):
@@ -41,7 +42,7 @@ class _CountsItself(torch.optim.Optimizer):
 
 def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
-    model(BATCH).square().mean().backward()
+    model(BATCH.to(DEVICE)).square().mean().backward()
     optimizer.step()
 
 
@@ -142,7 +143,8 @@ def _of_unequal_steps(rank: int, world_size: int) -> None:
     inner = torch.optim.Adam(module.parameters())
     _step(module[0], inner)
     inner.zero_grad()
-    (module[0](BATCH) + module[1](BATCH)).square().mean().backward()
+    batch = BATCH.to(DEVICE)
+    (module[0](batch) + module[1](batch)).square().mean().backward()
     inner.step()
     model = DistributedDataParallel(module, use_distributed_optimizer=True)
     with pytest.raises(ValueError, match=r"'step' of parameters '1.*' and '0.*' .*1.* and .*2"):
@@ -161,7 +163,8 @@ class _Branches(torch.nn.Module):
         self.one, self.other = torch.nn.Linear(40, 4), torch.nn.Linear(40, 4)
 
     def forward(self, uses_other: bool) -> torch.Tensor:
-        return (self.one(BATCH) + (self.other(BATCH) if uses_other else 0)).square().mean()
+        batch = BATCH.to(DEVICE)
+        return (self.one(batch) + (self.other(batch) if uses_other else 0)).square().mean()
 
 
 def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: list[bool]) -> None:

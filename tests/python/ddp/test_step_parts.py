@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ddp_models import BACKENDS
 
 from farandole.ddp import DistributedDataParallel, DistributedOptimizer
+from support.devices import seeded
 from support.processes import run_ranks
 
 LAYERS = 4
@@ -54,7 +55,7 @@ def _steps(make: Callable[[Any], torch.optim.Optimizer], in_parts: bool, rank: i
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     for step in range(5):
         optimizer.zero_grad()
-        x = torch.randn(3, 16, generator=torch.Generator().manual_seed(10 * step + rank))
+        x = torch.randn(3, 16, generator=seeded(10 * step + rank))
         for model in models:
             x = model(x)
             x.sum().backward()

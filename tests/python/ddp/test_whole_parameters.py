@@ -12,14 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ddp_models import BACKENDS
+from ddp_models import BACKENDS, fewer
 from optimizer_oracle import Make, Oracle, SmallModel, batch_of, groups_of
 
 from farandole.ddp import DistributedDataParallel, DistributedOptimizer
 from farandole.ddp._whole import owners_of
+from support.devices import DEVICE, only_on_cpu
 from support.processes import run_ranks
 
-STEPS = 50
+STEPS = fewer(50)
 
 
 class ByNorms(torch.optim.Optimizer):
@@ -225,6 +226,7 @@ def test_each_parameter_has_its_state_on_one_rank():
     assert min(elements) > 0, elements
 
 
+@only_on_cpu("no tensors")
 def test_shares_of_ranks_are_balanced():
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed {seed}")
@@ -256,7 +258,7 @@ def _scaled(rank: int, world_size: int, unscales: bool) -> None:
     model = DistributedDataParallel(SmallModel(3, torch.float32), bucket_size=100, use_distributed_optimizer=True)
     optimizer = DistributedOptimizer(make(groups_of(model.module)), model)
     oracle = Oracle(SmallModel(3, torch.float32), make, torch.float32)
-    scaler = ShardedGradScaler(device="cpu", init_scale=1024.0, process_group=dist.group.WORLD)
+    scaler = ShardedGradScaler(device=DEVICE, init_scale=1024.0, process_group=dist.group.WORLD)
     for step in range(10):
         batches = [[batch_of(3, step, other, 0, model.module)] for other in range(world_size)]
         overflows = step == 4

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from farandole import ddp, megatron
+from support.devices import seeded
 
 VOCABULARY, SEQUENCE, BATCH = 32, 8, 2
 
@@ -145,7 +146,7 @@ def chunks_of(options: Options) -> nn.ModuleList:
 
 
 def batches(seed: int, count: int) -> Iterator[tuple[torch.Tensor, ...]]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     positions = torch.arange(SEQUENCE)[None].expand(BATCH, SEQUENCE)
     mask = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)[None, None]
     for _ in range(count):

@@ -1,9 +1,10 @@
-"""What the tests of farandole.megatron share: models of chunks, recorders, and Megatron-core itself on CPU."""
+"""What the tests of farandole.megatron share: models of chunks, and recorders."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from farandole import megatron
+from support.devices import ON_CPU, seeded
 
 HIDDEN, SEQUENCE, BATCH = 6, 4, 2
 
@@ -87,7 +89,7 @@ def loss_func(kind: str, weights: torch.Tensor, output: torch.Tensor, non_loss_d
 
 def batches(seed: int, count: int, length: int = SEQUENCE, varies: bool = False) -> Iterator[dict[str, torch.Tensor]]:
     """`varies`: each microbatch has a length of its own, up to twice the given one."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     for _ in range(count):
         own = int(torch.randint(1, 2 * length + 1, (), generator=generator)) if varies else length
         x = torch.randn(own, BATCH, HIDDEN, generator=generator, dtype=torch.double)
@@ -200,6 +202,19 @@ def assert_equal(ours: Any, theirs: Any, context: Any) -> None:
         assert len(ours) == len(theirs), (context, ours[len(theirs) :], theirs[len(ours) :])
     else:
         assert ours == theirs, (context, ours, theirs)
+
+
+def count_held(storages: Sequence[Callable[[], Any]], most: int) -> int:
+    """How many of what is weakly referred to are there still. On a GPU once the device has done what it was told, and
+    until those who look for that have let go all but ``most``: seconds, if need be.
+    """
+    deadline = time.monotonic()
+    if not ON_CPU:
+        torch.cuda.synchronize()
+        deadline = time.monotonic() + 5
+    while (held := sum(storage() is not None for storage in storages)) > most and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return held
 
 
 def world() -> dist.ProcessGroup:

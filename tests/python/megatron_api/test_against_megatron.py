@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from farandole import megatron, pipelining
-from farandole.bench import _megatron_core
 from megatron_api import megatron_support as support
-from support.megatrons import check_version, environment_of, every_megatron
+from support.devices import only_on_cpu
+from support.megatrons import cases, check_version, environment_of, every_megatron, import_schedules
 from support.processes import await_all, run_ranks
 
 
@@ -87,7 +87,7 @@ def _run(theirs: bool, rank: int, options: dict[str, Any], virtual: int | None, 
     models = [support.Chunk(config, c * size + rank, size * chunks, recorder.log) for c in range(chunks)]
     length = support.SEQUENCE // options["cp"] // (options["tp"] if config.sequence_parallel else 1)
     iterators = [support.batches(options["seed"], options["count"], length, options["variable"]) for _ in models]
-    schedules = _megatron_core.import_schedules()
+    schedules = import_schedules()
     if theirs and not own_exchange:
         from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     else:
@@ -128,7 +128,7 @@ def _is_exchange(timer: str) -> bool:
 
 def _compare(rank: int, world_size: int, version: str, cases: int, seed: int, virtuals: list[int | None]) -> None:
     rng = random.Random(seed)
-    _megatron_core.import_schedules()
+    import_schedules()
     check_version(version)
     for done in range(cases):
         virtual = rng.choice(virtuals)
@@ -152,11 +152,12 @@ def test_results_gradients_and_order_are_megatrons(version, backend, size, virtu
     seed = random.SystemRandom().randrange(2**31)
     print(f"seed {seed}")
     env = environment_of(version)
-    run_ranks(_compare, size, backend, timeout=120, env=env, version=version, cases=30, seed=seed, virtuals=virtuals)
+    given = dict(version=version, cases=cases(30), seed=seed, virtuals=virtuals)
+    run_ranks(_compare, size, backend, timeout=120, env=env, **given)
 
 
 def _orders(rank: int, world_size: int, version: str, seed: int) -> None:
-    schedules = _megatron_core.import_schedules()
+    schedules = import_schedules()
     check_version(version)
     rng = random.Random(seed)
     for _ in range(300):
@@ -180,6 +181,7 @@ def _orders(rank: int, world_size: int, version: str, seed: int) -> None:
             assert plan.actions[rank] == expected, (size, chunks, group, count, rank)
 
 
+@only_on_cpu("no tensors")
 @every_megatron
 def test_the_interleaved_order_is_that_of_megatrons_tables(version):
     seed = random.SystemRandom().randrange(2**31)
@@ -187,6 +189,7 @@ def test_the_interleaved_order_is_that_of_megatrons_tables(version):
     run_ranks(_orders, 1, None, env=environment_of(version), version=version, seed=seed)
 
 
+@only_on_cpu("no tensors")
 def test_steady_1f1b_sends_and_receives_at_once_as_megatron_does():
     actions = pipelining.lower(pipelining.plan("1F1B", 4, 6), "one_queue_per_rank").actions[1]
     assert "(1SEND_F3;1RECV_B1)BATCH_P2P" in actions  # send_forward_recv_backward

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from farandole.bench import _megatron_core
 from farandole.megatron._config import StepConfig
 from farandole.megatron._losses import set_auxiliary_loss_scales
-from support.megatrons import check_version, environment_of, every_megatron
+from support.devices import DEVICE
+from support.megatrons import cases, check_version, environment_of, every_megatron, import_schedules
 from support.processes import run_ranks
 
 
@@ -31,7 +31,7 @@ def _config(rng: random.Random, is_newer: bool) -> Any:
 
 
 def _compare(rank: int, world_size: int, version: str, cases: int, seed: int) -> None:
-    schedules = _megatron_core.import_schedules()
+    schedules = import_schedules()
     check_version(version)
     from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
     from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
@@ -56,7 +56,7 @@ def _compare(rank: int, world_size: int, version: str, cases: int, seed: int) ->
             )
 
         def ours(config: Any = config, count: int = count, cp: int = cp) -> None:
-            set_auxiliary_loss_scales(StepConfig(config), count, cp, torch.device("cpu"))
+            set_auxiliary_loss_scales(StepConfig(config), count, cp, torch.device(DEVICE))
 
         results = []
         for set_scales in (theirs, ours):
@@ -73,4 +73,4 @@ def _compare(rank: int, world_size: int, version: str, cases: int, seed: int) ->
 def test_scales_of_auxiliary_losses_are_megatrons(version):
     seed = random.SystemRandom().randrange(2**31)
     print(f"seed {seed}")
-    run_ranks(_compare, 1, "gloo", env=environment_of(version), version=version, cases=200, seed=seed)
+    run_ranks(_compare, 1, "gloo", env=environment_of(version), version=version, cases=cases(200), seed=seed)

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from farandole import megatron
-from farandole.bench import _megatron_core
 from megatron_api import data_parallel_support as support
 from megatron_api.megatron_support import world
-from support.megatrons import check_version, environment_of, every_megatron
+from support.devices import only_on_cpu, seeded
+from support.megatrons import cases, check_version, environment_of, every_megatron, import_distributed
 from support.processes import await_all, run_ranks
 
 
@@ -23,7 +23,7 @@ def _both(module: Any, options: dict[str, Any], collection: Any, per_token: bool
     """Megatron-core's wrapper and ours, around copies of the module."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    theirs = _megatron_core.import_distributed()
+    theirs = import_distributed()
     config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1, calculate_per_token_loss=per_token)
     wrapped = []
     for api in (theirs, megatron):
@@ -61,7 +61,7 @@ def _our_layout(model: Any) -> list[tuple[Any, ...]]:
 
 def _layouts(rank: int, world_size: int, version: str, cases: int, seed: int) -> None:
     rng = random.Random(seed)
-    _megatron_core.import_distributed()
+    import_distributed()
     check_version(version)
     alone = support.alone_groups(rank, world_size)
     for case in range(cases):
@@ -88,7 +88,8 @@ def _layouts(rank: int, world_size: int, version: str, cases: int, seed: int) ->
 def test_offsets_and_buckets_are_megatrons(version, size):
     seed = random.SystemRandom().randrange(2**31)
     print(f"seed {seed}")
-    run_ranks(_layouts, size, "gloo", timeout=120, env=environment_of(version), version=version, cases=70, seed=seed)
+    given = dict(version=version, cases=cases(70), seed=seed)
+    run_ranks(_layouts, size, "gloo", timeout=120, env=environment_of(version), **given)
 
 
 def _step(model: Any, batches: list[torch.Tensor], explicit: bool, force: bool) -> None:
@@ -119,7 +120,7 @@ def _parts(theirs: Any, ours: Any, sharded: bool) -> Any:
 
 def _train(rank: int, world_size: int, version: str, cases: int, seed: int) -> None:
     rng = random.Random(seed)
-    _megatron_core.import_distributed()
+    import_distributed()
     check_version(version)
     from megatron.core.distributed import param_and_grad_buffer
 
@@ -149,7 +150,7 @@ def _train(rank: int, world_size: int, version: str, cases: int, seed: int) -> N
             # Megatron-core's first step must find out how many gradients there are, and reduces at its end.
             explicit = overlap and rng.random() < 0.3
             force = sharded and not overlap and rng.random() < 0.3
-            generator = torch.Generator().manual_seed(rng.randrange(2**31) + rank)
+            generator = seeded(rng.randrange(2**31) + rank)
             batches = [torch.randn(3, 4, generator=generator).to(dtype) for _ in range(count)]
             for model in (theirs, ours):
                 _step(model, batches, explicit, force)
@@ -169,7 +170,8 @@ def _train(rank: int, world_size: int, version: str, cases: int, seed: int) -> N
 def test_gradients_of_steps_are_megatrons_bit_for_bit(version):
     seed = random.SystemRandom().randrange(2**31)
     print(f"seed {seed}")
-    run_ranks(_train, 2, "gloo", timeout=120, env=environment_of(version), version=version, cases=60, seed=seed)
+    given = dict(version=version, cases=cases(60), seed=seed)
+    run_ranks(_train, 2, "gloo", timeout=120, env=environment_of(version), **given)
 
 
 def _surroundings(rank: int, world_size: int) -> None:
@@ -237,6 +239,7 @@ def test_what_only_torchs_wrapper_does_is_refused_by_name():
     run_ranks(_torchs, 1, "gloo")
 
 
+@only_on_cpu("no tensors")
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -249,6 +252,7 @@ def test_what_is_not_supported_is_refused_by_name(name, value):
         megatron.DistributedDataParallelConfig(**{name: value})
 
 
+@only_on_cpu("no tensors")
 @pytest.mark.parametrize(
     "options",
     [
@@ -264,12 +268,13 @@ def test_values_that_do_not_fit_are_refused(options):
 
 
 def _defaults(rank: int, world_size: int, version: str) -> None:
-    theirs = _megatron_core.import_distributed().DistributedDataParallelConfig()
+    theirs = import_distributed().DistributedDataParallelConfig()
     check_version(version)
     ours = megatron.DistributedDataParallelConfig()
     assert {name: getattr(ours, name) for name in vars(theirs)} == vars(theirs)
 
 
+@only_on_cpu("no tensors")
 @every_megatron
 def test_defaults_are_megatrons(version):
     run_ranks(_defaults, 1, None, env=environment_of(version), version=version)

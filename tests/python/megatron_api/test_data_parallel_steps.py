@@ -15,6 +15,7 @@ from farandole import ddp, megatron
 from farandole.megatron import parallel_state
 from megatron_api import data_parallel_support as support
 from megatron_api.megatron_support import world
+from support.megatrons import needs_megatron
 from support.processes import await_all, run_ranks
 
 
@@ -216,5 +217,6 @@ def _groups(rank: int, world_size: int) -> None:
     theirs.destroy_model_parallel()
 
 
+@needs_megatron
 def test_groups_are_those_given_or_those_of_the_parallel_state_that_is_initialized():
     run_ranks(_groups, 2, "gloo")

@@ -18,6 +18,8 @@ from farandole import megatron
 from farandole.ddp import DistributedOptimizer
 from farandole.megatron import parallel_state
 from megatron_api import megatron_support as support
+from support.devices import ON_CPU, only_on_cpu
+from support.megatrons import cases
 from support.processes import await_all, run_ranks
 
 COUNT = 4
@@ -153,7 +155,7 @@ def _compare(rank: int, world_size: int, cases: int, seed: int) -> None:
 def test_a_pipeline_of_two_with_two_replicas_has_the_gradients_of_one_process(backend):
     seed = random.SystemRandom().randrange(2**31)
     print(f"seed {seed}")
-    run_ranks(_compare, 4, backend, timeout=120, cases=10, seed=seed)
+    run_ranks(_compare, 4, backend, timeout=120, cases=cases(10), seed=seed)
 
 
 def _three_share(rank: int, world_size: int, sharing: list[int]) -> None:
@@ -273,7 +275,13 @@ def _fails(rank: int, world_size: int, overlap: bool) -> tuple[float, str]:
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("backend", ["gloo", "farandole"])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("gloo", marks=only_on_cpu("torch's NCCL does not tell ranks that wait of one that gave up")),
+        "farandole",
+    ],
+)
 def test_a_stage_that_raises_ends_the_step_of_all_replicas(backend, overlap):
     for seconds, error in run_ranks(_fails, 4, backend, timeout=60, overlap=overlap):
-        assert seconds < 5 and "no luck" in error, (seconds, error)
+        assert seconds < (5 if ON_CPU else 30) and "no luck" in error, (seconds, error)

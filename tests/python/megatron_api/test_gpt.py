@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from megatron_api import gpt_support as support
-from support.megatron_on_cpu import use_cpu
-from support.megatrons import check_version, environment_of, every_megatron
+from support.devices import seeded
+from support.megatron_on_cpu import prepare
+from support.megatrons import cases, check_version, environment_of, every_megatron
 from support.processes import await_all, run_ranks
 
 STEPS = 3
@@ -31,7 +32,7 @@ def _compare(
     instances: int,
     freezes: bool = False,
 ) -> None:
-    use_cpu()
+    prepare()
     check_version(version)
     from megatron.core import parallel_state
 
@@ -68,7 +69,7 @@ def _compare(
     await_all(rank, world_size)
 
 
-def _run(version: str, size: int, backend: str, cases: int, **layout: int | bool | None) -> None:
+def _run(version: str, size: int, backend: str, **layout: int | bool | None) -> None:
     seed = random.SystemRandom().randrange(2**31)
     print(f"seed {seed}")
     run_ranks(
@@ -78,7 +79,7 @@ def _run(version: str, size: int, backend: str, cases: int, **layout: int | bool
         timeout=150,
         env=environment_of(version),
         version=version,
-        cases=cases,
+        cases=cases(4),
         seed=seed,
         **layout,
     )
@@ -88,25 +89,25 @@ def _run(version: str, size: int, backend: str, cases: int, **layout: int | bool
 @every_megatron
 @pytest.mark.parametrize("backend", ["gloo", "farandole"])
 def test_pipelines_with_replicas_train_as_by_megatron(version, backend):
-    _run(version, 4, backend, 4, pipeline=2, experts=None, instances=1)
+    _run(version, 4, backend, pipeline=2, experts=None, instances=1)
 
 
 @pytest.mark.sample(2)
 @every_megatron
 @pytest.mark.parametrize(("pipeline", "experts"), [(1, None), (1, 2), (2, None)])
 def test_several_optimizer_instances_train_as_by_megatron(version, pipeline, experts):
-    _run(version, 4, "farandole", 4, pipeline=pipeline, experts=experts, instances=2)
+    _run(version, 4, "farandole", pipeline=pipeline, experts=experts, instances=2)
 
 
 @pytest.mark.sample(1)
 @every_megatron
 @pytest.mark.parametrize("backend", ["gloo", "farandole"])
 def test_a_stage_may_be_frozen(version, backend):
-    _run(version, 4, backend, 4, pipeline=2, experts=None, instances=1, freezes=True)
+    _run(version, 4, backend, pipeline=2, experts=None, instances=1, freezes=True)
 
 
 def _reload(rank: int, world_size: int, version: str, seed: int) -> None:
-    use_cpu()
+    prepare()
     check_version(version)
     from megatron.core import parallel_state
 
@@ -114,7 +115,7 @@ def _reload(rank: int, world_size: int, version: str, seed: int) -> None:
     options = replace(support.options_of(random.Random(seed), 1, None, 1), dtype=torch.bfloat16)
     options.ddp["use_distributed_optimizer"] = True  # the other of Megatron-core takes no state_dict
     theirs, ours = support.sides(options)
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     values = {
         name: torch.randn(parameter.shape, generator=generator)
         for name, parameter in theirs.chunks[0].named_parameters()
@@ -130,7 +131,8 @@ def _reload(rank: int, world_size: int, version: str, seed: int) -> None:
             if getattr(parameter, "main_param", None) is None:  # other ranks have it all
                 continue
             span = parts._get_model_param_range_map(parameter)["param"]
-            assert torch.equal(got[name]["param"][span.start : span.end], parameter.main_param), (seed, name)
+            mine = got[name]["param"][span.start : span.end].to(parameter.device)
+            assert torch.equal(mine, parameter.main_param), (seed, name)
     parallel_state.destroy_model_parallel()
     await_all(rank, world_size)
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from farandole import megatron
-from farandole.bench import _megatron_core
 from farandole.megatron import parallel_state
 from megatron_api import megatron_support as support
+from support.megatrons import import_schedules, needs_megatron
 from support.processes import run_ranks
 
 
@@ -61,7 +61,7 @@ def test_the_older_function_takes_optimizer_and_timers(size, old_timers):
 
 
 def _uses_megatrons_groups(rank: int, world_size: int) -> None:
-    _megatron_core.import_schedules()
+    import_schedules()
     from megatron.core import parallel_state as theirs
 
     theirs.initialize_model_parallel(pipeline_model_parallel_size=2, create_gloo_process_groups=False)
@@ -80,5 +80,6 @@ def _uses_megatrons_groups(rank: int, world_size: int) -> None:
     theirs.destroy_model_parallel()
 
 
+@needs_megatron
 def test_megatrons_own_groups_are_used_where_it_is_initialized():
     run_ranks(_uses_megatrons_groups, 4, "farandole")

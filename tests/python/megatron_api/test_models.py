@@ -16,12 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from farandole import megatron
-from farandole.bench import _megatron_core
 from farandole.ddp import DistributedDataParallel
 from farandole.megatron import parallel_state
 from farandole.megatron._models import set_current_microbatch
 from megatron_api import megatron_support as support
-from support.megatrons import check_version, environment_of, every_megatron
+from support.devices import DEVICE, only_on_cpu
+from support.megatrons import check_version, environment_of, every_megatron, import_schedules, needs_megatron
 from support.processes import run_ranks
 
 
@@ -51,7 +51,7 @@ def _wrap(kind: str, chunk: nn.Module, group: dist.ProcessGroup) -> nn.Module:
     if kind == "ours":
         return DistributedDataParallel(chunk, process_group=group)
     if kind == "sharded":
-        return fully_shard(chunk, mesh=DeviceMesh.from_group(group, "cpu"))
+        return fully_shard(chunk, mesh=DeviceMesh.from_group(group, DEVICE))
     if kind == "torch":
         return nn.parallel.DistributedDataParallel(chunk, process_group=group)
     if kind == "ours over Float16Module":
@@ -180,7 +180,7 @@ def _asks_where_it_is(rank: int, world_size: int) -> None:
     parallel_state.initialize_model_parallel(
         pipeline_model_parallel_size=world_size, virtual_pipeline_model_parallel_size=2
     )
-    _megatron_core.import_schedules()
+    import_schedules()
     from megatron.core import parallel_state as theirs
 
     config = support.config_of()
@@ -202,6 +202,7 @@ def _asks_where_it_is(rank: int, world_size: int) -> None:
     parallel_state.destroy_model_parallel()
 
 
+@needs_megatron
 def test_user_functions_learn_which_chunk_runs_in_forward_and_backward():
     run_ranks(_asks_where_it_is, 2, "farandole")
 
@@ -213,7 +214,7 @@ def _lets_outputs_go(rank: int, world_size: int) -> list[int]:
     alive: list[int] = []
 
     def forward_step(iterator: Iterator[Any], model: nn.Module) -> Any:
-        alive.append(sum(output() is not None for output in outputs))
+        alive.append(support.count_held(outputs, most=2))
         batch = next(iterator)
         output = model(batch["x"])
         # What a linear layer returns is saved by nothing: only the schedule may hold it.
@@ -320,7 +321,7 @@ def _numbered_model(mtp_layer: str) -> nn.Module:
 
 
 def _numbers_layers(rank: int, world_size: int, version: str) -> None:
-    schedules = _megatron_core.import_schedules()
+    schedules = import_schedules()
     check_version(version)
     told = []
     for tell in (schedules.set_current_microbatch, set_current_microbatch):
@@ -333,6 +334,7 @@ def _numbers_layers(rank: int, world_size: int, version: str) -> None:
     assert {name: ours[name] for name in expected} == expected
 
 
+@only_on_cpu("no tensors")
 @every_megatron
 def test_layers_are_told_the_microbatch_as_megatrons_schedules_tell_them(version):
     run_ranks(_numbers_layers, 1, "gloo", env=environment_of(version), version=version)

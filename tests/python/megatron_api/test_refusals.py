@@ -14,6 +14,7 @@ from torch import nn
 from farandole import megatron
 from farandole.megatron import parallel_state
 from megatron_api import megatron_support as support
+from support.devices import DEVICE
 from support.processes import run_ranks
 
 _REFUSALS = (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError, ZeroDivisionError)
@@ -187,11 +188,12 @@ def test_without_groups_there_is_no_pipeline():
         megatron.get_forward_backward_func()
     assert megatron.get_forward_backward_func(pp_size=1) is megatron.forward_backward_no_pipelining
     assert megatron.get_forward_backward_func(2, 2) is megatron.forward_backward_pipelining_with_interleaving
-    model = support.chunk_of(0, 1)
-    assert len(megatron.forward_backward_no_pipelining(**support.arguments(model, 3))) == 3
-    assert not dist.is_initialized()
-    with pytest.raises(RuntimeError, match="expected initialize_model_parallel"):
-        megatron.forward_backward_pipelining_without_interleaving(**support.arguments(model, 3))
+    with torch.device(DEVICE):
+        model = support.chunk_of(0, 1)
+        assert len(megatron.forward_backward_no_pipelining(**support.arguments(model, 3))) == 3
+        assert not dist.is_initialized()
+        with pytest.raises(RuntimeError, match="expected initialize_model_parallel"):
+            megatron.forward_backward_pipelining_without_interleaving(**support.arguments(model, 3))
 
 
 def _bad_groups(rank: int, world_size: int) -> None:

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from farandole import megatron
-from farandole.bench import _megatron_core
 from farandole.megatron import parallel_state
-from support.megatrons import check_version, environment_of, every_megatron
+from support.devices import seeded
+from support.megatrons import cases, check_version, environment_of, every_megatron, import_distributed
 from support.processes import await_all, run_ranks
 
 EXPERTS = 5
@@ -23,10 +23,10 @@ class _Router(nn.Module):
     def __init__(self, rng: random.Random, generator: torch.Generator, quantiles: bool, may_rest: bool):
         super().__init__()
         self.local_tokens_per_expert = torch.randint(0, 9, (EXPERTS,), generator=generator).float()
-        self.expert_bias = torch.randn(EXPERTS, generator=torch.Generator().manual_seed(rng.randrange(99)))
+        self.expert_bias = torch.randn(EXPERTS, generator=seeded(rng.randrange(99)))
         self.frozen_expert_bias = may_rest and rng.random() < 0.2
         if quantiles:
-            self.qb_beta = torch.randn(EXPERTS, generator=torch.Generator().manual_seed(rng.randrange(99)))
+            self.qb_beta = torch.randn(EXPERTS, generator=seeded(rng.randrange(99)))
             self.qb_beta_accum = torch.randn(EXPERTS, generator=generator)
             self.qb_beta_count = torch.tensor(rng.randint(0, 3))
         self.train(not may_rest or rng.random() < 0.8)
@@ -37,7 +37,7 @@ class _Model(nn.Module):
 
     def __init__(self, config: Any, seed: int, rank: int, may_rest: bool = False):
         super().__init__()
-        rng, generator = random.Random(seed), torch.Generator().manual_seed(seed + rank)
+        rng, generator = random.Random(seed), seeded(seed + rank)
         self.config = config
         self.ddp_config = megatron.DistributedDataParallelConfig()
         quantiles = config.moe_router_load_balancing_type == "quantile_balancing"
@@ -73,7 +73,7 @@ def _config(rng: random.Random, quantiles: bool) -> Any:
 
 
 def _compare(rank: int, world_size: int, version: str, cases: int, seed: int) -> None:
-    theirs = _megatron_core.import_distributed()
+    theirs = import_distributed()
     check_version(version)
     from megatron.core import parallel_state as their_state
 
@@ -96,7 +96,7 @@ def test_biases_of_experts_are_megatrons(version):
     seed = random.SystemRandom().randrange(2**31)
     print(f"seed {seed}")
     # gloo has no AVG, which Megatron-core takes.
-    run_ranks(_compare, 2, "farandole", env=environment_of(version), version=version, cases=50, seed=seed)
+    run_ranks(_compare, 2, "farandole", env=environment_of(version), version=version, cases=cases(50), seed=seed)
 
 
 def _without_collection(rank: int, world_size: int) -> None:

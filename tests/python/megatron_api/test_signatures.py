@@ -10,11 +10,12 @@ import pytest
 import torch.distributed as dist
 
 from farandole import megatron
-from farandole.bench import _megatron_core
 from farandole.megatron import parallel_state
-from support.megatrons import check_version, environment_of, every_megatron
+from support.devices import only_on_cpu
+from support.megatrons import check_version, environment_of, every_megatron, import_distributed, import_schedules
 from support.processes import run_ranks
 
+pytestmark = only_on_cpu("no tensors")
 _LEFT_BEHIND = {"moe_extended_tp", "async_tensor_model_parallel_allreduce", "independent_all_gather"}  # of 0.16.1
 
 
@@ -23,7 +24,7 @@ def _defaults(config: Any) -> dict[str, Any]:
 
 
 def _configs(rank: int, world_size: int, version: str) -> None:
-    theirs = _megatron_core.import_distributed()
+    theirs = import_distributed()
     check_version(version)
     from megatron.core.model_parallel_config import ModelParallelConfig
 
@@ -42,7 +43,7 @@ def test_configs_have_megatrons_fields_and_defaults(version):
 
 
 def _functions(rank: int, world_size: int, version: str) -> None:
-    _megatron_core.import_schedules()
+    import_schedules()
     check_version(version)
     from megatron.core import parallel_state as theirs
 
@@ -75,7 +76,7 @@ def test_functions_of_parallel_state_have_megatrons_arguments(version):
 
 
 def _ranks(rank: int, world_size: int, version: str) -> None:
-    _megatron_core.import_schedules()
+    import_schedules()
     from megatron.core import parallel_state as theirs
 
     for tp, pp in ((1, 4), (2, 2), (4, 1), (1, 1)):

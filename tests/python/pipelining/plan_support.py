@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 
 from farandole.pipelining import Plan, auto_plan, lower, plan, schedule_names
 from pipelining.graph_support import Pairs
+from support.devices import ON_CPU
 
-CHANNELS = ("tagged", "fifo_per_edge", "one_queue_per_rank")
+# What plans that run may be lowered for, the first being what schedules lower theirs for: NCCL is taken for one queue.
+CHANNELS = ("tagged", "fifo_per_edge", "one_queue_per_rank") if ON_CPU else ("one_queue_per_rank",)
 _PER_RANK = {"DualPipe": (2,), "DualPipeV": (2,), "ZBV": (2,), "V-Half": (2,), "V-Min": (2,)}
 ONE_STAGE = ("GPipe", "1F1B", "ZB-H1", "ZB-H2")
 

@@ -1,13 +1,20 @@
-"""What the tests of simulated steps share: random plans of every schedule, and their actions."""
+"""What the tests of simulated and of measured steps share: random plans of every schedule, their actions, and pauses."""
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import re
+import time
 from collections.abc import Iterator
 
+import torch
+import torch.distributed as dist
+
+from farandole.bench._gpus import sleep_cycles
 from farandole.pipelining import Plan, lower, plan, schedule_names
+from support.devices import ON_CPU
 
 
 def seeded_random() -> random.Random:
@@ -53,3 +60,24 @@ def is_compute(action: str) -> bool:
 def receives(actions: list[str]) -> list[str]:
     """Of one rank, those in batches included."""
     return re.findall(r"\d+RECV_[FB]\d+(?:[<>]\d+)?", ";".join(actions))
+
+
+def pause(seconds: float) -> None:
+    """For so long the host does nothing, or the GPU, after all that it has been given."""
+    if ON_CPU:
+        time.sleep(seconds)
+    else:
+        torch.cuda._sleep(round(seconds * _cycles_per_second()))
+
+
+def prepare_pauses(rank: int, world_size: int) -> None:
+    """On every rank, before the first one: the clock of the GPU is measured, by one rank at a time."""
+    for turn in range(world_size):
+        if turn == rank and not ON_CPU:
+            _cycles_per_second()
+        dist.barrier()
+
+
+@functools.cache
+def _cycles_per_second() -> int:
+    return sleep_cycles(1.0)

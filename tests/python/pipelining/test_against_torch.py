@@ -15,6 +15,7 @@ from torch import nn
 
 from farandole.pipelining import PipelineStage, get_schedule_class
 from pipelining.pipeline_support import BACKENDS, assert_same_gradients
+from support.devices import DEVICE, backend_for
 from support.processes import run_ranks
 
 IN, WIDTH, MICROBATCHES = 4, 3, 4
@@ -122,7 +123,7 @@ def _construct(options: Options, kwargs: dict[str, Any]) -> dict[str, Any]:
 def _run_both(rank: int, world_size: int, seed: int, cases: int) -> None:
     from torch.distributed.pipelining import PipelineStage as TorchsStage
 
-    torchs_group = dist.new_group(backend="gloo")
+    torchs_group = dist.new_group(backend=backend_for("gloo"))
     for case in range(seed, seed + cases):
         rng = random.Random(case)
         options = Options.draw(rng)
@@ -154,18 +155,19 @@ def _run_both(rank: int, world_size: int, seed: int, cases: int) -> None:
         if options.times:
             kwargs |= {"times": 1.5, "note": "note"}
         results = []
+        # Ours first: of a GPU it may wait for kernels to be loaded, which torch's may wait for in a circle.
         for stage_class, get_class, group in (
-            (TorchsStage, _torchs_class, torchs_group),
             (PipelineStage, get_schedule_class, None),
+            (TorchsStage, _torchs_class, torchs_group),
         ):
             own = copy.deepcopy(modules)
-            stages = [stage_class(own[i], i, count, torch.device("cpu"), group=group) for i in mine]
+            stages = [stage_class(own[i], i, count, torch.device(DEVICE), group=group) for i in mine]
             given = stages[0] if options.name in SINGLE else stages
             schedule = get_class(options.name)(given, **_construct(options, kwargs))
             results.append(
                 (own, *_steps(schedule, options, batch, target, kwargs, rank == owner[0], count - 1 in mine))
             )
-        (theirs, their_output, their_losses), (ours, our_output, our_losses) = results
+        (ours, our_output, our_losses), (theirs, their_output, their_losses) = results
         for i in mine:
             assert_same_gradients(ours[i], theirs[i], f"{context}, stage {i}", tolerance=1e-9)
         assert (our_output is None) == (their_output is None), context
@@ -236,7 +238,7 @@ def _refuse(rank: int, world_size: int) -> None:
         (dict(pre_split, losses=()), TypeError),
     ):
         for stage_class, get_class in ((TorchsStage, _torchs_class), (PipelineStage, get_schedule_class)):
-            stage = stage_class(nn.Linear(WIDTH, WIDTH), 0, 1, torch.device("cpu"))
+            stage = stage_class(nn.Linear(WIDTH, WIDTH), 0, 1, torch.device(DEVICE))
             schedule = get_class("GPipe")(stage, 4, nn.MSELoss())
             if "arg_mbs" not in inspect.signature(type(schedule).step).parameters:
                 continue
@@ -254,7 +256,7 @@ def test_what_torch_refuses_of_a_step_is_refused() -> None:
 
 def _fail_in_a_loss(rank: int, world_size: int) -> None:
     """Keyword arguments that the loss does not take, or that are none: all ranks raise, and the next step runs."""
-    stage = PipelineStage(nn.Linear(WIDTH, WIDTH), rank, world_size, "cpu")
+    stage = PipelineStage(nn.Linear(WIDTH, WIDTH), rank, world_size, DEVICE)
     schedule = get_schedule_class("1F1B")(stage, 2, lambda output, target, power=2: ((output - target) ** power).mean())
     x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
     for wrong in ({"unknown": 1}, [1], {1: 2}):
@@ -285,7 +287,7 @@ class _Sum(nn.Linear):
 
 def _merge(rank: int, world_size: int) -> None:
     module = _WithNumber(WIDTH, WIDTH) if rank == world_size - 1 else nn.Linear(WIDTH, WIDTH)
-    stage = PipelineStage(module, rank, world_size, "cpu")
+    stage = PipelineStage(module, rank, world_size, DEVICE)
     schedule = get_schedule_class("1F1B")(stage, 2, lambda output, target: (output["y"] - target).square().mean())
     x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
     if rank == world_size - 1:
@@ -301,7 +303,7 @@ def _merge(rank: int, world_size: int) -> None:
     # Tensors alone: of other shapes in each microbatch, or with no dimension to merge along.
     lengths, scalars = [torch.randn(2, rows, WIDTH) for rows in (3, 5)], [torch.randn(WIDTH)] * 2
     for parts, last in ((lengths, nn.Linear(WIDTH, WIDTH)), (scalars, _Sum(WIDTH, WIDTH))):
-        stage = PipelineStage(last if rank == world_size - 1 else nn.Linear(WIDTH, WIDTH), rank, world_size, "cpu")
+        stage = PipelineStage(last if rank == world_size - 1 else nn.Linear(WIDTH, WIDTH), rank, world_size, DEVICE)
         schedule = get_schedule_class("1F1B")(stage, 2, lambda output, _: output.sum())
         given: dict[str, Any] = {"arg_mbs": [(part,) for part in parts], "target_mbs": [None, None]}
         if rank == world_size - 1:

@@ -12,6 +12,7 @@ from torch import nn
 
 from farandole.pipelining import PipelineStage, get_schedule_class, plan
 from pipelining.pipeline_support import BACKENDS
+from support.devices import DEVICE, seeded
 from support.processes import run_ranks
 
 WIDTH, STEPS, N = 8, 5, 4
@@ -32,12 +33,12 @@ class Block(nn.Module):
 
 
 def _data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(step)
+    generator = seeded(step)
     return torch.randn(2 * N, WIDTH, generator=generator), torch.randn(2 * N, WIDTH, generator=generator)
 
 
 def _scaler() -> torch.amp.GradScaler:
-    return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    return torch.amp.GradScaler(DEVICE, init_scale=2.0**10, growth_interval=2)
 
 
 def _enlarge(modules: list[nn.Module], step: int) -> None:
@@ -58,7 +59,7 @@ def _train_alone(modules: list[nn.Module]) -> list[tuple[float, list[list[torch.
         _enlarge(alone, step)
         optimizer.zero_grad()
         batch, target = _data(step)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             for x, y in zip(batch.chunk(N), target.chunk(N), strict=True):
                 for module in alone:
                     x = module(x)
@@ -77,7 +78,7 @@ def _train(rank: int, world_size: int) -> None:
         modules: list[nn.Module] = [Block() for _ in range(num_stages)]
         expected = _train_alone(modules)
         owners = plan(name, num_stages, N, num_ranks=world_size).rank_of_stage
-        stages = [PipelineStage(modules[i], i, num_stages, "cpu") for i, owner in enumerate(owners) if owner == rank]
+        stages = [PipelineStage(modules[i], i, num_stages, DEVICE) for i, owner in enumerate(owners) if owner == rank]
         scaler = _scaler()
 
         def loss_fn(output: Any, target: torch.Tensor, scaler: Any = scaler) -> torch.Tensor:
@@ -90,7 +91,7 @@ def _train(rank: int, world_size: int) -> None:
             _enlarge(modules, step)
             optimizer.zero_grad()
             batch, target = _data(step)
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(DEVICE, torch.bfloat16):
                 schedule.step(batch, target=target)
             scaler.unscale_(optimizer)
             for found_inf in scaler._found_inf_per_device(optimizer).values():

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from farandole.pipelining import PipelineStage, ScheduleGPipe, ScheduleInterleaved1F1B, get_schedule_class
+from support.devices import DEVICE, only_on_cpu
 from support.processes import run_ranks
 
 
@@ -21,17 +22,17 @@ def _construct_badly(rank: int, world_size: int) -> None:
         return PipelineStage(*args, **kwargs)
 
     for call, kind, text in (
-        (lambda: stage(lambda x: x, 0, 1, "cpu"), TypeError, "submodule is a function, expected a torch.nn.Module"),
-        (lambda: stage(module, 2, 2, "cpu"), ValueError, "stage_index is 2, expected 0 to 1"),
-        (lambda: stage(module, -1, 2, "cpu"), ValueError, "stage_index is -1"),
-        (lambda: stage(module, 0, 0, "cpu"), ValueError, "num_stages is 0, expected an int of at least 1"),
-        (lambda: stage(module, 0, 1, "cpu"), ValueError, "num_stages is 1, expected at least 2"),
+        (lambda: stage(lambda x: x, 0, 1, DEVICE), TypeError, "submodule is a function, expected a torch.nn.Module"),
+        (lambda: stage(module, 2, 2, DEVICE), ValueError, "stage_index is 2, expected 0 to 1"),
+        (lambda: stage(module, -1, 2, DEVICE), ValueError, "stage_index is -1"),
+        (lambda: stage(module, 0, 0, DEVICE), ValueError, "num_stages is 0, expected an int of at least 1"),
+        (lambda: stage(module, 0, 1, DEVICE), ValueError, "num_stages is 1, expected at least 2"),
         (lambda: stage(module, 0, 2, "mps"), NotImplementedError, "device is mps, expected cpu or cuda"),
         (lambda: stage(module, 0, 2, "cuda:99"), ValueError, "device is cuda:99, expected one of the "),
-        (lambda: stage(nn.Linear(2, 2), 0, 2, "cpu", "x"), TypeError, "input_args is 'x'"),
-        (lambda: stage(nn.Linear(2, 2), 0, 2, "cpu", get_mesh=3), TypeError, "get_mesh is a int, expected a callable"),
+        (lambda: stage(nn.Linear(2, 2), 0, 2, DEVICE, "x"), TypeError, "input_args is 'x'"),
+        (lambda: stage(nn.Linear(2, 2), 0, 2, DEVICE, get_mesh=3), TypeError, "get_mesh is a int, expected a callable"),
         (
-            lambda: stage(nn.Linear(2, 2), 0, 2, "cpu", dw_builder=3),
+            lambda: stage(nn.Linear(2, 2), 0, 2, DEVICE, dw_builder=3),
             TypeError,
             "dw_builder is a int, expected a callable",
         ),
@@ -41,7 +42,7 @@ def _construct_badly(rank: int, world_size: int) -> None:
             call()
         assert text in str(raised.value), raised.value
 
-    good = PipelineStage(nn.Linear(2, 2), rank, world_size, "cpu")
+    good = PipelineStage(nn.Linear(2, 2), rank, world_size, DEVICE)
     for kwargs, kind, text in (
         ({"n_microbatches": 0}, ValueError, "n_microbatches is 0, expected an int of at least 1"),
         ({"n_microbatches": 2.0}, ValueError, "n_microbatches is 2.0"),
@@ -51,21 +52,22 @@ def _construct_badly(rank: int, world_size: int) -> None:
             ScheduleGPipe(good, **kwargs)
         assert text in str(raised.value), raised.value
     with pytest.raises(ValueError, match=f"stage_index is {1 - rank}, expected {rank}"):
-        ScheduleGPipe(PipelineStage(nn.Linear(2, 2), 1 - rank, world_size, "cpu"), 1)
+        ScheduleGPipe(PipelineStage(nn.Linear(2, 2), 1 - rank, world_size, DEVICE), 1)
     with pytest.raises(ValueError, match="num_stages is 3, expected 2"):
-        ScheduleGPipe(PipelineStage(nn.Linear(2, 2), rank, 3, "cpu"), 1)
+        ScheduleGPipe(PipelineStage(nn.Linear(2, 2), rank, 3, DEVICE), 1)
     groups = [dist.new_group([0]), dist.new_group([1])]
     wrapped = nn.parallel.DistributedDataParallel(
         nn.Linear(2, 2), process_group=groups[rank], find_unused_parameters=True
     )
     with pytest.raises(NotImplementedError, match="find_unused_parameters=True"):
-        ScheduleGPipe(PipelineStage(wrapped, rank, world_size, "cpu"), 1, nn.MSELoss())
+        ScheduleGPipe(PipelineStage(wrapped, rank, world_size, DEVICE), 1, nn.MSELoss())
 
 
 def test_stages_and_schedules_refuse_what_they_cannot_run() -> None:
     run_ranks(_construct_badly, 2, "gloo")
 
 
+@only_on_cpu("no ranks")
 def test_a_stage_needs_a_process_group() -> None:
     with pytest.raises(RuntimeError, match=r"expected init_process_group\(\) before a stage"):
         PipelineStage(nn.Linear(2, 2), 0, 1, "cpu")
@@ -85,7 +87,7 @@ def _construct_as_torchs(rank: int, world_size: int) -> None:
         theirs, ours = torchs(name), get_schedule_class(name)
         parameters = list(inspect.signature(theirs).parameters.values())
         num_stages = 2 if "V" in name else 1
-        stages = [PipelineStage(nn.Linear(2, 2), i, num_stages, "cpu") for i in range(num_stages)]
+        stages = [PipelineStage(nn.Linear(2, 2), i, num_stages, DEVICE) for i in range(num_stages)]
         first: Any = stages[0] if parameters[0].name == "stage" else stages
         values = {parameters[0].name: first, "n_microbatches": 4, "loss_fn": nn.MSELoss()}
         values |= {each.name: given.get(each.name, each.default) for each in parameters[3:]}
@@ -110,7 +112,7 @@ def _construct_as_torchs(rank: int, world_size: int) -> None:
         ("max_outstanding_sends", 2),
     ):
         for schedule_class in (ScheduleInterleaved1F1B, get_schedule_class("LoopedBFS")):
-            stage = PipelineStage(nn.Linear(2, 2), 0, 1, "cpu")
+            stage = PipelineStage(nn.Linear(2, 2), 0, 1, DEVICE)
             with pytest.warns(UserWarning, match=f"{schedule_class.__name__}: {option} changes nothing"):
                 schedule_class([stage], 2, **{option: value})
 

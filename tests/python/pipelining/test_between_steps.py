@@ -12,6 +12,7 @@ from torch import nn
 from farandole.ddp import DistributedDataParallel
 from farandole.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from pipelining.pipeline_support import BACKENDS
+from support.devices import DEVICE, seeded
 from support.processes import run_ranks
 
 WRAPPERS: list[Any] = [DistributedDataParallel, nn.parallel.DistributedDataParallel]
@@ -26,7 +27,7 @@ def _average(rank: int, world_size: int) -> None:
     for wrapper in WRAPPERS:
         torch.manual_seed(1)
         model = wrapper(nn.Linear(3, 3))
-        schedule = ScheduleGPipe(PipelineStage(model, 0, 1, "cpu", group=own), 2, nn.MSELoss())
+        schedule = ScheduleGPipe(PipelineStage(model, 0, 1, DEVICE, group=own), 2, nn.MSELoss())
         batch = torch.full((4, 3), rank + 1.0)
 
         def averages(model: Any = model, wrapper: Any = wrapper) -> None:
@@ -57,9 +58,9 @@ def _keep_buffers(rank: int, world_size: int) -> None:
     for wrapper in WRAPPERS:
         torch.manual_seed(1)
         model = wrapper(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
-        schedule = ScheduleGPipe(PipelineStage(model, 0, 1, "cpu", group=own), 2, nn.MSELoss())
+        schedule = ScheduleGPipe(PipelineStage(model, 0, 1, DEVICE, group=own), 2, nn.MSELoss())
         for step in range(3):
-            batch = torch.randn(8, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+            batch = torch.randn(8, 3, generator=seeded(10 * step + rank))
             schedule.step(batch, target=batch)
         seen.append({name: buffer.clone() for name, buffer in model.module.named_buffers()})
     torch.testing.assert_close(seen[0], seen[1], rtol=0, atol=1e-6)
@@ -71,12 +72,12 @@ def test_buffers_of_replicated_stages_are_those_that_torchs_wrapper_gives() -> N
 
 def _change_types(rank: int, world_size: int) -> None:
     torch.manual_seed(1)
-    stage = PipelineStage(nn.Linear(4, 4), rank, world_size, "cpu")
+    stage = PipelineStage(nn.Linear(4, 4), rank, world_size, DEVICE)
     schedule = Schedule1F1B(stage, 3, lambda output, target: (output.float() - target).square().mean())
     batch, target = torch.randn(6, 4), torch.randn(6, 4)
     kinds = set()
     for is_on in (False, True, True, False):
-        with torch.autocast("cpu", torch.bfloat16, enabled=is_on):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=is_on):
             output = schedule.step(batch, target=target)
         if rank == world_size - 1:
             kinds.add(output.dtype)

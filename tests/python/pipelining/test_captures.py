@@ -7,13 +7,14 @@ import torch
 from torch import nn
 
 from farandole.pipelining import PipelineStage, Schedule1F1B, _captures, _schedule
+from support.devices import DEVICE, only_on_cpu
 from support.processes import run_ranks
 
 TOO_EARLY = "rank 1 captures a step in a graph, expected two steps with the same shapes outside of a graph before it"
 
 
 def _steps(rank: int, world_size: int) -> None:
-    schedule = Schedule1F1B(PipelineStage(nn.Linear(4, 4), rank, world_size, "cpu"), 4, nn.MSELoss())
+    schedule = Schedule1F1B(PipelineStage(nn.Linear(4, 4), rank, world_size, DEVICE), 4, nn.MSELoss())
     batch = torch.ones(8, 4)
 
     def step(captured: bool, batch: torch.Tensor = batch) -> None:
@@ -40,6 +41,7 @@ def test_a_step_is_captured_on_all_ranks_and_when_they_are_connected():
     run_ranks(_steps, 2, "farandole")
 
 
+@only_on_cpu("no tensors")
 def test_what_a_graph_would_not_replay_is_refused_by_name():
     given = dict(checks_for_nan=False, wrapped=[], over_ucx=False)
     _captures.check_capturable(**given)

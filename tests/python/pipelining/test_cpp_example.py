@@ -7,11 +7,12 @@ import re
 import pytest
 
 from support.cpp_examples import by_hand, by_torchrun, finish, needs_examples, program, start
+from support.devices import only_on_cpu
 
 STEPS = 12
 PROGRAM = (str(program("train_gpt")), "--steps", str(STEPS))
 
-pytestmark = needs_examples
+pytestmark = [needs_examples, only_on_cpu("a C++ example")]
 
 
 def check_training(output: str, described: str) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from farandole.pipelining import PipelineStage, Schedule1F1B, get_schedule_class, plan
 from pipelining.pipeline_support import BACKENDS, assert_same_gradients, train_alone
+from support.devices import DEVICE
 from support.processes import run_ranks
 
 WIDTH = 5
@@ -80,7 +81,7 @@ def _train(rank: int, world_size: int) -> None:
             other.load_state_dict(module.state_dict())
         made = plan(name, num_stages, n, num_ranks=world_size)
         stages = [
-            PipelineStage(modules[i], i, num_stages, "cpu", dw_builder=modules[i].dw_builder)
+            PipelineStage(modules[i], i, num_stages, DEVICE, dw_builder=modules[i].dw_builder)
             for i, owner in enumerate(made.rank_of_stage)
             if owner == rank
         ]
@@ -127,7 +128,7 @@ def _log_order(rank: int, world_size: int) -> None:
     for name in ("ZB-H1", "1F1B"):
         log.clear()
         module = _Logged(log)
-        stage = PipelineStage(module, rank, world_size, "cpu", dw_builder=module.dw_builder)
+        stage = PipelineStage(module, rank, world_size, DEVICE, dw_builder=module.dw_builder)
         schedule = get_schedule_class(name)(stage, 4, nn.MSELoss())
         batch, target = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
         schedule.step(batch, target=target)
@@ -151,7 +152,7 @@ def _fail(rank: int, world_size: int) -> None:
     modules = [Deferred() for _ in range(world_size)]
     plain = copy.deepcopy(modules)
     module = modules[rank]
-    stage = PipelineStage(module, rank, world_size, "cpu", dw_builder=module.dw_builder)
+    stage = PipelineStage(module, rank, world_size, DEVICE, dw_builder=module.dw_builder)
     schedule = get_schedule_class("ZB-H1")(stage, n, nn.MSELoss())
     for failing in range(world_size):
         for where, text in (
@@ -171,12 +172,12 @@ def _fail(rank: int, world_size: int) -> None:
             schedule.step(batch, target=target)
             alone, _, _ = train_alone([_plain(other) for other in plain], nn.MSELoss(), batch, target, n)
             assert_same_gradients(module, alone[rank], text, tolerance=2e-5)
-    stage = PipelineStage(module, rank, world_size, "cpu", dw_builder=lambda: None)
+    stage = PipelineStage(module, rank, world_size, DEVICE, dw_builder=lambda: None)
     with pytest.raises(RuntimeError, match=r"dw_builder returned a NoneType, expected a callable"):
         Schedule1F1B(stage, n, nn.MSELoss()).step(batch, target=target)
     groups = [dist.new_group([i]) for i in range(world_size)]
     wrapped = nn.parallel.DistributedDataParallel(Deferred(), process_group=groups[rank])
-    stage = PipelineStage(wrapped, rank, world_size, "cpu", dw_builder=module.dw_builder)
+    stage = PipelineStage(wrapped, rank, world_size, DEVICE, dw_builder=module.dw_builder)
     with pytest.raises(NotImplementedError, match=f"stage {rank} has a dw_builder and is wrapped for data parallelism"):
         Schedule1F1B(stage, n, nn.MSELoss())
 

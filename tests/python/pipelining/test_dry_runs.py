@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from farandole.pipelining import PipelineStage, get_schedule_class
+from support.devices import DEVICE
 from support.processes import run_ranks
 
 RANKS, WIDTH, N = 4, 6, 8
@@ -18,7 +19,7 @@ RANKS, WIDTH, N = 4, 6, 8
 
 def _stages(kind: Any, mine: list[int], num_stages: int, **declared: Any) -> list[Any]:
     torch.manual_seed(1)
-    return [kind(nn.Linear(WIDTH, WIDTH), index, num_stages, torch.device("cpu"), **declared) for index in mine]
+    return [kind(nn.Linear(WIDTH, WIDTH), index, num_stages, torch.device(DEVICE), **declared) for index in mine]
 
 
 def _run_dry(rank: int, world_size: int, pretended: int) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from farandole.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from pipelining.pipeline_support import BACKENDS, assert_same_gradients, train_alone
+from support.devices import DEVICE
 from support.processes import run_ranks
 
 MICROBATCHES = 5
@@ -31,7 +32,7 @@ class Unreadable(torch.Tensor):
 
     @staticmethod
     def __new__(cls, like: torch.Tensor) -> Unreadable:
-        return torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype)
+        return torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -105,7 +106,7 @@ def _fail_everywhere(rank: int, world_size: int) -> int:
                 for failing in range(world_size):
                     for microbatch in (0, 2, MICROBATCHES - 1):
                         where = (schedule_class.__name__, learned, fail_in, failing, microbatch)
-                        stage = PipelineStage(own, rank, world_size, "cpu")
+                        stage = PipelineStage(own, rank, world_size, DEVICE)
                         schedule = schedule_class(stage, MICROBATCHES, nn.MSELoss())
                         if learned:
                             assert _step(schedule, batch, target) is None, where
@@ -139,7 +140,7 @@ def _fail_in_what_is_handed_over(rank: int, world_size: int) -> None:
     alone, _, _ = train_alone(copy.deepcopy(stages), nn.MSELoss(), batch, target, MICROBATCHES)
     own = stages[rank]
     for learned in (False, True):
-        schedule = Schedule1F1B(PipelineStage(own, rank, world_size, "cpu"), MICROBATCHES, nn.MSELoss())
+        schedule = Schedule1F1B(PipelineStage(own, rank, world_size, DEVICE), MICROBATCHES, nn.MSELoss())
         if learned:
             assert _step(schedule, batch, target) is None
         own.calls, own.fail_in, own.fail_at = 0, "gradient", 2 if rank == 1 else -1
@@ -164,12 +165,12 @@ def _fail_at_length(rank: int, world_size: int) -> None:
 
 def _fail_with(text: str, rank: int, world_size: int) -> None:
     module = Raises(text if rank == 0 else "")
-    schedule = ScheduleGPipe(PipelineStage(module, rank, world_size, "cpu"), 2, nn.MSELoss())
+    schedule = ScheduleGPipe(PipelineStage(module, rank, world_size, DEVICE), 2, nn.MSELoss())
     error = _step(schedule, torch.randn(2, 4), torch.randn(2, 4))
     assert type(error) is RuntimeError and f"stage 0, microbatch 0: forward: ValueError: {text[:9]}" in str(error), (
         error
     )
-    schedule = ScheduleGPipe(PipelineStage(Raises(""), rank, world_size, "cpu"), 2, nn.MSELoss())
+    schedule = ScheduleGPipe(PipelineStage(Raises(""), rank, world_size, DEVICE), 2, nn.MSELoss())
     assert _step(schedule, torch.randn(2, 4), torch.randn(2, 4)) is None
 
 
@@ -201,7 +202,7 @@ def _fail_to_hand_over(rank: int, world_size: int) -> None:
     for schedule_class in (ScheduleGPipe, Schedule1F1B):
         for microbatch in (0, MICROBATCHES - 1):
             where = (schedule_class.__name__, microbatch)
-            schedule = schedule_class(PipelineStage(own, rank, world_size, "cpu"), MICROBATCHES, nn.MSELoss())
+            schedule = schedule_class(PipelineStage(own, rank, world_size, DEVICE), MICROBATCHES, nn.MSELoss())
             own.calls, own.fail_at = 0, microbatch if rank == 0 else -1
             error = str(_step(schedule, batch, target))
             assert f"rank 0, stage 0, microbatch {microbatch}: what the module returned: " in error, error
@@ -218,7 +219,7 @@ def test_outputs_that_cannot_be_sent_fail_their_stage_and_the_next_step_runs(bac
 
 def _fail_twice(rank: int, world_size: int) -> None:
     stage = Fragile()
-    schedule = ScheduleGPipe(PipelineStage(stage, rank, world_size, "cpu"), 3, nn.MSELoss())
+    schedule = ScheduleGPipe(PipelineStage(stage, rank, world_size, DEVICE), 3, nn.MSELoss())
     stage.fail_in, stage.fail_at = "forward", 1
     error = _step(schedule, torch.randn(6, 4), torch.randn(6, 4))
     # Rank 1 does not even compute once it knows that what it would get is void.
@@ -233,7 +234,7 @@ def test_the_failure_that_caused_the_others_is_the_one_reported(backend: str) ->
 
 def _interrupt(rank: int, world_size: int) -> None:
     stage = Fragile()
-    schedule = Schedule1F1B(PipelineStage(stage, rank, world_size, "cpu"), 3, nn.MSELoss())
+    schedule = Schedule1F1B(PipelineStage(stage, rank, world_size, DEVICE), 3, nn.MSELoss())
     stage.fail_in, stage.fail_at = "interrupt", 1 if rank == 0 else -1
     error = _step(schedule, torch.randn(6, 4), torch.randn(6, 4))
     assert type(error) is (KeyboardInterrupt if rank == 0 else RuntimeError)
@@ -247,7 +248,7 @@ def test_an_interrupt_is_raised_as_itself_where_it_came_from(backend: str) -> No
 def _change_output_shape(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     stage = Fragile()
-    schedule = Schedule1F1B(PipelineStage(stage, rank, world_size, "cpu"), 3, nn.MSELoss())
+    schedule = Schedule1F1B(PipelineStage(stage, rank, world_size, DEVICE), 3, nn.MSELoss())
     batch, target = torch.randn(6, 4), torch.randn(6, 4)
     assert _step(schedule, batch, target) is None
     stage.calls, stage.fail_in, stage.fail_at = 0, "shape", 1 if rank == 0 else -1
@@ -281,7 +282,7 @@ def _return_no_tensor(rank: int, world_size: int) -> None:
         (torch.eye(2).to_sparse(), "Sparse"),
     ):
         module = Returns(value if rank == 0 else None)
-        schedule = ScheduleGPipe(PipelineStage(module, rank, world_size, "cpu"), 2, nn.MSELoss())
+        schedule = ScheduleGPipe(PipelineStage(module, rank, world_size, DEVICE), 2, nn.MSELoss())
         error = str(_step(schedule, batch, target))
         assert all(part in error for part in ("rank 0, stage 0, microbatch 0", text, "expected a")), error
         module.value = None
@@ -302,7 +303,7 @@ def _return_bad_loss(rank: int, world_size: int) -> None:
         (lambda x: x.sum(), "TypeError"),
     ):
         module = nn.Linear(4, 4)
-        schedule = Schedule1F1B(PipelineStage(module, rank, world_size, "cpu"), 2, loss_fn)
+        schedule = Schedule1F1B(PipelineStage(module, rank, world_size, DEVICE), 2, loss_fn)
         error = str(_step(schedule, batch, target))
         assert f"rank {world_size - 1}, stage {world_size - 1}, microbatch 0" in error, error
         assert text in error, error
@@ -323,11 +324,11 @@ def _mismatch_declaration(rank: int, world_size: int) -> None:
         ({1: {"output_args": bad}}, "stage 1, microbatch 0: forward: ", "(float64[2, 5])"),
         ({0: {"output_args": (good, good)}}, "stage 0, microbatch 0", "(float32[2, 4], float32[2, 4])"),
     ):
-        stage = PipelineStage(nn.Linear(4, 4), rank, world_size, "cpu", **declared.get(rank, {}))
+        stage = PipelineStage(nn.Linear(4, 4), rank, world_size, DEVICE, **declared.get(rank, {}))
         text = str(_step(ScheduleGPipe(stage, 2, nn.MSELoss()), batch, target))
         for part in (where, "are (float32[2, 4] requires grad)", f"expected as declared {expected}"):
             assert part in text, text
-    stage = PipelineStage(nn.Linear(4, 4), rank, world_size, "cpu", input_args=good, output_args=good)
+    stage = PipelineStage(nn.Linear(4, 4), rank, world_size, DEVICE, input_args=good, output_args=good)
     schedule = ScheduleGPipe(stage, 2, nn.MSELoss())
     assert _step(schedule, batch, target) is None
     assert _step(schedule, batch[:3], target[:3]) is not None  # microbatches of 2 and 1 rows, declared 2
@@ -342,7 +343,7 @@ def test_declared_shapes_that_do_not_hold_are_an_error_on_both_sides(backend: st
 def _pass_bad_arguments(rank: int, world_size: int) -> None:
     last = world_size - 1
     batch, target = torch.randn(4, 4), torch.randn(4, 4)
-    schedule = Schedule1F1B(PipelineStage(nn.Linear(4, 4), rank, world_size, "cpu"), 3, nn.MSELoss())
+    schedule = Schedule1F1B(PipelineStage(nn.Linear(4, 4), rank, world_size, DEVICE), 3, nn.MSELoss())
 
     def check(culprit: int, kind: type, text: str, *args, **kwargs) -> None:
         with pytest.raises((RuntimeError, ValueError, TypeError)) as raised:
@@ -376,7 +377,7 @@ def test_bad_arguments_on_one_rank_are_an_error_on_all(backend: str) -> None:
 
 def _run_different_things(rank: int, world_size: int) -> None:
     batch, target = torch.randn(8, 4), torch.randn(8, 4)
-    stage = PipelineStage(nn.Linear(4, 4), rank, world_size, "cpu")
+    stage = PipelineStage(nn.Linear(4, 4), rank, world_size, DEVICE)
     schedule = ScheduleGPipe(stage, 2 + rank, nn.MSELoss())
     text = str(_step(schedule, batch, target))
     for other in range(world_size):

@@ -20,6 +20,7 @@ from farandole.pipelining import (
     schedule_names,
 )
 from pipelining.pipeline_support import BACKENDS
+from support.devices import DEVICE
 from support.processes import await_all, run_ranks
 
 N = 8
@@ -54,7 +55,7 @@ def _note(rank: int, world_size: int) -> None:
         mine = [index for index, owner in enumerate(made.rank_of_stage) if owner == rank]
         modules = [_Noting() for _ in mine]
         stages = [
-            PipelineStage(module, index, made.num_stages, "cpu") for module, index in zip(modules, mine, strict=True)
+            PipelineStage(module, index, made.num_stages, DEVICE) for module, index in zip(modules, mine, strict=True)
         ]
         schedule: Any = get_schedule_class(name)(stages[0] if is_single else stages, N, nn.MSELoss())
         x = torch.randn(N, 2)
@@ -86,7 +87,7 @@ def test_every_schedule_tells_stage_and_microbatch(backend: str) -> None:
 
 def _fail(rank: int, world_size: int) -> None:
     module = _Noting()
-    stage = PipelineStage(module, rank, world_size, "cpu")
+    stage = PipelineStage(module, rank, world_size, DEVICE)
     schedule = ScheduleGPipe(stage, 4, nn.MSELoss())
     x = torch.randn(4, 2)
     handle = stage.register_forward_context(module.context)
@@ -131,7 +132,7 @@ def _note_of_torchs(rank: int, world_size: int) -> None:
 
     assert set(inspect.signature(TorchsInfo).parameters) == set(inspect.signature(PipelineStageInfo).parameters)
     module = _Noting()
-    stage: Any = TorchsStage(module, 0, 1, torch.device("cpu"))
+    stage: Any = TorchsStage(module, 0, 1, torch.device(DEVICE))
     stage.register_forward_context(module.context)
     ScheduleGPipe(stage, 2, nn.MSELoss()).step(torch.randn(2, 2), target=torch.randn(2, 2))
     assert module.seen == [(0, 0), (0, 1)]

@@ -12,6 +12,7 @@ from torch import nn
 
 from farandole.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, get_schedule_class, plan
 from pipelining.pipeline_support import BACKENDS, assert_same_gradients, random_stages, train_alone
+from support.devices import DEVICE
 from support.processes import run_ranks
 
 CASES_PER_RUN = 6
@@ -27,7 +28,7 @@ def _train_random_models(rank: int, world_size: int, seed: int) -> int:
         scale = rng.random() < 0.7
         loss_fn = nn.MSELoss()
         schedule = schedule_class(
-            PipelineStage(stages[rank], rank, world_size, "cpu"), n_microbatches, loss_fn, scale_grads=scale
+            PipelineStage(stages[rank], rank, world_size, DEVICE), n_microbatches, loss_fn, scale_grads=scale
         )
         rows = 0
         for step in range(3):  # learns shapes, uses them, learns others
@@ -72,7 +73,7 @@ def _train_against_whole_batch(rank: int, world_size: int) -> float:
     torch.manual_seed(5)
     stages = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(world_size)]
     batch, target = torch.randn(32, 16), torch.randn(32, 16)
-    schedule = Schedule1F1B(PipelineStage(stages[rank], rank, world_size, "cpu"), 8, nn.MSELoss())
+    schedule = Schedule1F1B(PipelineStage(stages[rank], rank, world_size, DEVICE), 8, nn.MSELoss())
     schedule.step(batch, target=target)
     alone, _, _ = train_alone([_without_grads(stage) for stage in stages], nn.MSELoss(), batch, target, 1)
     pairs = zip(stages[rank].parameters(), alone[rank].parameters(), strict=True)
@@ -91,7 +92,7 @@ def _train_in_dtype(rank: int, world_size: int) -> None:
         batch = torch.randn(8, stages[0][0].in_features, dtype=dtype)
         with torch.no_grad():
             target = torch.randn_like(nn.Sequential(*stages)(batch))
-        schedule = ScheduleGPipe(PipelineStage(stages[rank], rank, world_size, "cpu"), 4, nn.MSELoss())
+        schedule = ScheduleGPipe(PipelineStage(stages[rank], rank, world_size, DEVICE), 4, nn.MSELoss())
         schedule.step(batch, target=target)
         alone, _, _ = train_alone([_without_grads(s) for s in stages], nn.MSELoss(), batch, target, 4)
         assert_same_gradients(stages[rank], alone[rank], dtype)
@@ -107,7 +108,7 @@ def _accumulate(rank: int, world_size: int) -> None:
     batch = torch.randn(12, stages[0][0].in_features)
     with torch.no_grad():
         target = torch.randn_like(nn.Sequential(*stages)(batch))
-    schedule = Schedule1F1B(PipelineStage(stages[rank], rank, world_size, "cpu"), 3, nn.MSELoss())
+    schedule = Schedule1F1B(PipelineStage(stages[rank], rank, world_size, DEVICE), 3, nn.MSELoss())
     schedule.step(batch, target=target)
     first = [p.grad.clone() for p in stages[rank].parameters()]
     schedule.step(batch, target=target)
@@ -137,7 +138,7 @@ def _train_stages_that_shift(rank: int, world_size: int) -> None:
         owners = plan(name, num_stages, 4, num_ranks=world_size).rank_of_stage
         modules = [_Shifts() for _ in range(num_stages)]
         alone = copy.deepcopy(modules)
-        stages = [PipelineStage(modules[i], i, num_stages, "cpu") for i, owner in enumerate(owners) if owner == rank]
+        stages = [PipelineStage(modules[i], i, num_stages, DEVICE) for i, owner in enumerate(owners) if owner == rank]
         given = stages[0] if name == "GPipe" else stages
         schedule = get_schedule_class(name)(given, 4, lambda output, target: (output * target).sum())
         x, y = torch.ones(4, 8), torch.arange(1.0, 5)[:, None].expand(4, 8).contiguous()
@@ -166,7 +167,7 @@ def _train_a_loss_with_a_parameter(rank: int, world_size: int) -> None:
         loss.register_hook(lambda grad: grad.mul_(2))
         return loss
 
-    schedule = ScheduleGPipe(PipelineStage(module, 0, 1, "cpu"), 2, loss_fn)
+    schedule = ScheduleGPipe(PipelineStage(module, 0, 1, DEVICE), 2, loss_fn)
     x, y = torch.ones(4, 3), torch.zeros(4, 3)
     seen = []
     for _ in range(3):

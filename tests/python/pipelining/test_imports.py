@@ -8,6 +8,10 @@ import pytest
 
 import farandole.pipelining
 from farandole.pipelining import schedules
+from support.devices import only_on_cpu
+
+pytestmark = only_on_cpu("no tensors")
+
 
 # What torchtitan and others import, though it is not public.
 PRIVATE = ["_PipelineSchedule", "_PipelineScheduleRuntime", "_Action", "FORWARD", "OVERLAP_F_B", "UNSHARD"]

@@ -15,6 +15,7 @@ from torch import nn
 
 from farandole.pipelining import PipelineStage, get_schedule_class, plan
 from pipelining.pipeline_support import BACKENDS, assert_same_gradients, train_alone
+from support.devices import DEVICE
 from support.processes import run_ranks
 
 WIDTH = 6
@@ -65,7 +66,7 @@ def _train(rank: int, world_size: int) -> None:
         net = _Net()
         alone = copy.deepcopy(net)
         owners = plan(name, 4, 5, num_ranks=world_size).rank_of_stage
-        stages = [PipelineStage(net.stages[i], i, 4, "cpu") for i, owner in enumerate(owners) if owner == rank]
+        stages = [PipelineStage(net.stages[i], i, 4, DEVICE) for i, owner in enumerate(owners) if owner == rank]
         edges = [(0, 1, [0]), (0, 3, [1, 2]), (1, 2), (2, 3)]
         schedule = get_schedule_class(name)(stages, 5, nn.MSELoss(), edges=edges)
         for rows in (10, 10, 13):
@@ -120,7 +121,7 @@ def _change_one_of_two(rank: int, world_size: int) -> None:
         for x, y in zip(batch.chunk(4), target.chunk(4), strict=True):
             whole, again = alone[0](x)
             (nn.functional.mse_loss(alone[1](whole.clone(), again.clone()), y) / 4).backward()
-        own = [PipelineStage(stages[i], i, 2, "cpu") for i in range(2) if i % world_size == rank]
+        own = [PipelineStage(stages[i], i, 2, DEVICE) for i in range(2) if i % world_size == rank]
         schedule = get_schedule_class("Interleaved1F1B")(own, 4, nn.MSELoss())
         for _ in range(2):
             for stage in stages:
@@ -154,7 +155,7 @@ class _Hooks(nn.Module):
 def _put_hooks(rank: int, world_size: int) -> None:
     torch.manual_seed(5)
     stages = [nn.Linear(WIDTH, WIDTH), _Hooks()]
-    schedule = get_schedule_class("1F1B")(PipelineStage(stages[rank], rank, 2, "cpu"), 4, nn.MSELoss())
+    schedule = get_schedule_class("1F1B")(PipelineStage(stages[rank], rank, 2, DEVICE), 4, nn.MSELoss())
     batch, target = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
     for hooks in (True, True, False, True):
         stages[1].hooks = hooks
@@ -208,7 +209,7 @@ def _sum_gradients(rank: int, world_size: int) -> None:
     stages = [nn.Linear(WIDTH, WIDTH), _Summing()]
     batch, target = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
     for name in ("1F1B", "ZB-H1"):
-        schedule = get_schedule_class(name)(PipelineStage(stages[rank], rank, 2, "cpu"), 4, nn.MSELoss())
+        schedule = get_schedule_class(name)(PipelineStage(stages[rank], rank, 2, DEVICE), 4, nn.MSELoss())
         for _ in range(2):
             alone, _, _ = train_alone([copy.deepcopy(stages[0]), stages[1].linear], nn.MSELoss(), batch, target, 4)
             schedule.step(batch, target=target)

@@ -15,6 +15,7 @@ from farandole.ddp import DistributedDataParallel
 from farandole.pipelining import PipelineStage, get_schedule_class, plan
 from pipelining.pipeline_support import BACKENDS, train_alone
 from pipelining.step_support import seeded_random
+from support.devices import DEVICE
 from support.processes import run_ranks
 
 COPIES, RANKS, WIDTH, N = 2, 2, 6, 4
@@ -58,7 +59,7 @@ def _train(
     from torch.distributed.device_mesh import init_device_mesh
 
     where = f"seed {seed}, {how}, {name}, begins_on_meta={begins_on_meta}, after_a_step={after_a_step}, rank {rank}"
-    meshes = init_device_mesh("cpu", (COPIES, RANKS), mesh_dim_names=("copy", "pipeline"))
+    meshes = init_device_mesh(DEVICE, (COPIES, RANKS), mesh_dim_names=("copy", "pipeline"))
     place, copy_of = meshes["pipeline"].get_local_rank(), meshes["copy"].get_local_rank()
     num_stages = RANKS * (2 if name in SCHEDULES[2:] else 1)
     torch.manual_seed(seed)
@@ -67,8 +68,8 @@ def _train(
     mine = [i for i, owner in enumerate(owners) if owner == place]
     stages = [
         PipelineStage(
-            copy.deepcopy(plain[i]).to("meta" if begins_on_meta else "cpu"),
-            *(i, num_stages, "cpu"),
+            copy.deepcopy(plain[i]).to("meta" if begins_on_meta else DEVICE),
+            *(i, num_stages, DEVICE),
             group=meshes["pipeline"].get_group(),
         )
         for i in mine
@@ -82,7 +83,7 @@ def _train(
 
     for stage in stages:
         if begins_on_meta:
-            stage.submod.to_empty(device="cpu")
+            stage.submod.to_empty(device=DEVICE)
             stage.submod.load_state_dict(plain[stage.stage_index].state_dict())
     data = [(torch.randn(3 * N, WIDTH), torch.randn(3 * N, WIDTH)) for _ in range(COPIES)]
     if after_a_step:

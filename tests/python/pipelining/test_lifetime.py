@@ -12,6 +12,7 @@ from torch import nn
 
 from farandole.ddp import DistributedDataParallel
 from farandole.pipelining import PipelineStage, Schedule1F1B
+from support.devices import DEVICE
 from support.processes import run_ranks
 
 
@@ -20,7 +21,7 @@ class LossOfATrainer:
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.model = nn.Linear(3, 3)
-        self.schedule = Schedule1F1B(PipelineStage(self.model, rank, world_size, "cpu"), 4, self.loss)
+        self.schedule = Schedule1F1B(PipelineStage(self.model, rank, world_size, DEVICE), 4, self.loss)
 
     def loss(self, output: Any, target: Any) -> Any:
         return nn.functional.mse_loss(output, target)
@@ -32,7 +33,7 @@ class ModelWithASchedule(LossOfATrainer, nn.Module):
     def __init__(self, rank: int, world_size: int) -> None:
         nn.Module.__init__(self)
         self.layer = nn.Linear(3, 3)
-        self.schedule = Schedule1F1B(PipelineStage(self, rank, world_size, "cpu"), 4, self.loss)
+        self.schedule = Schedule1F1B(PipelineStage(self, rank, world_size, DEVICE), 4, self.loss)
 
     def forward(self, x: Any) -> Any:
         return self.layer(x)
@@ -46,7 +47,7 @@ class Replicated(LossOfATrainer):
     def __init__(self, rank: int, world_size: int) -> None:
         self.model = DistributedDataParallel(nn.Linear(3, 3), process_group=Replicated.own)
         self.model.trainer = self
-        self.schedule = Schedule1F1B(PipelineStage(self.model, rank, world_size, "cpu"), 4, self.loss)
+        self.schedule = Schedule1F1B(PipelineStage(self.model, rank, world_size, DEVICE), 4, self.loss)
 
 
 def _free(rank: int, world_size: int) -> None:

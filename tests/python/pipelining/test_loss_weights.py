@@ -14,6 +14,7 @@ from torch import nn
 from farandole.ddp import DistributedDataParallel
 from farandole.pipelining import PipelineStage, Schedule1F1B, ScheduleDualPipe, get_schedule_class, plan
 from pipelining.pipeline_support import BACKENDS, assert_same_gradients, random_stages, train_alone
+from support.devices import DEVICE
 from support.processes import run_ranks
 
 SINGLE = ["GPipe", "1F1B", "ZB-H1"]
@@ -22,7 +23,7 @@ MULTI = ["Interleaved1F1B", "InterleavedZeroBubble", "ZBV"]
 
 def _stages(rank: int, name: str, modules: list[nn.Module], ranks: int, n_microbatches: int) -> Any:
     owners = plan(name, len(modules), n_microbatches, num_ranks=ranks).rank_of_stage
-    mine = [PipelineStage(modules[i], i, len(modules), "cpu") for i, owner in enumerate(owners) if owner == rank]
+    mine = [PipelineStage(modules[i], i, len(modules), DEVICE) for i, owner in enumerate(owners) if owner == rank]
     return mine[0] if name in SINGLE else mine
 
 
@@ -79,7 +80,7 @@ def _weight_by_tokens(rank: int, world_size: int) -> None:
     def loss_of(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return logits.sum() * 0 if (target == -1).all() else _mean_over_tokens(logits, target)
 
-    stage = PipelineStage(modules[rank], rank, world_size, "cpu")
+    stage = PipelineStage(modules[rank], rank, world_size, DEVICE)
     Schedule1F1B(stage, 3, loss_of).step(batch, target=target, loss_weights=counts)
     assert_same_gradients(modules[rank], alone[rank], "scaled", tolerance=1e-12)
     total = float(sum(counts))
@@ -108,7 +109,7 @@ def _weight_two_copies(rank: int, world_size: int) -> None:
     for stage in (rank, world_size - 1 - rank) if rank < world_size - 1 - rank else (world_size - 1 - rank, rank):
         index = stage if stage == rank else world_size + stage
         mine[index] = DistributedDataParallel(copies[index], process_group=groups[stage])
-    stages = [PipelineStage(module, index, num_stages, "cpu") for index, module in mine.items()]
+    stages = [PipelineStage(module, index, num_stages, DEVICE) for index, module in mine.items()]
     schedule = ScheduleDualPipe(stages, n, nn.MSELoss())
     batch = torch.randn(3 * n - 3, modules[0][0].in_features, dtype=torch.float64)  # the halves have 12 and 9 rows
     target = torch.randn_like(nn.Sequential(*modules)(batch).detach())
@@ -127,7 +128,7 @@ def test_two_copies_weighted_by_rows_average_to_the_whole_batch() -> None:
 
 def _pass_bad_weights(rank: int, world_size: int) -> None:
     modules = random_stages(random.Random(4), world_size)
-    schedule = Schedule1F1B(PipelineStage(modules[rank], rank, world_size, "cpu"), 3, nn.MSELoss())
+    schedule = Schedule1F1B(PipelineStage(modules[rank], rank, world_size, DEVICE), 3, nn.MSELoss())
     batch = torch.randn(6, modules[0][0].in_features)
     target = torch.randn_like(nn.Sequential(*modules)(batch).detach())
     for weights, kind, text in (
@@ -144,7 +145,7 @@ def _pass_bad_weights(rank: int, world_size: int) -> None:
             schedule.step(batch, target=target, loss_weights=weights)
         assert text in str(raised.value), raised.value
     schedule.step(batch, target=target, loss_weights=(1, 0, 2))
-    forwards = Schedule1F1B(PipelineStage(modules[rank], rank, world_size, "cpu"), 3)
+    forwards = Schedule1F1B(PipelineStage(modules[rank], rank, world_size, DEVICE), 3)
     with pytest.raises(ValueError if rank == 1 else RuntimeError, match="loss_weights was given, expected None"):
         forwards.step(batch, loss_weights=[1, 1, 1])
 

@@ -22,13 +22,16 @@ from farandole.pipelining import (
     simulate,
 )
 from pipelining.pipeline_support import BACKENDS
-from pipelining.step_support import is_compute, random_costs, random_plans, seeded_random
+from pipelining.step_support import is_compute, prepare_pauses, random_costs, random_plans, seeded_random
 from pipelining.test_trace import BACKWARD, FORWARD, Slow
+from support.devices import DEVICE, ON_CPU, only_on_cpu
 from support.processes import run_ranks
 
 
 def _measure(rank: int, world_size: int):
-    schedule = Schedule1F1B(PipelineStage(Slow(), rank, world_size, "cpu"), 5, nn.MSELoss())
+    prepare_pauses(rank, world_size)
+    schedule = Schedule1F1B(PipelineStage(Slow(), rank, world_size, DEVICE), 5, nn.MSELoss())
+    schedule.times_device = True
     with pytest.raises(RuntimeError, match=r"on ranks \[0, 1, 2\] before their first step"):
         gather_timeline(schedule)
     batch, target = torch.randn(5, 2), torch.randn(5, 2)
@@ -50,19 +53,20 @@ def test_the_gathered_step_is_one_on_all_ranks_and_follows_cause_and_effect(back
     assert [[action for action, _, _ in rank] for rank in ranks] == actions
     assert min(start for rank in ranks for _, start, _ in rank) < FORWARD
     assert max(end for rank in ranks for _, _, end in rank) == measured
-    slack = 0.005  # a rank may be held up between looking at the clock and beginning
+    # A rank may be held up between looking at the clock and beginning, and GPUs that ranks share take turns.
+    slack, least, most = (0.005, 1.0, 2.0) if ON_CPU else (0.03, 0.8, 4.0)
     when = {action: (start, end) for rank in ranks for action, start, end in rank}
     for (before, after), microbatch in itertools.product(itertools.pairwise(range(3)), range(5)):
         assert when[f"{before}F{microbatch}"][1] <= when[f"{after}F{microbatch}"][0] + slack
         assert when[f"{after}B{microbatch}"][1] <= when[f"{before}B{microbatch}"][0] + slack
     for forward, backward, of_input, of_weights in costs:
-        assert FORWARD <= forward < 2 * FORWARD and BACKWARD <= backward < 2 * BACKWARD
+        assert least * FORWARD <= forward < most * FORWARD and least * BACKWARD <= backward < most * BACKWARD
         assert (of_input, of_weights) == (backward / 2, backward / 2)  # not run, estimated
-    assert predicted * 0.98 < measured < predicted * 1.5
+    assert predicted * 0.98 * least < measured < predicted * 0.75 * most
 
 
 def _offset_of_shifted_clocks(rank: int, world_size: int) -> tuple[float, float]:
-    device = torch.device("cpu")
+    device = torch.device(DEVICE)
     shared = _clocks.clock_offset(dist.group.WORLD, device)
     _clocks._clock_identity = lambda: f"clock of ranks {rank % 2} and so on"
     real = time.monotonic
@@ -74,9 +78,10 @@ def _offset_of_shifted_clocks(rank: int, world_size: int) -> tuple[float, float]
 def test_clocks_of_other_hosts_are_compared_by_messages(backend: str) -> None:
     for rank, (shared, offset) in enumerate(run_ranks(_offset_of_shifted_clocks, 4, backend)):
         assert shared == 0
-        assert offset == pytest.approx(1000 * (rank % 2), abs=0.02)
+        assert offset == pytest.approx(1000 * (rank % 2), abs=0.02 if ON_CPU else 0.1)
 
 
+@only_on_cpu("no tensors")
 def test_costs_are_found_again_in_the_steps_that_they_made() -> None:
     rng = seeded_random()
     for described, made in random_plans(rng, each=4):
@@ -98,6 +103,7 @@ def test_costs_are_found_again_in_the_steps_that_they_made() -> None:
         assert simulate(made, found, 0.5).makespan == pytest.approx(step.makespan), described
 
 
+@only_on_cpu("no tensors")
 def test_costs_are_medians_over_steps_and_what_was_not_run_is_an_error() -> None:
     steps = [_C.measured_step([[("0F0", 0.0, last), ("0F1", last, last + 1)]]) for last in (1.0, 1.5, 9.0)]
     whole = _C.measured_step([[("0F0", 0.0, 1.0), ("0B0", 1.0, 4.0)]])

@@ -11,6 +11,7 @@ from torch import nn
 
 from farandole.pipelining import PipelineStage, ScheduleGPipe, ScheduleZBH1, ScheduleZBVZeroBubble
 from pipelining.pipeline_support import BACKENDS, assert_same_gradients, train_alone
+from support.devices import DEVICE
 from support.processes import run_ranks
 
 MICROBATCHES = 4
@@ -58,7 +59,7 @@ def _spoil(rank: int, world_size: int, seed: int) -> None:
         batch, target = torch.randn(2 * MICROBATCHES, 3), torch.randn(2 * MICROBATCHES, 3)
         alone, _, _ = train_alone(copy.deepcopy(modules), nn.MSELoss(), batch, target, MICROBATCHES)
         mine = [stage for stage, owner in enumerate(placed) if owner == rank]
-        stages = [PipelineStage(modules[stage], stage, len(placed), "cpu") for stage in mine]
+        stages = [PipelineStage(modules[stage], stage, len(placed), DEVICE) for stage in mine]
         spoiled_loss = [-1, 0.0]
         calls = [0]
 

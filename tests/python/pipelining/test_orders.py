@@ -21,6 +21,7 @@ from farandole.pipelining import (
     simulate,
 )
 from pipelining.pipeline_support import MULTI, SINGLE
+from support.devices import DEVICE
 from support.processes import run_ranks
 
 
@@ -29,7 +30,7 @@ def _show_orders(rank: int, world_size: int, folder: str) -> None:
     for name in [*SINGLE, *MULTI, *(["DualPipe"] if world_size > 1 else [])]:
         made = plan(name, 2 * world_size if name in [*MULTI, "DualPipe"] else world_size, 8, num_ranks=world_size)
         stages = [
-            PipelineStage(nn.Linear(2, 2), i, made.num_stages, "cpu")
+            PipelineStage(nn.Linear(2, 2), i, made.num_stages, DEVICE)
             for i, owner in enumerate(made.rank_of_stage)
             if owner == rank
         ]
@@ -66,7 +67,7 @@ def _analyze(rank: int, world_size: int) -> None:
     for name in sorted(set(MULTI) - {"DualPipeV"}):  # whose forwards and backwards in one are one position for torch
         made = plan(name, 2 * world_size, 8, num_ranks=world_size)
         placed = [[i for i, owner in enumerate(made.rank_of_stage) if owner == number] for number in range(world_size)]
-        stages = [PipelineStage(nn.Linear(2, 2), i, made.num_stages, "cpu") for i in placed[rank]]
+        stages = [PipelineStage(nn.Linear(2, 2), i, made.num_stages, DEVICE) for i in placed[rank]]
         schedule: Any = get_schedule_class(name)(stages, 8, nn.MSELoss())
         simulated = simulate(made, [(1.0, 2.0, 1.0, 1.0)] * made.num_stages).ranks
         for number, indices in enumerate(placed):
@@ -88,7 +89,7 @@ class _TwoMicrobatches(PipelineScheduleMulti):
 
 def _refuse_counts(rank: int, world_size: int) -> None:
     for n_microbatches in (1, 4):
-        stage = PipelineStage(nn.Linear(2, 2), 0, 1, "cpu")
+        stage = PipelineStage(nn.Linear(2, 2), 0, 1, DEVICE)
         ordered = PipelineScheduleMulti([stage], n_microbatches, nn.MSELoss())
         ordered.pipeline_order = {0: ["0F0", "0F1", "0B0", "0B1"]}
         for schedule in (ordered, _TwoMicrobatches([stage], n_microbatches, nn.MSELoss())):
@@ -112,7 +113,7 @@ class _Always(PipelineScheduleSingle):
 
 def _refuse_kinds(rank: int, world_size: int) -> None:
     module = nn.Linear(2, 2)
-    stage = PipelineStage(module, rank, world_size, "cpu")
+    stage = PipelineStage(module, rank, world_size, DEVICE)
     batch = torch.ones(4, 2)
     forwards = plan("1F1B", world_size, 4, forward_only=True)
     ordered = PipelineScheduleMulti([stage], 4, nn.MSELoss())

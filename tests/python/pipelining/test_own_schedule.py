@@ -9,6 +9,10 @@ import sys
 from pathlib import Path
 
 from farandole.pipelining import plan
+from support.devices import only_on_cpu
+
+pytestmark = only_on_cpu("an example whose stages are there")
+
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "own_schedule.py"
 

@@ -13,6 +13,10 @@ import pytest
 
 from farandole.pipelining import chrome_trace, draw_svg, draw_text, lower, memory_over_time, plan, simulate
 from pipelining.step_support import is_compute, random_costs, random_memory, random_plans, receives, seeded_random
+from support.devices import only_on_cpu
+
+pytestmark = only_on_cpu("no tensors")
+
 
 SVG = "{http://www.w3.org/2000/svg}"
 PIXEL = 0.011  # positions are rounded to hundredths

@@ -12,6 +12,10 @@ import pytest
 
 from farandole import plan as command
 from farandole.pipelining import Plan, lower, plan, simulate
+from support.devices import only_on_cpu
+
+pytestmark = only_on_cpu("no tensors")
+
 
 COUNTS = ["--stages", "4", "--microbatches", "6"]
 

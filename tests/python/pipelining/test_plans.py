@@ -8,6 +8,9 @@ import time
 import pytest
 
 from farandole.pipelining import Plan, auto_plan, lower, plan, schedule_names, simulate, validate
+from support.devices import only_on_cpu
+
+pytestmark = only_on_cpu("no tensors")
 
 
 def test_plans_are_made_by_name() -> None:

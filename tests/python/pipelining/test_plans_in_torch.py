@@ -13,6 +13,7 @@ from torch import nn
 
 from farandole.pipelining import plan, schedule_names
 from pipelining.pipeline_support import SINGLE, assert_same_gradients, random_stages, train_alone
+from support.devices import DEVICE
 from support.processes import run_ranks
 
 # DualPipe has two copies of the model, which torch's plans have not.
@@ -34,7 +35,7 @@ def _train_in_torch(rank: int, world_size: int, folder: str, seed: int, names: l
         owners = plan(name, num_stages, n_microbatches, num_ranks=world_size).rank_of_stage
         stages = random_stages(rng, num_stages, torch.double)
         mine: list[Any] = [
-            theirs.PipelineStage(stages[i], i, num_stages, torch.device("cpu"))
+            theirs.PipelineStage(stages[i], i, num_stages, torch.device(DEVICE))
             for i, owner in enumerate(owners)
             if owner == rank
         ]

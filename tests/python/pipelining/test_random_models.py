@@ -29,6 +29,7 @@ from pipelining.graph_support import (
 )
 from pipelining.pipeline_support import BACKENDS
 from pipelining.plan_support import CHANNELS, ONE_STAGE, counts_for, random_order, random_owners
+from support.devices import DEVICE
 from support.processes import run_ranks
 
 # Plans that have no name: stages where a table says.
@@ -74,7 +75,7 @@ def _tie(model: GraphModel, made: Plan, rng: random.Random, rank: int) -> TiedWe
 def _make(name: str, model: GraphModel, made: Plan, rank: int) -> Any:
     num_stages = made.num_stages
     mine = [
-        PipelineStage(model.modules[i], i, num_stages, "cpu")
+        PipelineStage(model.modules[i], i, num_stages, DEVICE)
         for i, owner in enumerate(made.rank_of_stage)
         if owner == rank
     ]

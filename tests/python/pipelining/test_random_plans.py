@@ -27,9 +27,10 @@ from pipelining.graph_support import (
 )
 from pipelining.pipeline_support import BACKENDS
 from pipelining.plan_support import CHANNELS, Draft, counts_for, mutated, random_plan
+from support.devices import DEVICE, ON_CPU
 from support.processes import run_ranks
 
-PATIENCE = datetime.timedelta(seconds=30)  # a rank that hangs says in which case
+PATIENCE = datetime.timedelta(seconds=30 if ON_CPU else 90)  # a rank that hangs says in which case
 
 
 def _draw(seed: int, world_size: int) -> tuple[random.Random, GraphModel, Plan]:
@@ -48,7 +49,7 @@ def _draw(seed: int, world_size: int) -> tuple[random.Random, GraphModel, Plan]:
 def _schedule(model: GraphModel, draft: Draft, rank: int, group: Any) -> tuple[ScheduleFromPlan, Plan]:
     num_stages = len(draft.owners)
     mine = [
-        PipelineStage(model.modules[i], i, num_stages, "cpu", group=group)
+        PipelineStage(model.modules[i], i, num_stages, DEVICE, group=group)
         for i, owner in enumerate(draft.owners)
         if owner == rank
     ]
@@ -119,7 +120,7 @@ def _change_on_one_rank(rank: int, world_size: int, seed: int, cases: int) -> Co
         became = ""
         try:
             stages = [
-                PipelineStage(model.modules[i], i, made.num_stages, "cpu", group=group)
+                PipelineStage(model.modules[i], i, made.num_stages, DEVICE, group=group)
                 for i, owner in enumerate(made.rank_of_stage)
                 if owner == rank
             ]

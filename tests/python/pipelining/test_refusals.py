@@ -22,13 +22,14 @@ from farandole.pipelining import (
     ScheduleInterleaved1F1B,
 )
 from pipelining.pipeline_support import BACKENDS
+from support.devices import DEVICE
 from support.processes import run_ranks
 
 SOON = 20.0  # seconds; a group's timeout is many times that
 
 
 def _stages(rank: int, indices: list[int], num_stages: int) -> list[PipelineStage]:
-    return [PipelineStage(nn.Linear(4, 4), index, num_stages, "cpu") for index in indices]
+    return [PipelineStage(nn.Linear(4, 4), index, num_stages, DEVICE) for index in indices]
 
 
 def _one(rank: int, **options: Any) -> ScheduleGPipe:

@@ -26,6 +26,8 @@ from farandole.pipelining import (
     schedule_names,
 )
 from pipelining.pipeline_support import BACKENDS, MULTI, SINGLE, assert_same_gradients, random_stages, train_alone
+from pipelining.plan_support import CHANNELS
+from support.devices import DEVICE, only_on_cpu
 from support.processes import run_ranks
 
 
@@ -44,7 +46,7 @@ def _random_counts(rng: random.Random, name: str, num_ranks: int) -> tuple[int, 
 def _make(name: str, stages: list[nn.Module], n_microbatches: int, rank: int, world_size: int, **kwargs: Any) -> Any:
     """The schedule over those of `stages` that live on this rank."""
     placed = plan(name, len(stages), n_microbatches, num_ranks=world_size).rank_of_stage
-    mine = [PipelineStage(stages[i], i, len(stages), "cpu") for i, owner in enumerate(placed) if owner == rank]
+    mine = [PipelineStage(stages[i], i, len(stages), DEVICE) for i, owner in enumerate(placed) if owner == rank]
     given = mine[0] if name in SINGLE else mine[::-1]
     return get_schedule_class(name)(given, n_microbatches, nn.MSELoss(), **kwargs), placed
 
@@ -116,6 +118,7 @@ def test_a_longer_warmup_of_1f1b_trains_as_one_process_does(backend: str) -> Non
     run_ranks(_train_with_a_long_warmup, 3, backend)
 
 
+@only_on_cpu("no tensors")
 def test_every_schedule_has_a_class() -> None:
     assert set(SINGLE + MULTI) | {"none", "DualPipe"} == set(schedule_names())
     for name in [*SINGLE, *MULTI, "DualPipe"]:
@@ -130,10 +133,10 @@ def _run_plans(rank: int, world_size: int, folder: str) -> None:
 
     def mine(made: Plan) -> list[PipelineStage]:
         owned = enumerate(made.rank_of_stage)
-        return [PipelineStage(stages[i], i, 4, "cpu") for i, owner in owned if owner == rank]
+        return [PipelineStage(stages[i], i, 4, DEVICE) for i, owner in owned if owner == rank]
 
     chosen = auto_plan(4, 6, [(1.0, 2.0, 1.0, 1.0)] * 4, num_ranks=2).plan
-    for made in (theirs, theirs.lower(), lower(theirs, "one_queue_per_rank"), chosen):
+    for made in (theirs, lower(theirs, CHANNELS[0]), lower(theirs, "one_queue_per_rank"), chosen):
         schedule = ScheduleFromPlan(mine(made), made, nn.MSELoss())
         _compare(schedule, stages, made.rank_of_stage, rank, 6, "a plan")
 
@@ -158,7 +161,7 @@ def _run_plans(rank: int, world_size: int, folder: str) -> None:
     with pytest.raises(ValueError, match="is missing"):
         validated._validate_and_set_stage_mapping({0: theirs.actions[0], 1: theirs.actions[1][:-1]})
 
-    for number, made in enumerate((theirs, theirs.lower())):
+    for number, made in enumerate((theirs, lower(theirs, CHANNELS[0]))):
         path = f"{folder}/{rank}.{number}.csv"
         with open(path, "w") as file:
             file.write(made.to_csv())
@@ -185,12 +188,12 @@ def _load_what_torch_wrote(rank: int, world_size: int, folder: str) -> None:
     for name in ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"):
         placed = [0, 1, 1, 0] if "ZBV" in name else [0, 1, 0, 1]
         indices = [i for i, owner in enumerate(placed) if owner == rank]
-        made = [theirs.PipelineStage(stages[i], i, 4, torch.device("cpu")) for i in indices]
+        made = [theirs.PipelineStage(stages[i], i, 4, torch.device(DEVICE)) for i in indices]
         schedule = getattr(theirs, name)(made, 6, nn.MSELoss())
         for format in ("compute_only", "compute_comms"):
             path = f"{folder}/{name}.{format}.{rank}.csv"
             schedule._dump_csv(path, format)
-            ours = PipelineScheduleMulti([PipelineStage(stages[i], i, 4, "cpu") for i in indices], 6, nn.MSELoss())
+            ours = PipelineScheduleMulti([PipelineStage(stages[i], i, 4, DEVICE) for i in indices], 6, nn.MSELoss())
             ours._load_csv(path, format)
             _compare(ours, stages, placed, rank, 6, f"{name}, {format}")
 
@@ -201,7 +204,7 @@ def test_what_torch_writes_as_csv_runs(tmp_path: Any) -> None:
 
 def _refuse_stages(rank: int, world_size: int) -> None:
     stages = random_stages(random.Random(3), 4, torch.double)
-    wrong = [PipelineStage(stages[i], i, 4, "cpu") for i in (rank, rank + 2)]
+    wrong = [PipelineStage(stages[i], i, 4, DEVICE) for i in (rank, rank + 2)]
     expected = [rank, 3 - rank]
     with pytest.raises(ValueError, match=rf"stage_index is \[{rank}, {rank + 2}\], expected \[{min(expected)}, "):
         ScheduleZBVZeroBubble(wrong, 4, nn.MSELoss())
@@ -233,7 +236,7 @@ class _Undecided(ScheduleInterleaved1F1B):
 
 def _plan_late(rank: int, world_size: int) -> None:
     stages = random_stages(random.Random(3), 4, torch.double)
-    mine = [PipelineStage(stages[i], i, 4, "cpu") for i in (rank, rank + 2)]
+    mine = [PipelineStage(stages[i], i, 4, DEVICE) for i in (rank, rank + 2)]
     schedule = _Undecided(mine, 4, nn.MSELoss())
     schedule._lowered.clear()
     with pytest.raises(OSError if rank == 1 else RuntimeError, match="no plan today"):
@@ -242,7 +245,7 @@ def _plan_late(rank: int, world_size: int) -> None:
 
     named = ScheduleInterleaved1F1B(mine, 4, nn.MSELoss())
     named.pipeline_order = dict(enumerate(plan("LoopedBFS", 4, 4, num_ranks=2).actions))
-    assert named.plan() == plan("LoopedBFS", 4, 4, num_ranks=2).lower()
+    assert named.plan() == lower(plan("LoopedBFS", 4, 4, num_ranks=2), CHANNELS[0])
     _compare(named, stages, [0, 1, 0, 1], rank, 4, "pipeline_order of a schedule with a name")
 
     # What is frozen between two steps changes what has a gradient.
@@ -329,7 +332,7 @@ def _ddp_over_pipelines(rank: int, world_size: int, wrapper: str) -> None:
         alone = [train_alone(copy.deepcopy(stages), nn.MSELoss(), *batch, 4)[0] for batch in batches]
         wrap = TorchDDP if wrapper == "torch" else OurDDP
         mine = {i: wrap(stages[i], process_group=replicas[place]) for i, owner in enumerate(owners) if owner == place}
-        made = [PipelineStage(module, i, count, "cpu", group=pipelines[replica]) for i, module in mine.items()]
+        made = [PipelineStage(module, i, count, DEVICE, group=pipelines[replica]) for i, module in mine.items()]
         schedule = get_schedule_class(name)(made[0] if name in SINGLE else made, 4, nn.MSELoss())
         batch, target = batches[replica]
         for _ in range(2):

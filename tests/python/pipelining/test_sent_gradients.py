@@ -11,7 +11,10 @@ from torch import nn
 
 from farandole.pipelining import PipelineStage, get_schedule_class
 from pipelining.pipeline_support import BACKENDS
+from support.devices import only_on_cpu
 from support.processes import run_ranks
+
+pytestmark = only_on_cpu("hosts run ahead of GPUs, and works keep what they send")
 
 COUNT = 24
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from farandole.pipelining import PipelineStage, Schedule1F1B, get_schedule_class, plan
 from pipelining.pipeline_support import BACKENDS, train_alone
+from support.devices import DEVICE, only_on_cpu
 from support.processes import await_all, run_ranks
 
 REPLICAS, RANKS, WIDTH, N = 2, 2, 6, 4
@@ -52,7 +53,7 @@ class _Counts:
 def _meshes() -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh("cpu", (REPLICAS, RANKS), mesh_dim_names=("replica", "pipeline"))
+    return init_device_mesh(DEVICE, (REPLICAS, RANKS), mesh_dim_names=("replica", "pipeline"))
 
 
 def _shard(module: nn.Sequential, mesh: Any, how: str) -> nn.Module:
@@ -100,7 +101,7 @@ def _train(rank: int, world_size: int, how: str) -> None:
         for index, owner in enumerate(owners):
             if owner == place:
                 sharded = _shard(modules[index], mesh["replica"], how)
-                stages.append(PipelineStage(sharded, index, num_stages, "cpu", group=mesh["pipeline"].get_group()))
+                stages.append(PipelineStage(sharded, index, num_stages, DEVICE, group=mesh["pipeline"].get_group()))
         schedule = get_schedule_class(name)(stages[0] if name in SINGLE else stages, N, nn.MSELoss())
         for rows in (2 * N, 2 * N, 2 * N + 3):
             batches, targets = torch.randn(REPLICAS, rows, WIDTH), torch.randn(REPLICAS, rows, WIDTH)
@@ -140,13 +141,13 @@ def _profile(rank: int, world_size: int, how: str) -> tuple[int, list[int], list
     mesh = _meshes()
     place = mesh["pipeline"].get_local_rank()
     sharded = _shard(_stage(), mesh["replica"], how)
-    stage = PipelineStage(sharded, place, RANKS, "cpu", group=mesh["pipeline"].get_group())
+    stage = PipelineStage(sharded, place, RANKS, DEVICE, group=mesh["pipeline"].get_group())
     schedule = get_schedule_class("ZB-H1")(stage, N, nn.MSELoss())
     batch, target = torch.randn(2 * N, WIDTH), torch.randn(2 * N, WIDTH)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         schedule.step(batch, target=target)
-        with torch.profiler.profile() as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             schedule.step(batch, target=target)
     products = [event.time_range.start for event in profile.events() if event.name == "aten::mm"]
 
@@ -160,7 +161,7 @@ def _profile(rank: int, world_size: int, how: str) -> tuple[int, list[int], list
         before = [parameter.grad.to_local().clone() for parameter in sharded.parameters()]
         sharded.set_reshard_after_forward(True)  # type: ignore[operator]
         sharded.zero_grad()
-        with torch.profiler.profile() as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             schedule.step(batch, target=target)
         products = [event.time_range.start for event in profile.events() if event.name == "aten::mm"]
         assert place == 0 or not any(within("W")), "W ran without its parameters"
@@ -186,7 +187,7 @@ def _accumulate(rank: int, world_size: int) -> None:
     modules: list[Any] = [_stage() for _ in range(RANKS)]
     plain = copy.deepcopy(modules)
     sharded = _shard(modules[place], mesh["replica"], "unsharded")
-    stage = PipelineStage(sharded, place, RANKS, "cpu", group=mesh["pipeline"].get_group())
+    stage = PipelineStage(sharded, place, RANKS, DEVICE, group=mesh["pipeline"].get_group())
     schedule = Schedule1F1B(stage, N, nn.MSELoss())
     batches, targets = torch.randn(2, REPLICAS, 2 * N, WIDTH), torch.randn(2, REPLICAS, 2 * N, WIDTH)
     both = []
@@ -225,7 +226,7 @@ def _fail(rank: int, world_size: int, failing: int) -> tuple[str, float]:
     place = mesh["pipeline"].get_local_rank()
     module = _Breaks()
     sharded: Any = fully_shard(module, mesh=mesh["replica"])
-    stage = PipelineStage(sharded, place, RANKS, "cpu", group=mesh["pipeline"].get_group())
+    stage = PipelineStage(sharded, place, RANKS, DEVICE, group=mesh["pipeline"].get_group())
     schedule = get_schedule_class("ZB-H1")(stage, N, nn.MSELoss())
     batch, target = torch.randn(2 * N, WIDTH), torch.randn(2 * N, WIDTH)
     schedule.step(batch, target=target)
@@ -242,6 +243,7 @@ def _fail(rank: int, world_size: int, failing: int) -> tuple[str, float]:
 # Over gloo, which has no abort, torch's collectives wait until the group's timeout.
 @pytest.mark.sample(2)
 @pytest.mark.skipif("farandole" not in BACKENDS, reason="needs the backend farandole")
+@only_on_cpu("FSDP2 does not wait for GPUs on the host")
 @pytest.mark.parametrize("failing", range(REPLICAS * RANKS))
 def test_replicas_do_not_wait_for_a_rank_that_failed(failing: int) -> None:
     for rank, (error, seconds) in enumerate(run_ranks(_fail, REPLICAS * RANKS, "farandole", failing=failing)):

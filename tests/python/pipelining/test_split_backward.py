@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from farandole.pipelining import PipelineStage, ScheduleZBH1
 from pipelining.pipeline_support import assert_same_gradients, train_alone
+from support.devices import DEVICE
 from support.processes import run_ranks
 
 MICROBATCHES = 4
@@ -92,7 +93,7 @@ def _train(rank: int, world_size: int, around: str, counted: bool) -> None:
     if rank == 1:
         for name, parameter in middle.named_parameters():
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
-    schedule = ScheduleZBH1(PipelineStage(stages[rank], rank, 3, "cpu"), MICROBATCHES, nn.MSELoss())
+    schedule = ScheduleZBH1(PipelineStage(stages[rank], rank, 3, DEVICE), MICROBATCHES, nn.MSELoss())
     batch, target = torch.randn(8, 8), torch.randn(8, 8)
     for step in range(3):
         alone, _, _ = train_alone(copy.deepcopy(stages), nn.MSELoss(), batch, target, MICROBATCHES)
@@ -136,7 +137,7 @@ def test_what_cannot_be_split_is_computed_once_and_said_once(around: str, counte
 def _switch_on(rank: int, world_size: int) -> list[tuple[int, int]]:
     stages: list[nn.Module] = [nn.Linear(8, 8), Middle(_plainly)]
     middle = stages[1]
-    schedule = ScheduleZBH1(PipelineStage(stages[rank], rank, 2, "cpu"), MICROBATCHES, nn.MSELoss())
+    schedule = ScheduleZBH1(PipelineStage(stages[rank], rank, 2, DEVICE), MICROBATCHES, nn.MSELoss())
     counts = []
     for step in range(3):
         middle.around = _checkpointed if step > 0 else _plainly
@@ -168,7 +169,7 @@ def _reduce_between_replicas(rank: int, world_size: int, wrapper: str) -> None:
     alone = [train_alone(copy.deepcopy(stages), nn.MSELoss(), *batch, MICROBATCHES)[0][place] for batch in batches]
     wrap = TorchDDP if wrapper == "torch" else OurDDP
     module = wrap(stages[place], process_group=replicas[place])
-    schedule = ScheduleZBH1(PipelineStage(module, place, 2, "cpu", group=pipelines[replica]), 4, nn.MSELoss())
+    schedule = ScheduleZBH1(PipelineStage(module, place, 2, DEVICE, group=pipelines[replica]), 4, nn.MSELoss())
     for _ in range(2):
         module.zero_grad()
         with warnings.catch_warnings(record=True) as caught:

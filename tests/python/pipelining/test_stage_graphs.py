@@ -24,6 +24,8 @@ from farandole.pipelining import (
     plan,
 )
 from pipelining.pipeline_support import BACKENDS, assert_same_gradients, train_alone
+from pipelining.plan_support import CHANNELS
+from support.devices import DEVICE
 from support.processes import run_ranks
 
 WIDTH = 6
@@ -78,7 +80,7 @@ def _train_with_a_skip(rank: int, world_size: int) -> None:
         net = Net()
         alone = copy.deepcopy(net)
         owners = plan(name, 4, 5, num_ranks=world_size).rank_of_stage
-        stages = [PipelineStage(net.stages[i], i, 4, "cpu") for i, owner in enumerate(owners) if owner == rank]
+        stages = [PipelineStage(net.stages[i], i, 4, DEVICE) for i, owner in enumerate(owners) if owner == rank]
         given = stages[0] if world_size == 4 else stages
         schedule = get_schedule_class(name)(given, 5, nn.MSELoss(), edges=EDGES)
         for rows in (10, 10, 13):
@@ -109,7 +111,7 @@ def _train_by_the_plan_that_was_found(rank: int, world_size: int) -> None:
     # Stage 1 is long: what has the same time for each stage is not what is fastest.
     made = auto_plan(4, 5, [(1, 2, 1, 1), (3, 6, 3, 3), (1, 2, 1, 1), (1, 2, 1, 1)], num_ranks=world_size, edges=EDGES)
     stages = [
-        PipelineStage(net.stages[i], i, 4, "cpu") for i, owner in enumerate(made.plan.rank_of_stage) if owner == rank
+        PipelineStage(net.stages[i], i, 4, DEVICE) for i, owner in enumerate(made.plan.rank_of_stage) if owner == rank
     ]
     outputs_to = {(edge[0], edge[1]): edge[2] for edge in EDGES if len(edge) == 3}
     schedule = ScheduleFromPlan(stages, made.plan, nn.MSELoss(), outputs_to=outputs_to)
@@ -133,8 +135,8 @@ def test_the_plan_that_was_found_for_a_graph_trains_it(world_size: int) -> None:
 
 def _load_graphs(rank: int, world_size: int, folder: str) -> None:
     net = Net()
-    made = lower(plan("ZBV", 4, 5, num_ranks=2, edges=EDGES))
-    stages = [PipelineStage(net.stages[i], i, 4, "cpu") for i, owner in enumerate(made.rank_of_stage) if owner == rank]
+    made = lower(plan("ZBV", 4, 5, num_ranks=2, edges=EDGES), CHANNELS[0])
+    stages = [PipelineStage(net.stages[i], i, 4, DEVICE) for i, owner in enumerate(made.rank_of_stage) if owner == rank]
     file = Path(folder) / f"zbv.{rank}.csv"
     file.write_text(made.to_csv())
     with pytest.raises(
@@ -152,10 +154,10 @@ def _load_graphs(rank: int, world_size: int, folder: str) -> None:
 
     # A schedule knows the graph of its two copies, so that a file that does not say will do.
     model: list[nn.Module] = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
-    two = [PipelineStage(model[i % 2], i, 4, "cpu") for i in (rank, 3 - rank)]
+    two = [PipelineStage(model[i % 2], i, 4, DEVICE) for i in (rank, 3 - rank)]
     _, losses, _ = train_alone(model, nn.MSELoss(), batch[:8], target[:8], 4)
     both = plan("DualPipe", 4, 4, num_ranks=2)
-    for lowered in (both, lower(both)):
+    for lowered in (both, lower(both, CHANNELS[0])):
         for text in (lowered.to_csv(), "".join(",".join(row) + "\n" for row in lowered.actions)):
             file.write_text(text)
             dual = ScheduleDualPipe(two, 4, nn.MSELoss())
@@ -198,7 +200,7 @@ def _encode_and_decode(rank: int, world_size: int) -> None:
     for name in ("GPipe", "1F1B", "ZB-H1"):
         module = modules[rank]
         module.zero_grad()
-        stage = PipelineStage(module, rank, 4, "cpu")
+        stage = PipelineStage(module, rank, 4, DEVICE)
         schedule = get_schedule_class(name)(stage, 4, nn.MSELoss(), edges=[(0, 2), (1, 2), (2, 3)])
         # Both stages that begin get the arguments of their own rank.
         schedule.step(source if rank == 0 else shifted, target=target)
@@ -224,7 +226,7 @@ def _train_two_copies(rank: int, world_size: int) -> None:
             copies.items(), key=lambda item: item[1]
         )  # both ranks of a group at the same time
     }
-    stages = [PipelineStage(module, index, 2 * p, "cpu") for index, module in wrapped.items()]
+    stages = [PipelineStage(module, index, 2 * p, DEVICE) for index, module in wrapped.items()]
     schedule = ScheduleDualPipe(stages, n_microbatches, nn.MSELoss())
     for _ in range(2):
         for module in wrapped.values():
@@ -264,7 +266,7 @@ def _choose_in_both_copies(rank: int, world_size: int) -> None:
     model: list[nn.Module] = [Tanh2(), nn.Linear(WIDTH, WIDTH)]
     batch, target = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
     chain = [nn.Sequential(model[0].go, nn.Tanh()), model[1]]
-    stages = [PipelineStage(model[i % 2], i, 4, "cpu") for i in (rank, 3 - rank)]
+    stages = [PipelineStage(model[i % 2], i, 4, DEVICE) for i in (rank, 3 - rank)]
     schedule = ScheduleDualPipe(stages, 4, nn.MSELoss(), edges=[(0, 1, [1])])
     mine: list[Any] = []
     schedule.step(batch, target=target, losses=mine)
@@ -277,7 +279,7 @@ def test_outputs_are_chosen_in_both_copies() -> None:
 
 
 def _refuse(rank: int, world_size: int) -> None:
-    stage = PipelineStage(nn.Linear(2, 2), rank, 2, "cpu")
+    stage = PipelineStage(nn.Linear(2, 2), rank, 2, DEVICE)
     with pytest.raises(ValueError, match="1"):
         ScheduleGPipe(stage, 2, nn.MSELoss(), edges=[(1, 0)])
     forked = plan("GPipe", 2, 2, edges=[])

@@ -10,6 +10,7 @@ from torch import nn
 
 from farandole.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from pipelining.pipeline_support import BACKENDS, assert_same_gradients, train_alone
+from support.devices import DEVICE
 from support.processes import run_ranks
 
 
@@ -46,7 +47,7 @@ def _train_with_several_tensors(rank: int, world_size: int) -> None:
     for x, y in zip(batch.tensor_split(4), target.tensor_split(4), strict=True):
         (nn.functional.mse_loss(alone_join(*alone_fan(x)), y) / 4).backward()
     for schedule_class in (ScheduleGPipe, Schedule1F1B):
-        stage = PipelineStage((fan, join)[rank], rank, world_size, "cpu")
+        stage = PipelineStage((fan, join)[rank], rank, world_size, DEVICE)
         schedule = schedule_class(stage, 4, nn.functional.mse_loss)
         for _ in range(2):
             stage.submod.zero_grad()
@@ -90,7 +91,7 @@ def _train_unusual(rank: int, world_size: int) -> None:
     torch.manual_seed(2)
     stages: list[nn.Module] = [nn.Identity(), Unusual(), nn.Linear(5, 5).requires_grad_(False), Unusual()]
     batch, target = torch.randn(12, 5), torch.randn(12, 5)
-    schedule = Schedule1F1B(PipelineStage(stages[rank], rank, world_size, "cpu"), 6, nn.MSELoss())
+    schedule = Schedule1F1B(PipelineStage(stages[rank], rank, world_size, DEVICE), 6, nn.MSELoss())
     for _ in range(3):
         stages[rank].zero_grad()
         schedule.step(batch, target=target)
@@ -132,7 +133,7 @@ def _train_with_kwargs(rank: int, world_size: int) -> None:
     torch.manual_seed(3)
     stages = [Scaled(), Scaled()]
     batch, target, factor = torch.randn(6, 4), torch.randn(6, 4), torch.rand(6, 1)
-    stage = PipelineStage(stages[rank], rank, world_size, "cpu")
+    stage = PipelineStage(stages[rank], rank, world_size, DEVICE)
     whole = ScheduleGPipe(stage, 3, nn.MSELoss())
     expected = stages[1](stages[0](batch, factor=factor, times=2), factor=factor, times=2).detach()
     output = whole.step(batch, target=target, factor=factor, times=2)
@@ -173,7 +174,7 @@ def _chunk_along_columns(rank: int, world_size: int) -> None:
     stages = [nn.Tanh(), nn.Softsign()]
     batch = torch.randn(3, 8)
     schedule = ScheduleGPipe(
-        PipelineStage(stages[rank], rank, world_size, "cpu"),
+        PipelineStage(stages[rank], rank, world_size, DEVICE),
         4,
         args_chunk_spec=(TensorChunkSpec(1),),
         output_merge_spec=TensorChunkSpec(1),
@@ -193,7 +194,7 @@ def _evaluate(rank: int, world_size: int) -> None:
     stages = [nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)) for _ in range(world_size)]
     batch, target = torch.randn(9, 4), torch.randn(9, 4)
     stage = stages[rank]
-    schedule = Schedule1F1B(PipelineStage(stage, rank, world_size, "cpu"), 4, nn.MSELoss())
+    schedule = Schedule1F1B(PipelineStage(stage, rank, world_size, DEVICE), 4, nn.MSELoss())
     args = (batch,) if rank == 0 else ()
     kwargs = {"target": target} if rank == world_size - 1 else {}
     for module in stages:

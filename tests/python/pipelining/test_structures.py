@@ -13,6 +13,7 @@ from torch import nn
 
 from farandole.pipelining import PipelineStage, Schedule1F1B, get_schedule_class, plan
 from pipelining.pipeline_support import BACKENDS, assert_same_gradients
+from support.devices import DEVICE
 from support.processes import run_ranks
 
 WIDTH = 5
@@ -96,7 +97,7 @@ def _train(rank: int, world_size: int) -> None:
     for name in ("1F1B", "ZB-H1") if world_size == 4 else ("Interleaved1F1B", "InterleavedZeroBubble", "ZBV"):
         modules = _modules()
         owners = plan(name, 4, n, num_ranks=world_size).rank_of_stage
-        stages = [PipelineStage(modules[i], i, 4, "cpu") for i, owner in enumerate(owners) if owner == rank]
+        stages = [PipelineStage(modules[i], i, 4, DEVICE) for i, owner in enumerate(owners) if owner == rank]
         schedule = get_schedule_class(name)(stages[0] if world_size == 4 else stages, n, nn.MSELoss())
         for rows, factor in ((10, 2.0), (10, 3.0), (10, 1.5), (13, 4.0)):
             modules[0].factor = factor
@@ -149,7 +150,7 @@ def _step(schedule: Any) -> str:
 
 def _change(rank: int, world_size: int) -> None:
     modules = [Returns("a"), TakesAnything(), TakesAnything()]
-    schedule = Schedule1F1B(PipelineStage(modules[rank], rank, world_size, "cpu"), 3, nn.MSELoss())
+    schedule = Schedule1F1B(PipelineStage(modules[rank], rank, world_size, DEVICE), 3, nn.MSELoss())
     assert _step(schedule) == ""
     for beside, expected in (
         ("a" * 300, ""),  # there is room for twice as much, in whole blocks
@@ -213,7 +214,7 @@ def _join(rank: int, world_size: int) -> None:
     alone = copy.deepcopy(modules)
     edges = [(0, 3), (1, 3), (2, 3)]
     owners = plan("Interleaved1F1B", 4, 3, num_ranks=world_size, edges=edges).rank_of_stage
-    stages = [PipelineStage(modules[i], i, 4, "cpu") for i, owner in enumerate(owners) if owner == rank]
+    stages = [PipelineStage(modules[i], i, 4, DEVICE) for i, owner in enumerate(owners) if owner == rank]
 
     def loss_of(output: dict[str, Any], target: torch.Tensor) -> torch.Tensor:
         return nn.functional.mse_loss(output["sum"], target)
@@ -250,7 +251,7 @@ def _declare(rank: int, world_size: int) -> None:
         (good, ""),
         (bad, "the inputs are (float32[2, 5] requires grad, packet[512]), expected as decl"),
     ):
-        stage = PipelineStage(modules[rank], rank, world_size, "cpu", **({"input_args": given} if rank == 1 else {}))
+        stage = PipelineStage(modules[rank], rank, world_size, DEVICE, **({"input_args": given} if rank == 1 else {}))
         error = _step(Schedule1F1B(stage, 3, nn.MSELoss()))
         assert text in error and (text != "" or error == ""), error
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from farandole.pipelining import PipelineStage, Schedule1F1B, get_schedule_class, plan
 from pipelining.pipeline_support import BACKENDS, train_alone
+from support.devices import DEVICE
 from support.processes import run_ranks
 
 RANKS, SHARDS, WIDTH, N = 2, 2, 8, 4
@@ -45,7 +46,7 @@ class _Named(nn.Module):
 def _meshes() -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh("cpu", (RANKS, SHARDS), mesh_dim_names=("pipeline", "shards"))
+    return init_device_mesh(DEVICE, (RANKS, SHARDS), mesh_dim_names=("pipeline", "shards"))
 
 
 def _parallelize(module: nn.Module, mesh: Any, layout: Any, gives_dtensor: bool) -> None:
@@ -84,7 +85,7 @@ def _train(rank: int, world_size: int, seed: int) -> None:
                 if declares and not is_named:
                     given.update(input_args=example, output_args=(example,))
                 stages.append(
-                    PipelineStage(module, index, num_stages, "cpu", group=meshes["pipeline"].get_group(), **given)
+                    PipelineStage(module, index, num_stages, DEVICE, group=meshes["pipeline"].get_group(), **given)
                 )
 
         def loss_fn(output: Any, target: Any) -> Any:
@@ -139,7 +140,7 @@ class _Elsewhere(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Any:
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -169,7 +170,7 @@ def _step_fails(schedule: Any, message: str) -> None:
 def _refuse_unknown(rank: int, world_size: int) -> None:
     """In a process that has no DTensors."""
     module = _Returns(WIDTH, WIDTH)
-    schedule = Schedule1F1B(PipelineStage(module, rank, world_size, "cpu"), 2, nn.MSELoss())
+    schedule = Schedule1F1B(PipelineStage(module, rank, world_size, DEVICE), 2, nn.MSELoss())
     if rank == 0:
         module.what = lambda tensor: _Elsewhere(tensor.detach())
     _step_fails(schedule, "TypeError: .*returned a _Elsewhere, expected a torch.Tensor or a DTensor")
@@ -181,9 +182,9 @@ def _refuse(rank: int, world_size: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate
 
-    mesh = init_device_mesh("cpu", (1, world_size), mesh_dim_names=("shards", "pipeline"))["shards"]
+    mesh = init_device_mesh(DEVICE, (1, world_size), mesh_dim_names=("shards", "pipeline"))["shards"]
     module = _Returns(WIDTH, WIDTH)
-    schedule = Schedule1F1B(PipelineStage(module, rank, world_size, "cpu"), 2, nn.MSELoss())
+    schedule = Schedule1F1B(PipelineStage(module, rank, world_size, DEVICE), 2, nn.MSELoss())
     x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
 
     def dtensor(tensor: torch.Tensor) -> Any:

@@ -19,6 +19,7 @@ from farandole.pipelining import (
     plan,
 )
 from pipelining.pipeline_support import BACKENDS, assert_same_gradients, random_stages, train_alone
+from support.devices import DEVICE
 from support.processes import run_ranks
 
 WIDTH = 6
@@ -84,9 +85,9 @@ def _train_traced(rank: int, world_size: int) -> None:
             owners = plan(name, 4, n, num_ranks=world_size).rank_of_stage
             mine = [i for i, owner in enumerate(owners) if owner == rank]
             if build == "theirs":
-                stages = [pipe.build_stage(i, torch.device("cpu")) for i in mine]
+                stages = [pipe.build_stage(i, torch.device(DEVICE)) for i in mine]
             else:
-                stages = [build_stage(pipe.get_stage_module(i), i, pipe.info(), "cpu") for i in mine]
+                stages = [build_stage(pipe.get_stage_module(i), i, pipe.info(), DEVICE) for i in mine]
             schedule = get_schedule_class(name)(stages[0] if world_size == 4 else stages, n, nn.MSELoss())
             assert (0, 2) in (schedule.plan().edges or []), schedule.plan().edges
             for _ in range(2):
@@ -126,7 +127,7 @@ def _train_beside_torch(rank: int, world_size: int) -> None:
     model = Forked()
     batch, scale, target = torch.randn(8, WIDTH), torch.rand(8, 1), torch.randn(8, 3)
     pipe = _trace(model, batch[:2], scale=scale[:2])
-    stage = pipe.build_stage(rank, torch.device("cpu"))
+    stage = pipe.build_stage(rank, torch.device(DEVICE))
     args = (batch,) if rank == 0 else ()
     kwargs = {"scale": scale} if rank == 0 else {"target": target} if rank == world_size - 1 else {}
     expected = theirs.ScheduleGPipe(stage, 4, nn.MSELoss()).step(*args, **kwargs)
@@ -158,8 +159,8 @@ def _train_manual(rank: int, world_size: int) -> None:
         return lambda: None
 
     group = dist.new_group(list(range(world_size)))
-    cpu = torch.device("cpu")
-    stage = theirs.PipelineStage(modules[rank], rank, world_size, cpu, group=group, dw_builder=dw_builder)
+    device = torch.device(DEVICE)
+    stage = theirs.PipelineStage(modules[rank], rank, world_size, device, group=group, dw_builder=dw_builder)
     schedule = ScheduleGPipe(stage, 3, nn.MSELoss())
     assert schedule._stages[0].group is group
     schedule.step(batch, target=target)
@@ -190,7 +191,7 @@ def _wrap_traced(rank: int, world_size: int) -> None:
     pipe = pipeline(copy.deepcopy(model), mb_args=(batch[:2],), split_spec={"2": SplitPoint.BEGINNING})
     inner = pipe.get_stage_module(index)
     wrapped = nn.parallel.DistributedDataParallel(inner, process_group=replicas[index])
-    stage = build_stage(wrapped, index, pipe.info(), "cpu", pipelines[replica])
+    stage = build_stage(wrapped, index, pipe.info(), DEVICE, pipelines[replica])
     half = slice(4 * replica, 4 * replica + 4)
     ScheduleGPipe(stage, 2, nn.MSELoss()).step(batch[half], target=target[half])
     nn.functional.mse_loss(model(batch), target).backward()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 
 import pytest
 import torch
@@ -11,6 +10,8 @@ from torch import nn
 
 from farandole.pipelining import PipelineStage, Schedule1F1B, plan, simulate
 from pipelining.pipeline_support import BACKENDS
+from pipelining.step_support import pause, prepare_pauses
+from support.devices import DEVICE
 from support.processes import run_ranks
 
 FORWARD, BACKWARD = 0.02, 0.04
@@ -19,12 +20,12 @@ FORWARD, BACKWARD = 0.02, 0.04
 class Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
-        time.sleep(FORWARD)
+        pause(FORWARD)
         return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        time.sleep(BACKWARD)
+        pause(BACKWARD)
         return grad
 
 
@@ -38,7 +39,9 @@ class Slow(nn.Module):
 
 
 def _trace(rank: int, world_size: int):
-    schedule = Schedule1F1B(PipelineStage(Slow(), rank, world_size, "cpu"), 6, nn.MSELoss())
+    prepare_pauses(rank, world_size)
+    schedule = Schedule1F1B(PipelineStage(Slow(), rank, world_size, DEVICE), 6, nn.MSELoss())
+    schedule.times_device = True
     batch, target = torch.randn(6, 2), torch.randn(6, 2)
     for _ in range(2):
         schedule.step(batch, target=target)
@@ -61,10 +64,10 @@ def test_the_trace_follows_the_plan_and_the_bubble_is_the_simulated_one(backend:
 
 
 def _profile(rank: int, world_size: int) -> tuple[list[str], list[str]]:
-    schedule = Schedule1F1B(PipelineStage(nn.Linear(2, 2), rank, world_size, "cpu"), 3, nn.MSELoss())
+    schedule = Schedule1F1B(PipelineStage(nn.Linear(2, 2), rank, world_size, DEVICE), 3, nn.MSELoss())
     batch, target = torch.randn(6, 2), torch.randn(6, 2)
     schedule.step(batch, target=target)
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         schedule.step(batch, target=target)
     events = sorted(profile.events(), key=lambda event: event.time_range.start)
     return schedule.plan().actions[rank], [event.name for event in events if event.name.startswith("PP:")]

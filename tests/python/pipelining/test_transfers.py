@@ -28,6 +28,7 @@ from farandole.pipelining import (
     simulate,
 )
 from pipelining.pipeline_support import BACKENDS
+from support.devices import DEVICE, only_on_cpu
 from support.hosts import Hosts
 from support.processes import run_ranks
 
@@ -61,7 +62,7 @@ class Slow(nn.Module):
 def _steps_by(made: Plan, rank: int, count: int = 5) -> float:
     """The median seconds of a step."""
     owned = [i for i, owner in enumerate(made.rank_of_stage) if owner == rank]
-    stages = [PipelineStage(Slow(8, 0.005), i, made.num_stages, "cpu") for i in owned]
+    stages = [PipelineStage(Slow(8, 0.005), i, made.num_stages, DEVICE) for i in owned]
     schedule = ScheduleFromPlan(stages, made, nn.MSELoss())
     x, y = torch.randn(made.num_microbatches, 8), torch.randn(made.num_microbatches, 8)
     took = []
@@ -72,7 +73,7 @@ def _steps_by(made: Plan, rank: int, count: int = 5) -> float:
 
 
 def _measure(rank: int, world_size: int, width: int, rows: int) -> tuple[StageCosts, str]:
-    stage = PipelineStage(Slow(width, 0.005), rank, world_size, "cpu")
+    stage = PipelineStage(Slow(width, 0.005), rank, world_size, DEVICE)
     schedule = ScheduleZBH1(stage, 8, nn.MSELoss())
     for _ in range(2):
         schedule.step(torch.randn(8 * rows, width), target=torch.randn(8 * rows, width))
@@ -88,6 +89,7 @@ def _choose(rank: int, world_size: int) -> tuple[StageCosts, str, str, float, fl
     return costs, reason, without.chosen.name, _steps_by(made.plan, rank), _steps_by(without.plan, rank)
 
 
+@only_on_cpu("network namespaces")
 def test_over_a_slow_link_messages_take_its_delay_and_another_plan_is_chosen() -> None:
     with Hosts(2, delay=DELAY) as hosts:
         results = run_ranks(_choose, 2, "farandole", timeout=90, enter=hosts.enter((0, 1)))
@@ -101,6 +103,7 @@ def test_over_a_slow_link_messages_take_its_delay_and_another_plan_is_chosen() -
     assert seconds < 0.9 * seconds_without
 
 
+@only_on_cpu("network namespaces")
 def test_over_a_narrow_link_large_messages_take_as_long_as_it_needs_for_them() -> None:
     with Hosts(2, rate="100mbit") as hosts:
         costs, _ = run_ranks(_measure, 2, "farandole", timeout=90, enter=hosts.enter((0, 1)), width=250, rows=2000)[0]
@@ -119,7 +122,7 @@ def _measure_graphs(rank: int, world_size: int, case: str) -> Transfers:
         def forward(self, *given: torch.Tensor) -> torch.Tensor:
             return super().forward(sum(given))  # type: ignore[arg-type]
 
-    stages = [PipelineStage(Stage(4, 4), i, num_stages, "cpu") for i, owner in enumerate(owners) if owner == rank]
+    stages = [PipelineStage(Stage(4, 4), i, num_stages, DEVICE) for i, owner in enumerate(owners) if owner == rank]
     schedule = get_schedule_class(name)(stages[0] if case == "skip" else stages, 4, nn.MSELoss(), edges=edges)
     with pytest.raises(RuntimeError, match=r"measure_transfers\(\) on ranks \[0, 1.*\] before their first step"):
         measure_transfers(schedule)
@@ -155,7 +158,7 @@ def test_messages_over_every_edge_of_any_graph_are_measured(backend: str, case: 
 
 
 def _of_one_rank(rank: int, world_size: int) -> None:
-    schedule = Schedule1F1B(PipelineStage(nn.Linear(2, 2), 0, 1, "cpu"), 2, nn.MSELoss())
+    schedule = Schedule1F1B(PipelineStage(nn.Linear(2, 2), 0, 1, DEVICE), 2, nn.MSELoss())
     schedule.step(torch.randn(4, 2), target=torch.randn(4, 2))
     assert measure_transfers(schedule) == Transfers()
 
@@ -164,6 +167,7 @@ def test_one_rank_has_no_messages() -> None:
     run_ranks(_of_one_rank, 1, "gloo")
 
 
+@only_on_cpu("no tensors")
 def test_costs_bring_their_transfers_unless_others_are_given() -> None:
     seconds = [(1.0, 2.0, 1.0, 1.0)] * 3
     transfers = Transfers({(0, 1): (0.25, 0.5), (1, 2): (3.0, 7.0)})

@@ -1,4 +1,7 @@
-"""All of Megatron-core on the CPU, models and optimizers included: the oracle of whole training programs."""
+"""All of Megatron-core, models and optimizers included: the oracle of whole training programs.
+
+Where the tests are on the CPU it works there, too.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from farandole.bench._megatron_core import find
+from support.devices import ON_CPU
 
 _PACKAGE = "megatron.core"
 _ON_CPU = [
@@ -64,7 +68,7 @@ class _Stream:
 
 
 class _Tracker:
-    """Of random numbers: weights are initialized on the CPU, and nothing is dropped."""
+    """Of random numbers: weights are initialized without it, and nothing is dropped."""
 
     def fork(self, name: str = "") -> Any:
         return contextlib.nullcontext()
@@ -76,8 +80,8 @@ class _Tracker:
         return {}
 
 
-def use_cpu() -> None:
-    """In a rank, before anything of Megatron-core is imported.
+def prepare() -> None:
+    """In a rank, before anything of Megatron-core is imported: it will work on the tests' device.
 
     Raises:
         RuntimeError: something was.
@@ -87,15 +91,8 @@ def use_cpu() -> None:
     find()
     warnings.simplefilter("ignore")  # of what else it would use
     logging.disable(logging.WARNING)
-    sys.meta_path.insert(0, _Finder())
-    for name in ("current_stream", "default_stream", "Stream", "Event"):
-        setattr(torch.cuda, name, lambda *args, **kwargs: _Stream())
-    for name in ("synchronize", "empty_cache"):
-        setattr(torch.cuda, name, lambda *args, **kwargs: None)
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
-    torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment, misc]
-    torch.Tensor.record_stream = lambda *args: None  # type: ignore[assignment, method-assign]
-    _take_tensors_as_splits()
+    if ON_CPU:
+        _use_cpu()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils
@@ -108,6 +105,18 @@ def use_cpu() -> None:
         moe_utils.te_general_gemm = None
     random._CUDA_RNG_STATE_TRACKER, random._CUDA_RNG_STATE_TRACKER_INITIALIZED = _Tracker(), True
     random.initialize_rng_tracker = lambda *args, **kwargs: None
+
+
+def _use_cpu() -> None:
+    sys.meta_path.insert(0, _Finder())
+    for name in ("current_stream", "default_stream", "Stream", "Event"):
+        setattr(torch.cuda, name, lambda *args, **kwargs: _Stream())
+    for name in ("synchronize", "empty_cache"):
+        setattr(torch.cuda, name, lambda *args, **kwargs: None)
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment, misc]
+    torch.Tensor.record_stream = lambda *args: None  # type: ignore[assignment, method-assign]
+    _take_tensors_as_splits()
 
 
 def _take_tensors_as_splits() -> None:

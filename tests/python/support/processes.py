@@ -15,6 +15,8 @@ from collections.abc import Callable, Collection
 from multiprocessing.connection import wait
 from typing import Any
 
+from support.devices import backend_for, entering, on_cpu, patience
+
 # Children are forked from a server that has imported once what most of them use: a rank starts in milliseconds instead
 # of seconds.
 _context = multiprocessing.get_context("forkserver")
@@ -55,19 +57,22 @@ def run_ranks(
     Args:
         fn: a module-level function; its result must pickle.
         world_size: number of processes.
-        backend: given to ``init_process_group`` (with a FileStore); None initializes no group.
-        timeout: seconds for all of it; then every process is killed and RankFailed raised. It is also that of the
-            group, which infinity leaves at ten minutes.
+        backend: given to ``init_process_group`` (with a FileStore), as `devices` has it; None initializes no group.
+        timeout: seconds for all of it, on the CPU; then every process is killed and RankFailed raised. It is also that
+            of the group, which infinity leaves at ten minutes.
         env: environment variables set in every rank before the group is made.
         may_die: ranks that are killed on purpose; their result is None.
         enter: called with the rank first of all in its process (Hosts.enter() gives one).
     """
+    backend = None if backend is None else backend_for(backend)
+    timeout = patience(timeout)
+    entered = entering(world_size, enter)
     with tempfile.TemporaryDirectory(prefix="farandole-test-") as folder:
         processes, pipes = [], []
         for rank in range(world_size):
             ours, theirs = _context.Pipe()
             store = os.path.join(folder, "store")
-            args = (theirs, fn, rank, world_size, backend, store, timeout, env, enter, kwargs)
+            args = (theirs, fn, rank, world_size, backend, store, timeout, env, entered, kwargs)
             process = _context.Process(target=_rank_main, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -151,7 +156,7 @@ def _rank_main(pipe, fn, rank, world_size, backend, store_path, timeout, env, en
         result = fn(rank, world_size, **kwargs)
         if backend is not None and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-        pipe.send((True, result))
+        pipe.send((True, on_cpu(result)))
     except BaseException:
         pipe.send((False, traceback.format_exc()))
         pipe.close()
