@@ -30,11 +30,25 @@ class Channel final : public P2pChannel {
     }
   }
 
-  // The first messages between two ranks connect them, which may block the host or keep messages back, past the order
-  // of the queue: so pairs of ranks connect here, one after another in an order of all ranks. torch's NCCL makes what
-  // its batches go over with all ranks.
+  // The first messages between two ranks connect them. Meanwhile others must not wait on the device for what comes
+  // after them: CUDA frees memory only when the device has done all that it was given, and lets no other thread connect
+  // until then. (An H100, two ranks: a group that was given up freed its memory beside a receive, whose sender waited
+  // for a message of this rank that was not connected.)
   void connect(at::Device device, std::span<const int> peers) override {
-    if (!hasOneQueue_) return;
+    if (hasOneQueue_) return connectInTurn(device, peers);
+    std::vector<Message> words(2 * peers.size());
+    for (std::size_t i = 0; i < words.size(); ++i) {
+      words[i].isSend = i % 2 != 0;
+      words[i].tensor[0] = at::zeros({1}, at::TensorOptions(at::kByte).device(device));
+      start(peers[i / 2], words[i]);
+    }
+    for (Message& word : words) word.wait();
+  }
+
+ private:
+  // Connecting may block the host or keep messages back, past the order of the queue: so pairs of ranks connect one
+  // after another in an order of all ranks. torch's NCCL makes what its batches go over with all ranks.
+  void connectInTurn(at::Device device, std::span<const int> peers) {
     Message word;
     word.tensor[0] = at::zeros({1}, at::TensorOptions(at::kByte).device(device));
     onDevice_->allreduce(word.tensor)->wait();
@@ -48,7 +62,6 @@ class Channel final : public P2pChannel {
     }
   }
 
- private:
   static bool isOnDevice(const Message* message) { return !message->tensor[0].is_cpu(); }
 
   void start(int peer, Message& message) {

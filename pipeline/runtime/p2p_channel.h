@@ -51,7 +51,7 @@ class P2pChannel {
   virtual void post(int peer, std::span<Message* const> batch) = 0;
 
   // By all ranks, before the first message of a tensor on `device`: returns when messages to and from `peers`, which
-  // ascend, need no more preparation. Where messages need not start in their order there is nothing to do.
+  // ascend, need no more preparation.
   virtual void connect(at::Device device, std::span<const int> peers) = 0;
 };
 

@@ -54,8 +54,9 @@ def gather_timeline(schedule: PipelineSchedule) -> _C.SimulationResult:
             f"gather_timeline() on ranks {idle} before their first step, or after one that was refused; expected it after "
             "one that ran"
         )
-    # What a GPU began is as exact as its clock was compared: at most that much before the step.
-    zero = min(began + min(0.0, trace[0][1]) for began, trace, _ in ranks)
+    # A GPU comes to the step when it is done with what it was given before.
+    on_host = stage.device.type == "cpu"
+    zero = min(began if on_host else began + trace[0][1] for began, trace, _ in ranks)
     return _C.measured_step(
         [
             [(action, start + began - zero, end + began - zero) for action, start, end in trace]

@@ -43,7 +43,7 @@ def _trace(rank: int, world_size: int):
     schedule = Schedule1F1B(PipelineStage(Slow(), rank, world_size, DEVICE), 6, nn.MSELoss())
     schedule.times_device = True
     batch, target = torch.randn(6, 2), torch.randn(6, 2)
-    for _ in range(2):
+    for _ in range(3):  # shapes are learned, ranks connected
         schedule.step(batch, target=target)
     return schedule.plan().actions[rank], schedule.last_step_trace(), schedule.last_step_bubble()
 
