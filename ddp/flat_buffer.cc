@@ -49,11 +49,14 @@ void FlatBuffer::free() {
   storage->set_nbytes(0);
 }
 
+// May throw, and be called again.
 void FlatBuffer::restore() {
-  const c10::OptionalDeviceGuard device(data_.device());
   c10::StorageImpl* const storage = data_.storage().unsafeGetStorageImpl();
-  storage->set_data_ptr_noswap(storage->allocator()->allocate(bytes_));
-  storage->set_nbytes(std::exchange(bytes_, 0));
+  if (bytes_ > 0) {
+    const c10::OptionalDeviceGuard device(data_.device());
+    storage->set_data_ptr_noswap(storage->allocator()->allocate(bytes_));
+    storage->set_nbytes(std::exchange(bytes_, 0));
+  }
   zero();
 }
 

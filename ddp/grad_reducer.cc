@@ -179,6 +179,7 @@ bool GradReducer::isReduced() {
 
 void GradReducer::freeGrads() {
   std::lock_guard lock(mutex_);
+  if (areGradsFree_) return;
   checkUsable();
   TORCH_CHECK(gradients_.home() == Gradients::Home::kMainGrad && !inRound_,
               "farandole.ddp: gradients' memory is given back ",

@@ -43,7 +43,7 @@ class Gradients {
   // Whether a kernel has added the gradient to main_grad, so that autograd has none.
   bool isAddedByKernel(int parameter) const { return isAdded_ && isAdded_(parameter); }
 
-  // Whether somebody else than the reducer has put a gradient there.
+  // Whether `.grad` is another tensor than the reducer's: somebody has put it there.
   bool isReplaced(int parameter) const;
 
   // Where the gradients of a bucket are.

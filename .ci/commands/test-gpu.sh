@@ -10,7 +10,7 @@
 #   --limit SECONDS   start no Python test after that time, and report those that have run
 #   --bench           then measure farandole beside NCCL (./dev bench --only cuda)
 #   --build           only build, also without a GPU
-#   -- ARGUMENTS      for pytest: options (-k=name, -x), or paths instead of all below
+#   -- ARGUMENTS      for pytest: options (-k name, -x), or paths instead of all below
 #
 # Runs the C++ tests labelled "gpu", tests/python/gpu, and with their models on GPUs
 # (FARANDOLE_TEST_DEVICE=cuda) the tests of pipelines, data parallelism and Megatron's
@@ -72,7 +72,8 @@ failed=0
 "$CTEST" --test-dir "$BUILD" -L gpu --output-on-failure --no-tests=error --output-junit "$reports/ctest.xml" || failed=1
 options=() paths=()
 for argument in "$@"; do
-  if [[ $argument == -* ]]; then options+=("$argument"); else paths+=("$argument"); fi
+  # What is no path is an option, or the value of one.
+  if [ -e "$ROOT/${argument%%::*}" ]; then paths+=("$argument"); else options+=("$argument"); fi
 done
 if [ ${#paths[@]} -gt 0 ]; then
   of_gpus=() on_gpus=()
@@ -82,11 +83,18 @@ if [ ${#paths[@]} -gt 0 ]; then
 fi
 # run_pytest REPORT PATHS...
 run_pytest() {
-  local report=$reports/$1.xml && shift
+  local report=$reports/$1.xml left=0 status=0 && shift
   [ $# -gt 0 ] || return 0
-  (cd "$ROOT" && "$GPU_PYTHON" -m pytest --session-timeout "$limit" --durations 10 --junitxml "$report" \
-    ${options[@]+"${options[@]}"} "$@") || failed=1
+  if [ "$limit" -gt 0 ]; then
+    left=$((limit - (SECONDS - began)))
+    [ $left -gt 0 ] || { say "  no time is left for $*" && return 0; }
+  fi
+  (cd "$ROOT" && "$GPU_PYTHON" -m pytest --session-timeout $left --durations 10 --junitxml "$report" \
+    ${options[@]+"${options[@]}"} "$@") || status=$?
+  # 5: options have chosen none of these.
+  [ $status -eq 0 ] || { [ $status -eq 5 ] && [ ${#options[@]} -gt 0 ]; } || failed=1
 }
+began=$SECONDS
 run_pytest pytest ${of_gpus[@]+"${of_gpus[@]}"}
 FARANDOLE_TEST_DEVICE=cuda run_pytest pytest-on-gpus ${on_gpus[@]+"${on_gpus[@]}"}
 if [ $bench -eq 1 ]; then

@@ -186,7 +186,8 @@ Status Executor::replay() {
         break;
       case InstructionOp::kWaitSend: traffic_.waitSends(instruction); break;
     }
-    end(time);
+    if (instruction.op != InstructionOp::kForward) markEnd();
+    time.end = now();
     trace_.instructions.push_back(time);
     if (isCompute(instruction.op)) trace_.computeSeconds += time.end - time.start;
   }
@@ -220,6 +221,7 @@ Status Executor::forward(const Instruction& instruction, TimedInstruction& time)
   }
   begin(time);
   compute_.forward(stage, instruction.microbatch, learning_);
+  markEnd();
   if (!agreed_) {
     const double before = now();
     FARANDOLE_RETURN_IF_ERROR(agree());
@@ -238,7 +240,8 @@ Status Executor::transportBroke(const std::string& during) {
 }
 
 std::optional<StepTrace> Executor::lastDeviceTrace() {
-  if (!isDeviceTimed_ || trace_.instructions.empty()) return std::nullopt;
+  const bool hasEnded = trace_.seconds > 0;
+  if (!isDeviceTimed_ || !hasEnded || trace_.instructions.empty()) return std::nullopt;
   const c10::OptionalDeviceGuard device(config_.device);
   const std::vector<DeviceTimes::Clock::time_point> times = deviceTimes_.read(2 * trace_.instructions.size());
   const auto sinceBegin = [this](DeviceTimes::Clock::time_point time) {
@@ -260,9 +263,8 @@ void Executor::begin(TimedInstruction& time) {
   time.start = now();
 }
 
-void Executor::end(TimedInstruction& time) {
+void Executor::markEnd() {
   if (isDeviceTimed_) deviceTimes_.mark(2 * trace_.instructions.size() + 1);
-  time.end = now();
 }
 
 double Executor::now() const {

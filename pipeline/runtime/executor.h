@@ -101,7 +101,7 @@ class Executor {
   Status forward(const Instruction& instruction, TimedInstruction& time);
   Status transportBroke(const std::string& during);
   void begin(TimedInstruction& time);
-  void end(TimedInstruction& time);
+  void markEnd();
   double now() const;
 
   Program program_;

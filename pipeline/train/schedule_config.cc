@@ -56,10 +56,16 @@ Status checkPlacement(const ScheduleConfig& config, const Plan& plan) {
                                  ", which the plan runs on rank " + std::to_string(config.rank()));
 }
 
+bool isFarandole(const c10d::Backend& backend) { return backend.getBackendName() == "farandole"; }
+
+bool isOverUcx(const ScheduleConfig& config) {
+  return config.deviceBackend && isFarandole(*config.deviceBackend) && textSetting("FARANDOLE_CUDA_MESSAGES") == "ucx";
+}
+
 // On a device a host may wait for all that this was given, messages that wait for their peers included: with one queue
 // none waits for what its own rank does later.
 ChannelModel channelOf(const ScheduleConfig& config) {
-  return config.device.is_cpu() ? ChannelModel::kTagged : ChannelModel::kOneQueuePerRank;
+  return config.device.is_cpu() || isOverUcx(config) ? ChannelModel::kTagged : ChannelModel::kOneQueuePerRank;
 }
 
 Status checkDevice(const ScheduleConfig& config) {
@@ -67,8 +73,15 @@ Status checkDevice(const ScheduleConfig& config) {
     return Status::invalidArgument("device is " + config.device.str() +
                                    ", expected cpu or cuda: other devices are not supported yet");
   }
-  if (config.device.is_cpu() || config.numRanks() == 1 || config.deviceBackend) return Status::ok();
-  return Status::invalidArgument("deviceBackend is null, expected one that sends tensors on " + config.device.str());
+  if (config.device.is_cpu()) return Status::ok();
+  if (config.numRanks() > 1 && !config.deviceBackend) {
+    return Status::invalidArgument("deviceBackend is null, expected one that sends tensors on " + config.device.str());
+  }
+  const bool isThere = c10::impl::hasDeviceGuardImpl(config.device.type());
+  const int count = isThere ? c10::impl::VirtualGuardImpl(config.device.type()).deviceCount() : 0;
+  if (count > 0 && config.device.index() < count) return Status::ok();
+  return Status::invalidArgument("device is " + config.device.str() + ", expected one of the " + std::to_string(count) +
+                                 " GPUs that torch finds");
 }
 
 Status checkStages(const ScheduleConfig& config, const Plan& plan) {
@@ -94,13 +107,14 @@ Result<std::vector<std::int32_t>> stagesHere(const ScheduleConfig& config) {
 }
 
 at::Device deviceOf(const ScheduleConfig& config) {
-  if (config.device.is_cpu() || config.device.has_index()) return config.device;
+  if (config.device.is_cpu()) return at::kCPU;
+  if (config.device.has_index()) return config.device;
   return c10::impl::VirtualGuardImpl(config.device.type()).getDevice();
 }
 
 bool hasOneQueue(const ScheduleConfig& config) {
-  if (config.device.is_cpu() || !config.deviceBackend) return false;
-  return config.deviceBackend->getBackendName() != "farandole" || textSetting("CUDA_DEVICE_MAX_CONNECTIONS") == "1";
+  if (config.device.is_cpu() || !config.deviceBackend || isOverUcx(config)) return false;
+  return !isFarandole(*config.deviceBackend) || textSetting("CUDA_DEVICE_MAX_CONNECTIONS") == "1";
 }
 
 Result<Plan> planOf(const ScheduleConfig& config, bool forwardOnly) {

@@ -90,6 +90,8 @@ class DistributedOptimizer(MeasuresGradients, torch.optim.Optimizer):
                 )
         if not models:
             raise ValueError("model=[]: expected at least one DistributedDataParallel")
+        for one in models:
+            one._reducer.check_grads()
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer is a {type(optimizer).__name__}: expected a torch.optim.Optimizer")
         if any(one._tuner is not None and one._tuner.is_pending for one in models):
@@ -262,7 +264,8 @@ class DistributedOptimizer(MeasuresGradients, torch.optim.Optimizer):
 
         ``{"state": {name: {"exp_avg": part, ..., "param": part of the float32 copy}}, "param_groups": [...]}``, where
         parts know their place in the flattened parameter: a checkpoint can be loaded with another number of ranks or
-        another bucket size. Where the optimizer has not stepped, its state is made first, to be loaded into.
+        another bucket size. Where the optimizer has not stepped, or not some of its parameters, their state is made
+        first, by a step that changes nothing, to be loaded into.
         """
         self._check_names("state_dict()")
         if self._exchanges:

@@ -15,7 +15,7 @@ from farandole.ddp._runs import Piece, Run
 from farandole.ddp._settings import counters_of, kept_settings, restore_settings
 
 _MASTER = "param"  # Megatron-core's name of the float32 copy
-_HAS_STEPPED = "has_stepped"  # in param groups; of parameters that may be unused while others are stepped, in each
+_HAS_STEPPED = "has_stepped"  # in param groups, and of each parameter: some may be unused while others are stepped
 
 # The module whose functions take states apart by the parameters of a model. The first that they read is ``state``.
 BY_PARAMETER = "torch.distributed.checkpoint.state_dict"
@@ -121,9 +121,12 @@ def initialize(optimizer: torch.optim.Optimizer, runs: list[Run]) -> bool:
 
     True when it did.
     """
-    if optimizer.state or not runs:
+    if optimizer.state or all(run.stand_in is not None for run in runs):
         return False
     _make(optimizer, runs, runs)
+    for run in runs:
+        if not optimizer.state.get(run.tensor):
+            run.stand_in = {}  # it has none, as plain SGD
     return True
 
 
@@ -200,24 +203,26 @@ def collect(
 
     Numbers as tensors: torch.distributed.checkpoint saves others of rank 0 only. What an optimizer that has not stepped
     has is not what it begins with, so param groups say which it is. Of parameters that were never stepped while others
-    were there is as much, and a word that they were not: a checkpoint is loaded into what is there.
+    were there is as much, made once, and a word that they were not: a checkpoint is loaded into what is there.
     """
     state: dict[str, dict[str, Any]] = {}
     never = _never_stepped(optimizer, runs)
-    if never:
-        _make(optimizer, runs, never)
+    lacking = [run for run in never if run.stand_in is None]
+    if lacking:
+        _make(optimizer, runs, lacking)
+        for run in lacking:
+            run.stand_in = optimizer.state.pop(run.tensor, {})
     for run in runs:
-        if run.may_be_unused:
-            state.setdefault(run.pieces[0].name, {})[_HAS_STEPPED] = torch.tensor(has_stepped and run not in never)
-        for key, value in _values_of(optimizer, run).items():
+        for piece in run.pieces:
+            state.setdefault(piece.name, {})[_HAS_STEPPED] = torch.tensor(has_stepped and run not in never)
+        values = _values_of(optimizer, run) | ((run.stand_in or {}) if run in never else {})
+        for key, value in values.items():
             if isinstance(value, (int, float)):
                 value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
             for piece in run.pieces:
                 is_parted = _is_parted(key, value, run)
                 part = FlatPart(piece.of(value), piece.begin, piece.parameter.numel()) if is_parted else value
                 state.setdefault(piece.name, {})[key] = part
-    for run in never:
-        optimizer.state.pop(run.tensor, None)
     groups = [
         {key: value for key, value in group.items() if key != "params"}
         | {"params": list(group_names), _HAS_STEPPED: has_stepped}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,6 +72,7 @@ class Run:
         self._grads = grads
         self._shown = shown
         self._is_copy = False  # what was taken is one of main_grad
+        self.stand_in: dict[str, Any] | None = None  # for the state of one that was never stepped, to be loaded into
         self.has_master = data.dtype in _MASTERED
         master = data.detach().to(torch.float32).contiguous() if self.has_master else data.detach()
         self.tensor = torch.nn.Parameter(master)

@@ -56,6 +56,7 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
             raise TypeError(f"module is a {type(module).__name__}: expected a torch.nn.Module")
         check(ddp_config)
         self._input_device = None
+        self._hidden = []
         self.broadcast_buffers = False
         self.config = config
         self.ddp_config = ddp_config
@@ -174,8 +175,8 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
 
     def offload_grad_buffers(self, synchronize: bool = True, empty_cache: bool = True) -> None:
         """Gives back the memory of gradients, which are lost, while others need it: between steps, until
-        :meth:`restore_grad_buffers`. Whatever has to do with gradients raises meanwhile; ``main_grad`` stays the same
-        tensor, and must not be touched.
+        :meth:`restore_grad_buffers`. Forwards, backwards and optimizers' steps raise meanwhile; ``main_grad`` stays the
+        same tensor, and must not be touched. Once more it does nothing.
 
         Args:
             synchronize: wait for the GPU before.
@@ -187,6 +188,7 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
         if synchronize and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._reducer.free_grads()
+        self._hide_grads()
         if empty_cache and self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -197,6 +199,7 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
             synchronize: wait for the GPU after it.
         """
         self._reducer.restore_grads()
+        self._show_grads()
         if synchronize and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

@@ -219,7 +219,7 @@ class PipelineSchedule(metaclass=RefusesOnAllRanks):
     def last_step_bubble(self) -> float:
         """The part of the last step in which this rank did not compute: 0 to 1. On a GPU as :meth:`last_step_trace`."""
         times = step_times(self._last_executor, self._device)
-        if times is None:
+        if times is None or times.seconds == 0:  # it broke
             raise RuntimeError("last_step_bubble() before the first step, or after one that was refused")
         return 1 - times.compute_seconds / times.seconds
 

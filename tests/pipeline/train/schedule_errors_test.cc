@@ -100,6 +100,9 @@ TEST_F(ScheduleErrors, OfADeviceReachEveryRank) {
   };
   refused(at::kMeta, "device is meta, expected cpu or cuda");
   refused(at::Device(at::kCUDA, 0), "deviceBackend is null, expected one that sends tensors on cuda:0");
+  Ranks alone({.name = "GPipe", .numMicrobatches = 2}, *makePlan("GPipe", {1, 1, 2}), makeLayers(1, 7),
+              [](int, ScheduleConfig& own) { own.device = at::Device(at::kCUDA, 99); });
+  expectErrors(alone.step(goodBatch()), "device is cuda:99, expected one of the ");
 }
 
 TEST_F(ScheduleErrors, OfSeveralRanksAreAllTold) {

@@ -72,6 +72,51 @@ def _saved_and_loaded(rank: int, world_size: int, folder: str) -> None:
                     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7, msg=where)
 
 
+_KINDS = [{}, {"unused_parameters": "skip"}, {"use_distributed_optimizer": True}, {"grad_reduce_in_fp32": True}]
+
+
+def _of_any_kind(rank: int, world_size: int, folder: str) -> None:
+    for number, saving in enumerate(_KINDS):
+        for other, loading in enumerate(_KINDS):
+            values = []
+            for kind in (saving, loading):
+                model = DistributedDataParallel(_Branches(), **kind)
+                optimizer = DistributedOptimizer(torch.optim.Adam(model.parameters()), model)
+                both = {"model": model.module, "optimizer": optimizer}
+                if not values:
+                    _train(model, optimizer, [True, True])
+                    dcp.save(both, checkpoint_id=f"{folder}/{number} {other}")
+                else:
+                    dcp.load(both, checkpoint_id=f"{folder}/{number} {other}")
+                _train(model, optimizer, [True])
+                values.append([parameter.detach() for parameter in model.module.parameters()])
+            for ours, theirs in zip(*values, strict=True):
+                torch.testing.assert_close(theirs, ours, msg=f"{saving} saved, {loading} loads, rank {rank}")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_wrappers_of_any_kind_load_what_those_of_another_have_saved(backend: str, tmp_path: Path) -> None:
+    run_ranks(_of_any_kind, 2, backend, timeout=90, folder=str(tmp_path))
+
+
+def _saved_often(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(_Branches(), unused_parameters="skip")
+    for make in _MAKERS.values():
+        plain = make(model.parameters())
+        optimizer = DistributedOptimizer(plain, model)
+        _train(model, optimizer, [False])
+        steps: list[int] = []
+        plain.register_step_post_hook(lambda *_, steps=steps: steps.append(1))
+        states = [optimizer.state_dict() for _ in range(3)]
+        assert len(steps) <= 1  # to make what is lacking, once
+        for state in states:
+            assert state["state"]["other.weight"].keys() == state["state"]["one.weight"].keys()
+
+
+def test_state_that_is_lacking_is_made_once() -> None:
+    run_ranks(_saved_often, 2, "gloo")
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_parameters_that_were_never_stepped_are_so_after_a_checkpoint(backend: str, tmp_path: Path) -> None:
     run_ranks(_saved_and_loaded, 2, backend, timeout=90, folder=str(tmp_path))

@@ -13,6 +13,7 @@ from farandole import megatron
 from farandole.ddp import DistributedOptimizer
 from megatron_api.data_parallel_support import Network, collection_of
 from pipelining.pipeline_support import BACKENDS
+from support.devices import DEVICE
 from support.processes import run_ranks
 
 
@@ -56,14 +57,21 @@ def _given_back(rank: int, world_size: int, sharded: bool, fp32: bool) -> None:
             lambda: kept.scale_gradients(torch.tensor(2.0)),
             kept.start_grad_sync,
             kept.finish_grad_sync,
-            kept.offload_grad_buffers,
+            lambda: DistributedOptimizer(torch.optim.Adam(kept.parameters()), kept),
         ]
+        kept.offload_grad_buffers()  # nothing, the second time
         if loss is not None:
             refused.append(loss.backward)
         for call in refused:
             with pytest.raises(RuntimeError, match=r"given back by offload_grad_buffers\(\): call restore"):
                 call()
-        for call in (optimizers[0].step, lambda: optimizers[0].clip_grad_norm_(1.0)):
+        scaler = torch.amp.GradScaler(DEVICE)
+        scaler.scale(torch.ones(1))
+        for call in (
+            optimizers[0].step,
+            lambda: optimizers[0].clip_grad_norm_(1.0),
+            lambda scaler=scaler: scaler.unscale_(optimizers[0]),
+        ):
             with pytest.raises(RuntimeError, match="gradients were not reduced"):
                 call()
         kept.zero_grad()  # what autograd has left of the backward that was refused
