@@ -12,6 +12,7 @@ from torch import nn
 from farandole.megatron import parallel_state as own_state
 from farandole.megatron._calls import call_with_what_it_takes
 from farandole.megatron._config import StepConfig
+from farandole.megatron._ddp import DistributedDataParallel
 from farandole.megatron._models import get_attr_wrapped_model, get_model_config
 from farandole.megatron._routers import reset_counts, update_expert_bias, update_quantile_bias
 from farandole.megatron._timing import timed
@@ -155,12 +156,25 @@ def _sum_together(grads: list[torch.Tensor], group: Any) -> None:
             grad.copy_(reduced.view_as(grad))
 
 
+def _make_whole(chunk: nn.Module) -> None:
+    """Of a sharded chunk a rank has its part of each gradient, which on another stage may be another part."""
+    if isinstance(chunk, DistributedDataParallel):
+        chunk.finish_grad_sync(force_all_reduce=True)
+
+
+def _is_of_pipeline(parameter: nn.Parameter) -> bool:
+    return getattr(parameter, "pipeline_parallel", False)
+
+
 @torch.no_grad()
 def _sum_over_pipeline(model: Sequence[nn.Module], group: Any) -> None:
+    for chunk in model:
+        if any(map(_is_of_pipeline, chunk.parameters())):
+            _make_whole(chunk)
     by_name: dict[str, list[torch.Tensor]] = {}
     for name, parameter in _trainable(model):
         grad = _grad_of(parameter)
-        if getattr(parameter, "pipeline_parallel", False) and grad is not None:
+        if _is_of_pipeline(parameter) and grad is not None:
             by_name.setdefault(name, []).append(grad)
     for first, *others in by_name.values():
         for other in others:
@@ -200,6 +214,8 @@ def _sum_embedding(weight_of: Any, model: Sequence[nn.Module], config: Any, grou
     weight = weight_of(chunk, config)
     grad = None if weight is None else _grad_of(weight)
     if grad is not None:
+        if not getattr(weight, "shared_embedding", False):  # else it has a bucket of its own, alike on all stages
+            _make_whole(chunk)
         dist.all_reduce(grad, group=group)
 
 
