@@ -206,8 +206,8 @@ def collect(
     were there is as much, made once, and a word that they were not: a checkpoint is loaded into what is there.
     """
     state: dict[str, dict[str, Any]] = {}
-    never = _never_stepped(optimizer, runs)
-    lacking = [run for run in never if run.stand_in is None]
+    never = set(_never_stepped(optimizer, runs))
+    lacking = [run for run in runs if run in never and run.stand_in is None]
     if lacking:
         _make(optimizer, runs, lacking)
         for run in lacking:
