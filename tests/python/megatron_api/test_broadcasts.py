@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import random
+import copy
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from farandole import megatron
 from farandole.ddp import DistributedOptimizer
-from megatron_api.data_parallel_support import Network, collection_of
+from megatron_api.data_parallel_support import collection_of
 from pipelining.pipeline_support import BACKENDS
 from support.processes import run_ranks
 
@@ -22,21 +23,22 @@ def _broadcast_meanwhile(rank: int, world_size: int) -> None:
     config = megatron.DistributedDataParallelConfig(
         use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True
     )
-    module = Network(random.Random(3), torch.float32)
+    torch.manual_seed(3)
+    module = nn.Sequential(nn.Linear(4, 50), nn.Tanh(), nn.Linear(50, 8))  # each rank has a part of it
+    alone = copy.deepcopy(module)
     model = megatron.DistributedDataParallel(
         SimpleNamespace(), config, module, pg_collection=collection_of(group, group)
     )
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    alone = Network(random.Random(3), torch.float32)
     plain = torch.optim.SGD(alone.parameters(), lr=0.1)
     x = torch.ones(3, 4)
     for _ in range(3):
         model.zero_grad_buffer()
         optimizer.zero_grad()
         plain.zero_grad()
-        model(x).backward()
+        model(x).sum().backward()
         model.finish_grad_sync()
-        alone(x).backward()
+        alone(x).sum().backward()
         time.sleep(0.2 * rank)  # others bring their parts later than rank 0 could send what it has
         optimizer.step()
         model.broadcast_params()

@@ -214,3 +214,18 @@ def test_edges_of_auto_plan_are_checked_and_may_name_outputs() -> None:
         auto_plan(3, 4, even, edges=[(0, 3)])
     with pytest.raises(ValueError, match=r"edges\[1\] is \(1,\), expected \(from, to\) or \(from, to, outputs\)"):
         auto_plan(3, 4, even, edges=[(0, 1), (1,)])  # type: ignore[list-item]
+
+
+def test_counts_that_are_no_int_are_named() -> None:
+    with pytest.raises(TypeError, match=r"num_stages is 2\.0, expected an int"):
+        plan("1F1B", 2.0, 4)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="n_microbatches is '4', expected an int"):
+        plan("1F1B", 2, "4")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"num_ranks is 1\.5, expected an int"):
+        plan("1F1B", 2, 4, num_ranks=1.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"microbatch_group is 2\.0, expected an int"):
+        plan("Interleaved1F1B", 4, 4, num_ranks=2, microbatch_group=2.0)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="name is 1, expected one of"):
+        plan(1, 2, 4)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"n_microbatches is 4\.0, expected an int"):
+        auto_plan(2, 4.0, [(1.0, 2.0, 1.0, 1.0)] * 2)  # type: ignore[arg-type]
