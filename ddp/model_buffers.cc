@@ -182,7 +182,6 @@ std::vector<at::Tensor> ModelBuffers::partsOf(int bucket, const std::vector<at::
 }
 
 void ModelBuffers::freeGrads() {
-  for (int parameter = 0; parameter < static_cast<int>(parameters_.size()); ++parameter) forgetMoved(parameter);
   for (FlatBuffer& buffer : grads_) buffer.free();
 }
 

@@ -57,7 +57,7 @@ class ModelBuffers {
   // Where a bucket's gradients lie, one after another, if those of some parameters lie there; empty if none does.
   std::vector<at::Tensor> partsOf(int bucket, const std::vector<at::Tensor>& elsewhere) const;
 
-  // As FlatBuffer's; what has moved is in the buffers again.
+  // As FlatBuffer's, where no gradient has moved.
   void freeGrads();
   void restoreGrads();
 

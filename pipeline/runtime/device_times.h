@@ -23,7 +23,7 @@ class DeviceTimes {
   void mark(std::size_t number);
 
   // When the device came to the marks up to `count`, all of which are set, on the host's clock: it waits for the
-  // device's current stream once. Late by what it takes the host to wake up, tens of microseconds, all by the same.
+  // device's current stream once. Late by what it takes the host to wake up, all by the same.
   std::vector<Clock::time_point> read(std::size_t count);
 
  private:

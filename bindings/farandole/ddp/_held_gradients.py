@@ -23,7 +23,6 @@ class HoldsGradients(torch.nn.Module):
     _trainable: dict[str, torch.nn.Parameter]
     _is_added: Callable[[int], bool] | None
     _optimizers: weakref.WeakSet[DistributedOptimizer]  # that may have copies of gradients
-    _hidden: list[tuple[torch.Tensor, torch.Tensor | None]]  # what optimizers step, with gradients without memory
 
     def zero_grad_buffer(self) -> None:
         """Zeroes every ``main_grad``, and with it every ``.grad`` that is one, by one kernel per buffer."""
@@ -55,19 +54,6 @@ class HoldsGradients(torch.nn.Module):
         """Multiplies every ``main_grad``: e.g. by one over the number of tokens."""
         self._reducer.scale_grads(scaling_factor)
         self._scale_copies(scaling_factor)
-
-    def _hide_grads(self) -> None:
-        """From optimizers, and scalers that come to theirs: their memory is given back."""
-        for optimizer in self._optimizers:
-            for one in (*optimizer._runs, *optimizer._graded):
-                self._hidden.append((one.tensor, one.tensor.grad))
-        for tensor, _ in self._hidden:
-            tensor.grad = None
-
-    def _show_grads(self) -> None:
-        for tensor, grad in reversed(self._hidden):
-            tensor.grad = grad
-        self._hidden = []
 
     @torch.no_grad()
     def _scale_copies(self, factor: float | torch.Tensor) -> None:

@@ -56,7 +56,7 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
             raise TypeError(f"module is a {type(module).__name__}: expected a torch.nn.Module")
         check(ddp_config)
         self._input_device = None
-        self._hidden = []
+        self._hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # of optimizers: gradients without memory
         self.broadcast_buffers = False
         self.config = config
         self.ddp_config = ddp_config
@@ -188,7 +188,11 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
         if synchronize and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._reducer.free_grads()
-        self._hide_grads()
+        # Scalers would read what optimizers have of them.
+        graded = (one for optimizer in self._optimizers for one in (*optimizer._runs, *optimizer._graded))
+        for tensor in dict.fromkeys(one.tensor for one in graded if one.tensor.grad is not None):
+            self._hidden.append((tensor, tensor.grad))
+            tensor.grad = None
         if empty_cache and self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -199,7 +203,9 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
             synchronize: wait for the GPU after it.
         """
         self._reducer.restore_grads()
-        self._show_grads()
+        for tensor, grad in self._hidden:
+            tensor.grad = grad
+        self._hidden.clear()
         if synchronize and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

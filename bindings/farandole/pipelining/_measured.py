@@ -24,7 +24,7 @@ def gather_timeline(schedule: PipelineSchedule) -> _C.SimulationResult:
     The step begins, at 0 s, with the rank that began first, and ends with the last action of any rank; what ranks do
     after their last action (agreeing that nobody failed) is not part of it. Clocks of several hosts are compared by
     messages, to half of a round trip. On GPUs it is the step as they ran it, which is waited for; their clocks are
-    compared with their hosts', to tens of microseconds, and messages are shown where the rank's stream was when they were
+    compared with their hosts', to what a host takes to wake up, and messages are shown where the rank's stream was when they were
     posted, since they are on others.
 
         measured = gather_timeline(schedule)

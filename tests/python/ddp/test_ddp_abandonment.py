@@ -18,7 +18,10 @@ RANKS, CULPRIT = 3, 1
 GROUP_TIMEOUT, AT_ONCE = (60, 5.0) if ON_CPU else (120, 20.0)
 # Where a rank that gives the group up ends what is under way on the others.
 ENDING = [
-    pytest.param(name, marks=[only_on_cpu("torch's NCCL waits until its timeout")] if name == "gloo" else [])
+    pytest.param(
+        name,
+        marks=[only_on_cpu("torch's NCCL does not tell ranks that wait of one that gave up")] if name == "gloo" else [],
+    )
     for name in BACKENDS
 ]
 
