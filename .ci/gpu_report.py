@@ -2,7 +2,7 @@
 
 usage: gpu_report.py REPORTS [--probe JSON]
 
-Reads ctest.xml, pytest.xml and pytest-on-gpus.xml in the folder REPORTS, and bench.json, as far as they are there;
+Reads ctest.xml, pytest/*.xml and pytest-on-gpus/*.xml in the folder REPORTS, and bench.json, as far as they are there;
 writes figures.json and prints it, too. Figures are what tests note with pytest's record_property. Fails when a test
 failed, or when none of a report ran.
 """
@@ -48,10 +48,10 @@ def collect(reports: pathlib.Path) -> dict[str, Any]:
     parts: dict[str, dict[str, Any]] = {}
     reasons: collections.Counter[str] = collections.Counter()
     failures, figures, placements = {}, {}, set()
-    for name in ("ctest", "pytest", "pytest-on-gpus"):
-        if not (reports / f"{name}.xml").is_file():
-            continue
-        for case in ElementTree.parse(reports / f"{name}.xml").iter("testcase"):
+    files = [("ctest", file) for file in reports.glob("ctest.xml")]
+    files += [(name, file) for name in ("pytest", "pytest-on-gpus") for file in sorted(reports.glob(f"{name}/*.xml"))]
+    for name, file in files:
+        for case in ElementTree.parse(file).iter("testcase"):
             outcome, why = outcome_of(case)
             label = f"{name}: {part_of(name, case)}"
             part = parts.setdefault(label, dict.fromkeys(OUTCOMES, 0) | {"seconds": 0.0})

@@ -1,34 +1,36 @@
 #!/usr/bin/env bash
 # Run the tests that need a GPU, where there is one.
 #
-# usage: ./dev test-gpu [--kit FOLDER | --no-kit] [--limit SECONDS] [--bench] [--build] [-- ARGUMENTS]
+# usage: ./dev test-gpu [--kit FOLDER | --no-kit] [--jobs N] [--limit SECONDS] [--bench] [--build] [-- ARGUMENTS]
 #
 #   --kit FOLDER      build from a kit (./dev gpu-kit) and from what this machine has,
 #                     without package registries: the interpreter is FARANDOLE_PYTHON or
 #                     python3, which has torch (default: build/gpu-kit where it is there)
 #   --no-kit          the environment of ./dev test, also where there is a kit
+#   --jobs N          run so many files of Python tests at a time (default: by the cores)
 #   --limit SECONDS   start no Python test after that time, and report those that have run
 #   --bench           then measure farandole beside NCCL (./dev bench --only cuda)
 #   --build           only build, also without a GPU
 #   -- ARGUMENTS      for pytest: options (-k name, -x), or paths instead of all below
 #
-# Runs the C++ tests labelled "gpu", tests/python/gpu, and with their models on GPUs
-# (FARANDOLE_TEST_DEVICE=cuda) the tests of pipelines, data parallelism and Megatron's
-# API, which ./dev test runs on the CPU. Ends with a table of what ran, what was
-# skipped and why, and with the same as JSON, which is left with the reports in
-# JUnit's format in build/gpu/reports. Where there is no GPU it says why and succeeds.
+# Runs the C++ tests labelled "gpu", tests/python/gpu, and with their models and tensors
+# on GPUs (FARANDOLE_TEST_DEVICE=cuda) the tests of pipelines, data parallelism,
+# Megatron's API, the sparse train pipeline and the backend, which ./dev test runs on the
+# CPU. Ends with a table of what ran, what was skipped and why, and with the same as
+# JSON, which is left with the reports in JUnit's format in build/gpu/reports. Where
+# there is no GPU it says why and succeeds.
 
 source "$ROOT/.ci/lib/setup.sh"
 source "$ROOT/.ci/lib/gpu.sh"
 
-kit= limit=0 bench=0 only_build=0
-of_gpus=(tests/python/gpu) on_gpus=(tests/python/{pipelining,ddp,megatron_api})
+kit= limit=0 jobs= bench=0 only_build=0
 [ ! -f "$ROOT/build/gpu-kit/MANIFEST" ] || kit=$ROOT/build/gpu-kit
 while [ $# -gt 0 ]; do
   case $1 in
     --kit) kit=${2:?--kit needs a folder} && shift ;;
     --no-kit) kit= ;;
     --limit) limit=${2:?--limit needs a number} && shift ;;
+    --jobs) jobs=${2:?--jobs needs a number} && shift ;;
     --bench) bench=1 ;;
     --build) only_build=1 ;;
     --) shift && break ;;
@@ -37,6 +39,7 @@ while [ $# -gt 0 ]; do
   shift
 done
 [[ $limit =~ ^[0-9]+$ ]] || die "test-gpu: --limit is '$limit'; expected seconds"
+[[ $jobs =~ ^([1-9][0-9]*)?$ ]] || die "test-gpu: --jobs is '$jobs'; expected a number of files"
 [ -z "$kit" ] || [ -f "$kit/MANIFEST" ] || die "test-gpu: --kit $kit: expected a folder that ./dev gpu-kit made"
 
 # probe WHAT INTERPRETER: sets FOUND; without a GPU it ends here.
@@ -69,34 +72,8 @@ say "  $FOUND"
 reports=$ROOT/build/gpu/reports
 rm -rf "$reports" && mkdir -p "$reports"
 failed=0
-"$CTEST" --test-dir "$BUILD" -L gpu --output-on-failure --no-tests=error --output-junit "$reports/ctest.xml" || failed=1
-options=() paths=()
-for argument in "$@"; do
-  # What is no path is an option, or the value of one.
-  if [ -e "$ROOT/${argument%%::*}" ]; then paths+=("$argument"); else options+=("$argument"); fi
-done
-if [ ${#paths[@]} -gt 0 ]; then
-  of_gpus=() on_gpus=()
-  for path in "${paths[@]}"; do
-    if [[ $path == *tests/python/gpu* ]]; then of_gpus+=("$path"); else on_gpus+=("$path"); fi
-  done
-fi
-# run_pytest REPORT PATHS...
-run_pytest() {
-  local report=$reports/$1.xml left=0 status=0 && shift
-  [ $# -gt 0 ] || return 0
-  if [ "$limit" -gt 0 ]; then
-    left=$((limit - (SECONDS - began)))
-    [ $left -gt 0 ] || { say "  no time is left for $*" && return 0; }
-  fi
-  (cd "$ROOT" && "$GPU_PYTHON" -m pytest --session-timeout $left --durations 10 --junitxml "$report" \
-    ${options[@]+"${options[@]}"} "$@") || status=$?
-  # 5: options have chosen none of these.
-  [ $status -eq 0 ] || { [ $status -eq 5 ] && [ ${#options[@]} -gt 0 ]; } || failed=1
-}
-began=$SECONDS
-run_pytest pytest ${of_gpus[@]+"${of_gpus[@]}"}
-FARANDOLE_TEST_DEVICE=cuda run_pytest pytest-on-gpus ${on_gpus[@]+"${on_gpus[@]}"}
+"$CTEST" --test-dir "$BUILD" -L gpu --parallel 8 --output-on-failure --no-tests=error --output-junit "$reports/ctest.xml" || failed=1
+(cd "$ROOT" && "$GPU_PYTHON" .ci/gpu_tests.py ${jobs:+--jobs "$jobs"} --limit "$limit" "$reports" "$@") || failed=1
 if [ $bench -eq 1 ]; then
   (cd "$ROOT" && "$GPU_PYTHON" -m farandole.bench --only cuda --json "$reports/bench.json") || failed=1
 fi

@@ -269,8 +269,9 @@ BENCH = {
 
 @pytest.mark.parametrize(("more", "status"), [("", 0), (FAILED, 1)])
 def test_the_report_says_what_ran_what_was_skipped_and_why(tmp_path, more, status):
-    (tmp_path / "pytest.xml").write_text(PYTEST.format(more=more))
-    (tmp_path / "pytest-on-gpus.xml").write_text(PYTEST.format(more=""))
+    for report, text in (("pytest", more), ("pytest-on-gpus", "")):
+        (tmp_path / report).mkdir()
+        (tmp_path / report / "gpu-test_streams.py.xml").write_text(PYTEST.format(more=text))
     (tmp_path / "ctest.xml").write_text(CTEST)
     (tmp_path / "bench.json").write_text(json.dumps(BENCH))
     shown = run(sys.executable, ".ci/gpu_report.py", str(tmp_path), "--probe", '{"devices": ["a GPU"]}')
@@ -293,7 +294,8 @@ def test_the_report_says_what_ran_what_was_skipped_and_why(tmp_path, more, statu
 
 def test_where_all_is_skipped_the_report_fails(tmp_path):
     skipped = PYTEST.format(more="").replace("<properties>", "<skipped/><properties>")
-    (tmp_path / "pytest.xml").write_text(skipped)
+    (tmp_path / "pytest").mkdir()
+    (tmp_path / "pytest" / "test_streams.xml").write_text(skipped)
     assert run(sys.executable, ".ci/gpu_report.py", str(tmp_path)).returncode == 1
 
 

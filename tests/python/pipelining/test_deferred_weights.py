@@ -147,8 +147,8 @@ def test_what_is_put_off_runs_in_its_own_w_or_at_once_after_a_whole_backward() -
 
 
 def _fail(rank: int, world_size: int) -> None:
-    n, batch, target = 4, torch.randn(8, WIDTH), torch.randn(8, WIDTH)
     torch.manual_seed(2)
+    n, batch, target = 4, torch.randn(8, WIDTH), torch.randn(8, WIDTH)
     modules = [Deferred() for _ in range(world_size)]
     plain = copy.deepcopy(modules)
     module = modules[rank]

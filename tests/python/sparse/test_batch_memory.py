@@ -15,10 +15,9 @@ from farandole.sparse import (
     TrainPipelineBase,
     TrainPipelineSparseDist,
 )
+from support.devices import DEVICE
 from support.processes import run_ranks
 from support.recommenders import Batch, Recommender, drain, made, make_batches
-
-CPU = torch.device("cpu")
 
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "base": (TrainPipelineBase, {}),
@@ -30,7 +29,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 class Held(Batch):
     def to(self, device: torch.device, non_blocking: bool = False) -> Held:
-        return self
+        return Held(*(part.to(device, non_blocking=non_blocking) for part in (self.ids, self.dense, self.labels)))
 
 
 def loader(seed: int, number: int) -> Iterator[Held]:
@@ -50,7 +49,7 @@ def let_go(rank: int, world_size: int, kind: str, threads: bool) -> None:
         losses.register_hook(lambda _: gone.append(whole() is None and ids() is None))
         return losses, output
 
-    pipeline = make(model, optimizer, CPU, load_on_thread=threads, custom_model_fwd=forward, **options)
+    pipeline = make(model, optimizer, DEVICE, load_on_thread=threads, custom_model_fwd=forward, **options)
     assert len(drain(pipeline, loader(3, 7))) == 7
     assert gone == [True] * 7
 

@@ -13,10 +13,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchsDdp
 
 from farandole.ddp import DistributedDataParallel as OurDdp
 from farandole.sparse import TrainPipelineSparseDist
+from support.devices import DEVICE
 from support.processes import run_ranks
-from support.recommenders import Recommender, assert_same, make_batches
-
-CPU = torch.device("cpu")
+from support.recommenders import Recommender, assert_same, make_batches, on_device
 
 
 class WithHead(Recommender):
@@ -60,7 +59,7 @@ def count_reductions(rank: int, world_size: int, how: str, grad_accum: int) -> N
 
     for name, wrapper in wrappers.items():
         wrapper.register_comm_hook(name, counted)
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, strict=True, grad_accum=grad_accum)
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, strict=True, grad_accum=grad_accum)
     batches = make_batches(1, 7)
     iterator, outputs = iter(batches), []
     for index in range(7):
@@ -76,7 +75,7 @@ def count_reductions(rank: int, world_size: int, how: str, grad_accum: int) -> N
             plain_optimizer.zero_grad()
         for wrapper in plain_wrappers.values():
             wrapper.require_backward_grad_sync = is_last
-        losses, output = plain(batch)
+        losses, output = plain(on_device(batch))
         torch.sum(losses / grad_accum, dim=0).backward()
         assert torch.equal(outputs[index], output), index
         if is_last:

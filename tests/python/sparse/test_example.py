@@ -12,6 +12,9 @@ import torch
 
 import farandole
 from farandole.sparse._requirements import torchrec_reason
+from support.devices import only_on_cpu
+
+pytestmark = only_on_cpu("an example for CPU")
 
 EXAMPLES = pathlib.Path(__file__).resolve().parents[3] / "examples"
 

@@ -12,15 +12,16 @@ import torch.distributed as dist
 from farandole._C import Presence, ProfilerRange
 from farandole.sparse._exchange import SplitsExchange
 from farandole.sparse._exchange_group import ExchangeGroup
+from support.devices import DEVICE, only_on_cpu
 from support.processes import await_all, run_ranks
 
-CPU = torch.device("cpu")
+HERE = torch.device(DEVICE)
 KINDS = [Presence.BATCH, Presence.BATCH, Presence.BATCH, Presence.END_OF_DATA, Presence.FAILED]
 
 
 def tell(rank: int, world_size: int, seed: int) -> None:
     pick = random.Random(seed)  # the same on all ranks
-    exchange = SplitsExchange(ExchangeGroup(dist.group.WORLD, CPU))
+    exchange = SplitsExchange(ExchangeGroup(dist.group.WORLD, HERE))
     exchange.expect(columns := pick.randint(0, 5))
     for number in range(40):
         kinds = [pick.choice(KINDS) for _ in range(world_size)]
@@ -65,7 +66,7 @@ def test_all_ranks_hear_who_has_a_batch_and_who_has_failed(world_size, backend):
 def give_up(rank: int, world_size: int, seed: int) -> None:
     pick = random.Random(seed)
     culprit, number = pick.randrange(world_size), pick.randrange(5)
-    group = ExchangeGroup(dist.new_group(), CPU)
+    group = ExchangeGroup(dist.new_group(), HERE)
     exchange = SplitsExchange(group)
     for _ in range(number):
         assert exchange.agree(Presence.BATCH).presence == Presence.BATCH
@@ -83,6 +84,7 @@ def give_up(rank: int, world_size: int, seed: int) -> None:
     await_all(rank, world_size)
 
 
+@only_on_cpu("for agree_on_inputs, which is for pipelines on CPU")
 @pytest.mark.parametrize("backend", ["farandole", "gloo"])
 def test_a_rank_that_gives_up_ends_the_agreement_of_the_others(backend):
     seed = random.randrange(1 << 30)
@@ -91,7 +93,7 @@ def test_a_rank_that_gives_up_ends_the_agreement_of_the_others(backend):
 
 
 def test_alone_a_rank_hears_itself():
-    exchange = SplitsExchange(ExchangeGroup(None, CPU))
+    exchange = SplitsExchange(ExchangeGroup(None, HERE))
     assert exchange.agree(Presence.FAILED, "why", 3).rows == [[3]]
     exchange.post(Presence.BATCH, [[4, 5]])
     assert exchange.has_come() and exchange.wait().rows == [[4, 5]]

@@ -10,10 +10,9 @@ from torch import nn
 
 from farandole.ddp import DistributedDataParallel as OurDdp
 from farandole.sparse import TrainPipelineBase, TrainPipelineSparseDist
+from support.devices import DEVICE
 from support.processes import run_ranks
 from support.recommenders import Batch, Mean, Recommender, assert_same, drain, made, make_batches, plain_loop, wrapped
-
-CPU = torch.device("cpu")
 
 
 class Task(nn.Module):
@@ -46,7 +45,7 @@ def wrap_inside(rank: int, world_size: int, how: str, is_hooked: bool) -> None:
     for each in (model, plain) if is_hooked else ():
         each.inner.register_forward_pre_hook(shifted)
     optimizer, plain_optimizer = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, tracing="fx", strict=True)
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, tracing="fx", strict=True)
     batches = make_batches(3, 6)
     assert all(map(torch.equal, drain(pipeline, iter(batches)), plain_loop(plain, plain_optimizer, batches)))
     assert_same(model, plain)
@@ -89,7 +88,7 @@ def hook_posts(rank: int, world_size: int, threads: bool) -> None:
     for each in (model, plain):
         each.module.shift.register_forward_pre_hook(lambda _, args: (args[0] * 3,))
         each.module.shift.register_forward_hook(lambda _, args, ids: ids * 2)
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, strict=True, load_on_thread=threads)
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, strict=True, load_on_thread=threads)
     batches = make_batches(3, 6)
     assert all(map(torch.equal, drain(pipeline, iter(batches)), plain_loop(plain, plain_optimizer, batches)))
     assert_same(model, plain)
@@ -115,7 +114,7 @@ def broadcast(rank: int, world_size: int) -> None:
     """Of the first rank's sums, once all have gone ahead with their own."""
     model, optimizer = made(Summing(1))
     model.eval()  # no backward, for which ranks would wait
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE)
     if rank == 0:
         assert pipeline.progress(iter(make_batches(3, 2))) is not None
         return
@@ -131,18 +130,18 @@ def give_parts(rank: int, world_size: int) -> None:
     (model, optimizer), (plain, plain_optimizer) = made(1), made(1)
     batches = make_batches(3, 6)
     options: Any = {"custom_model_fwd": lambda batch: model(batch[0])}
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, **options)
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, **options)
     expected = r"from a batch, which is a tuple: .* where custom_model_fwd gives it something else, .*tracing=\"hooks\""
     with pytest.raises(TypeError, match=expected):
         pipeline.progress(iter([(batch, "a name") for batch in batches]))
     pipeline.detach()
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, tracing="hooks", **options)
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, tracing="hooks", **options)
     outputs = drain(pipeline, iter([(batch, "a name") for batch in batches]))
     assert all(map(torch.equal, outputs, plain_loop(plain, plain_optimizer, batches)))
     assert ": pipelined" in pipeline.explain()
     pipeline.detach()
     options = {"custom_model_fwd": lambda batch: model(Batch(batch.ids + 1, batch.dense, batch.labels))}
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, **options)
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, **options)
     with pytest.raises(RuntimeError, match=r"tables\.0 is called with other inputs .* where custom_model_fwd gives it"):
         pipeline.progress(iter(batches))
 

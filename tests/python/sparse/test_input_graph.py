@@ -15,6 +15,9 @@ from torch.nn import functional
 from farandole.sparse._input_graph import trace_inputs
 from farandole.sparse._post_processing import PostProcessing
 from farandole.sparse._sharded import is_sharded
+from support.devices import only_on_cpu
+
+pytestmark = only_on_cpu("inputs are found without a device")
 
 
 @torch.no_grad()

@@ -14,6 +14,9 @@ from torch import nn
 
 from farandole.sparse._input_hooks import RecordedInputs, record_inputs
 from farandole.sparse._sharded import is_sharded
+from support.devices import only_on_cpu
+
+pytestmark = only_on_cpu("inputs are found without a device")
 
 
 class Net(nn.Module):

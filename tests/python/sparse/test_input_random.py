@@ -11,6 +11,9 @@ from input_models import Batch, RandomModel, computed, same, watched
 from farandole.sparse._input_graph import InputGraph, trace_inputs
 from farandole.sparse._post_processing import PostProcessing
 from farandole.sparse._sharded import is_sharded
+from support.devices import only_on_cpu
+
+pytestmark = only_on_cpu("inputs are found without a device")
 
 
 @pytest.mark.parametrize("seed", range(80))

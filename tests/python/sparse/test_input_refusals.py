@@ -13,6 +13,9 @@ from torch.nn import functional
 
 from farandole.sparse._input_graph import Verdict, trace_inputs
 from farandole.sparse._sharded import is_sharded
+from support.devices import only_on_cpu
+
+pytestmark = only_on_cpu("inputs are found without a device")
 
 
 def verdict_of(forward: Callable[[Any, Batch], Any], module: str = "a") -> Verdict:

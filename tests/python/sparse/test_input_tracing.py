@@ -14,6 +14,9 @@ from torch.distributed.fsdp import fully_shard
 
 from farandole.sparse._input_graph import CannotTrace, InputGraph, Verdict, trace_inputs
 from farandole.sparse._sharded import is_sharded
+from support.devices import only_on_cpu
+
+pytestmark = only_on_cpu("inputs are found without a device")
 
 
 def test_fx_cannot_unpack_what_has_no_known_length() -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from farandole.sparse._exchange_group import ExchangeGroup
 from farandole.sparse._packing import PackedExchange, SingleExchanges, can_pack
+from support.devices import DEVICE, ON_CPU
 from support.processes import run_ranks
 
 TYPES = [torch.int64, torch.int32, torch.float32, torch.float64, torch.int8, torch.bool, torch.bfloat16]
@@ -23,8 +24,8 @@ def compare(rank: int, world_size: int, seed: int) -> None:
         sent = [of_type[rank] for of_type in counts]
         received = [[row[rank] for row in of_type] for of_type in counts]
         tensors = [torch.randint(0, 2, (sum(n),)).to(dtype) for n, dtype in zip(sent, types, strict=True)]
-        kind = pick.choice([PackedExchange, SingleExchanges])
-        exchange = kind(ExchangeGroup(dist.group.WORLD, torch.device("cpu")), tensors, sent, received)
+        kind = pick.choice([PackedExchange, SingleExchanges]) if ON_CPU else SingleExchanges
+        exchange = kind(ExchangeGroup(dist.group.WORLD, torch.device(DEVICE)), tensors, sent, received)
         for tensor, out, into, got in zip(tensors, sent, received, exchange.wait(), strict=True):
             expected = tensor.new_empty(sum(into))
             dist.all_to_all_single(expected, tensor, into, out)

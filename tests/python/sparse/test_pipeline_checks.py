@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from farandole.sparse import TrainPipelineSparseDist
+from support.devices import DEVICE
 from support.processes import run_ranks
 from support.recommenders import (
     ROWS,
@@ -24,8 +25,6 @@ from support.recommenders import (
     plain_loop,
     wrapped,
 )
-
-CPU = torch.device("cpu")
 
 
 @dataclass
@@ -101,11 +100,11 @@ class Counting(Recommender):
 def write_again(rank: int, world_size: int) -> None:
     (model, optimizer), (plain, plain_optimizer) = made(Counting(1)), made(Counting(1))
     batches, again = ([Counted(**vars(batch)) for batch in make_batches(3, 4)] for _ in range(2))
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE)
     with pytest.raises(RuntimeError, match=r"^tensors among the inputs of tables\.0 have been written to since these"):
         drain(pipeline, iter(batches[:2]))
     pipeline.detach()
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, tracing="hooks")  # which see it, and leave it there
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, tracing="hooks")  # which see it, and leave it there
     with pytest.warns(UserWarning, match="exchange their inputs in the forward"):
         outputs = drain(pipeline, iter(batches[2:]))
     assert len(outputs) == 2 and all(map(torch.equal, outputs, plain_loop(plain, plain_optimizer, again[2:])))
@@ -117,7 +116,7 @@ def test_inputs_that_the_forward_writes_to_a_second_time():
 
 def change(rank: int, world_size: int, what: Callable[[Any], None], match: str) -> None:
     model, optimizer = made(Remapped(1))
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, strict=True)
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, strict=True)
     iterator = iter(batches_with(torch.ones(2), 6))
     for _ in range(3):
         pipeline.progress(iterator)
@@ -145,7 +144,7 @@ def test_a_model_that_changes_is_an_error(what, match):
 def vary(rank: int, world_size: int) -> None:
     """fx has taken parts for tensors; from the first batch on which is none its values are compared."""
     model, optimizer = made(Remapped(1))
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE)
     plain, plain_optimizer = made(Remapped(1))
     tensors, none, lists = batches_with(torch.ones(2), 4), batches_with(None, 1, 4), batches_with([torch.ones(2)], 1, 5)
     iterator = iter([*tensors, *none, *tensors, *lists, *tensors])
@@ -181,7 +180,7 @@ class Hidden(Recommender):
 def change_hidden(rank: int, world_size: int) -> None:
     model = wrapped(Hidden(1))
     optimizer = torch.optim.SGD(model.module.dense.parameters(), lr=0.5)
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE)
     iterator = iter(make_batches(3, 40, sizes=(4, 5)))
     for _ in range(3):
         pipeline.progress(iterator)
@@ -210,7 +209,7 @@ class Truncated(Recommender):
 
 def change_shapes(rank: int, world_size: int) -> None:
     model, optimizer = made(Truncated(1))
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE)
     iterator = iter(make_batches(3, 9, sizes=(4, 5)))
     for _ in range(3):
         pipeline.progress(iterator)
@@ -227,7 +226,7 @@ def swap_dense(rank: int, world_size: int) -> None:
     """Dense parts may come and go."""
     model, optimizer = made(Remapped(1))
     plain, plain_optimizer = made(Remapped(1))
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE)
     batches = batches_with(torch.ones(2), 6)
     iterator = iter(batches)
     outputs = [pipeline.progress(iterator) for _ in range(3)]

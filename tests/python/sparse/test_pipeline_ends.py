@@ -11,16 +11,15 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from farandole.sparse import TrainPipelineBase, TrainPipelineSparseDist
+from support.devices import DEVICE
 from support.processes import run_ranks
-from support.recommenders import Mean, assert_same, drain, made, make_batches, plain_loop
-
-CPU = torch.device("cpu")
+from support.recommenders import Mean, are_same, assert_same, drain, made, make_batches, on_device, plain_loop
 
 
 def end_together(rank: int, world_size: int, seed: int, threads: bool | None) -> None:
     pick = random.Random(seed)
     (model, optimizer), (plain, plain_optimizer) = made(seed), made(seed)
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, load_on_thread=threads, dist_on_thread=threads)
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, load_on_thread=threads, dist_on_thread=threads)
     for epoch in range(5):
         numbers = [pick.randint(0, 6) for _ in range(world_size)]
         print(f"seed {seed}, epoch {epoch}: {numbers} batches")
@@ -32,7 +31,7 @@ def end_together(rank: int, world_size: int, seed: int, threads: bool | None) ->
         assert len(outputs) == fewest and all(map(torch.equal, outputs, expected))
         # Nothing is lost: what was taken and not trained is there, the rest is still in the iterator.
         left = [*pipeline.unused_batches, *iterator]
-        assert [id(batch.dense) for batch in left] == [id(batch.dense) for batch in batches[fewest:]]
+        assert are_same(left, batches[fewest:])
         with pytest.raises(StopIteration):
             pipeline.progress(iterator)
     assert_same(model, plain)
@@ -51,7 +50,7 @@ def carry_over(rank: int, world_size: int, seed: int) -> None:
     """Without executing all batches the last two of an iterator go on with the next one."""
     pick = random.Random(seed)
     (model, optimizer), (plain, plain_optimizer) = made(seed), made(seed)
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, execute_all_batches=False, grad_accum=2)
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, execute_all_batches=False, grad_accum=2)
     batches, outputs = [], []
     for epoch in range(6):
         number = pick.randint(0, 4)
@@ -74,7 +73,7 @@ def test_the_last_two_batches_wait_for_the_next_iterator_where_not_all_are_execu
 
 def stop_together(rank: int, world_size: int) -> None:
     model, optimizer = made()
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, execute_all_batches=False)
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, execute_all_batches=False)
     assert len(drain(pipeline, iter(make_batches(0, 5 + rank)))) == 3
     assert pipeline.in_flight == (2 if rank == 0 else 3)
 
@@ -86,7 +85,7 @@ def test_ranks_stop_together_where_not_all_batches_are_executed():
 def follow_iterators(rank: int, world_size: int) -> None:
     """An iterator for each call, as wrappers of pipelines do it."""
     (model, optimizer), (plain, plain_optimizer) = made(), made()
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE)
     batches = make_batches(1, 7)
     outputs = [pipeline.progress(iter([batch])) for batch in batches[:4]]
     outputs.append(pipeline.progress(iter(batches[4:6])))
@@ -124,18 +123,18 @@ class Linear(torch.nn.Module):
 
 def test_a_second_epoch_over_persistent_workers_has_all_batches():
     loader = DataLoader(Numbers(), batch_size=2, num_workers=2, persistent_workers=True)
-    model = Linear()
-    pipeline = TrainPipelineBase(model, torch.optim.SGD(model.parameters(), lr=0.0), CPU)
+    model = Linear().to(DEVICE)
+    pipeline = TrainPipelineBase(model, torch.optim.SGD(model.parameters(), lr=0.0), DEVICE)
     for _ in range(3):
         outputs = drain(pipeline, iter(loader))
         assert torch.cat(outputs).tolist() == [float(index) for index in range(12)]
 
 
 def test_batches_may_be_plain_tensors_and_false():
-    model = Mean()
-    pipeline = TrainPipelineBase(model, torch.optim.SGD(model.parameters(), lr=0.1), CPU)
+    model = Mean().to(DEVICE)
+    pipeline = TrainPipelineBase(model, torch.optim.SGD(model.parameters(), lr=0.1), DEVICE)
     batches = [torch.zeros(()), torch.zeros(2), torch.zeros(1), torch.tensor([1.0, 2.0])]
-    assert all(map(torch.equal, drain(pipeline, iter(batches)), batches))
+    assert all(map(torch.equal, drain(pipeline, iter(batches)), map(on_device, batches)))
 
 
 class Restarting:
@@ -161,7 +160,7 @@ def restart(rank: int, world_size: int, seed: int, threads: bool | None, execute
     pick = random.Random(seed)
     (model, optimizer), (plain, plain_optimizer) = made(seed), made(seed)
     pipeline = TrainPipelineSparseDist(
-        model, optimizer, CPU, execute_all_batches, load_on_thread=threads, dist_on_thread=threads
+        model, optimizer, DEVICE, execute_all_batches, load_on_thread=threads, dist_on_thread=threads
     )
     numbers = [pick.randint(0, 5) for _ in range(5)]
     print(f"seed {seed}: {numbers} batches")
@@ -193,12 +192,12 @@ def test_an_iterator_may_begin_anew_as_the_same_object(threads, execute_all_batc
 def restart_unevenly(rank: int, world_size: int) -> None:
     """A rank whose iterator has not ended goes on with what is left in it; all end together again."""
     (model, optimizer), (plain, plain_optimizer) = made(), made()
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE)
     first, second = make_batches(1, 3 + 3 * rank), make_batches(2, 3)
     iterator = Restarting([first, second])
     outputs = drain(pipeline, iterator)
     unused = pipeline.unused_batches
-    assert [id(batch.dense) for batch in unused] == [id(batch.dense) for batch in first[3 : 3 + len(unused)]]
+    assert are_same(unused, first[3 : 3 + len(unused)])
     with_next = first[3 + len(unused) :] if rank == 1 else second
     fewest = torch.tensor([len(with_next)])
     dist.all_reduce(fewest, dist.ReduceOp.MIN)
@@ -207,12 +206,12 @@ def restart_unevenly(rank: int, world_size: int) -> None:
     assert len(outputs) == len(expected) and all(map(torch.equal, outputs, expected))
     assert_same(model, plain)
     # What was unused before is forgotten; what is now is still there when all have been asked again.
-    left = [id(batch.dense) for batch in pipeline.unused_batches]
-    assert left == [id(batch.dense) for batch in with_next[fewest : fewest + len(left)]]
+    left = pipeline.unused_batches
+    assert are_same(left, with_next[fewest : fewest + len(left)])
     with pytest.raises(StopIteration):
         pipeline.progress(Restarting([]) if rank == 0 else iterator)
     if rank == 1:
-        assert [id(batch.dense) for batch in pipeline.unused_batches][: len(left)] == left
+        assert are_same(pipeline.unused_batches[: len(left)], left)
 
 
 def test_ranks_that_begin_anew_unevenly_end_together():
@@ -221,7 +220,7 @@ def test_ranks_that_begin_anew_unevenly_end_together():
 
 def test_a_loader_that_has_ended_stays_so():
     loader = iter(DataLoader(Numbers(), batch_size=2, num_workers=1))
-    model = Linear()
-    pipeline = TrainPipelineBase(model, torch.optim.SGD(model.parameters(), lr=0.0), CPU)
+    model = Linear().to(DEVICE)
+    pipeline = TrainPipelineBase(model, torch.optim.SGD(model.parameters(), lr=0.0), DEVICE)
     assert len(drain(pipeline, loader)) == 6
     assert drain(pipeline, loader) == []

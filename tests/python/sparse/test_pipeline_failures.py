@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from farandole.sparse import TrainPipelineBase, TrainPipelineSparseDist
+from support.devices import DEVICE
 from support.processes import run_ranks
 from support.recommenders import (
     Batch,
@@ -28,8 +29,6 @@ from support.recommenders import (
     plain_loop,
 )
 
-CPU = torch.device("cpu")
-
 
 class CannotMove(Batch):
     def to(self, device: torch.device, non_blocking: bool = False) -> CannotMove:
@@ -39,7 +38,7 @@ class CannotMove(Batch):
 def fail_on_one(rank: int, world_size: int, where: str, threads: bool | None) -> None:
     """Batches 2 and 3 fail on rank 1 before their forward."""
     (model, optimizer), (plain, plain_optimizer) = made(), made()
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, load_on_thread=threads, dist_on_thread=threads)
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, load_on_thread=threads, dist_on_thread=threads)
     batches = make_batches(1, 7)
     fed: list[Any] = list(batches)
     fails = {2, 3} if rank == 1 else set()
@@ -84,7 +83,7 @@ class Interrupted(Loader):
 def interrupt(rank: int, world_size: int, threads: bool) -> None:
     """Ctrl-C while rank 1 loads batch 3: beside batch 1, after which it comes out."""
     (model, optimizer), (plain, plain_optimizer) = made(), made()
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, load_on_thread=threads)
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, load_on_thread=threads)
     batches = make_batches(1, 7)
     loader = Interrupted(batches, {3} if rank == 1 else set())
     seen: list[Any] = []
@@ -113,7 +112,7 @@ def test_an_interrupt_in_a_load_does_not_wait_for_the_turn_of_its_batch(threads)
 def interrupt_first(rank: int, world_size: int) -> None:
     """What interrupts the load of the first batch comes out at once, in place of that batch's error."""
     (model, optimizer), (plain, plain_optimizer) = made(), made()
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE)
     batches = make_batches(1, 4)
     loader = Interrupted(batches, {0} if rank == 1 else set())
     with pytest.raises(KeyboardInterrupt if rank == 1 else RuntimeError):
@@ -136,8 +135,8 @@ def test_a_loader_runs_as_on_the_thread_of_its_caller(on_thread):
             states.append((torch.get_default_device().type, torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
             yield torch.ones(2, device="cpu")
 
-    model = Mean().eval()
-    pipeline = TrainPipelineBase(model, torch.optim.SGD(model.parameters(), lr=0.1), CPU, load_on_thread=on_thread)
+    model = Mean().to(DEVICE).eval()
+    pipeline = TrainPipelineBase(model, torch.optim.SGD(model.parameters(), lr=0.1), DEVICE, load_on_thread=on_thread)
     iterator = batches()
     for device, grad, inference in [("meta", True, False), ("cpu", False, False), ("cpu", False, True)]:
         with torch.device(device), torch.inference_mode(inference), torch.set_grad_enabled(grad):
@@ -150,7 +149,7 @@ def test_a_loader_runs_as_on_the_thread_of_its_caller(on_thread):
 def fail_with_a_name(rank: int, world_size: int) -> None:
     """Of a file, in bytes that are no text."""
     (model, optimizer), (plain, plain_optimizer) = made(), made()
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE)
     batches = make_batches(1, 4)
 
     class Files(Loader):
@@ -173,7 +172,7 @@ def test_a_reason_may_hold_what_is_no_text():
 
 def fail_in_inputs(rank: int, world_size: int, threads: bool | None) -> None:
     (model, optimizer), (plain, plain_optimizer) = made(), made()
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, load_on_thread=threads, dist_on_thread=threads)
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, load_on_thread=threads, dist_on_thread=threads)
     batches = make_batches(1, 5)
     fed: list[Any] = list(batches)
     if rank == 0:
@@ -195,7 +194,7 @@ def test_so_is_one_whose_inputs_cannot_be_made(threads):
 def fail_in_compute(rank: int, world_size: int, where: str, threads: bool | None) -> None:
     """On all ranks; the batches after it are trained."""
     (model, optimizer), (plain, plain_optimizer) = made(), made()
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, load_on_thread=threads, dist_on_thread=threads)
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, load_on_thread=threads, dist_on_thread=threads)
     batches = make_batches(1, 6)
     calls = iter(range(100))
 
@@ -231,7 +230,7 @@ def fail_in_window(rank: int, world_size: int, where: str) -> None:
     """The window is over; the next batch begins one, with zeroed gradients."""
     model, plain = Recommender(2), Recommender(2)
     optimizer, plain_optimizer = (torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, plain))
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, grad_accum=2)
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, grad_accum=2)
     batches = make_batches(1, 8)
     calls = iter(range(100))
 
@@ -262,7 +261,7 @@ def test_a_failure_ends_its_window(where):
 def fail_before_the_end(rank: int, world_size: int) -> None:
     """A forward that fails leaves a window that the end of the data still averages."""
     (model, optimizer), (plain, plain_optimizer) = made(), made()
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, grad_accum=2)
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, grad_accum=2)
     batches = make_batches(1, 2)
     calls = iter(range(100))
 
@@ -298,7 +297,7 @@ def use_others(rank: int, world_size: int) -> None:
     models = [DistributedDataParallel(Either(), find_unused_parameters=True) for _ in range(2)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
     batches = [torch.full((2, 2), float(rank)), torch.full((2, 2), float(rank)), torch.full((2, 2), float(rank))]
-    drain(TrainPipelineBase(models[0], optimizers[0], CPU, grad_accum=2), iter(batches))
+    drain(TrainPipelineBase(models[0], optimizers[0], DEVICE, grad_accum=2), iter(batches))
     plain_loop(models[1], optimizers[1], batches, 2)
     assert_same(models[0], models[1])
 
@@ -318,8 +317,8 @@ class Files(Dataset):
 
 
 def test_an_error_of_a_loaders_worker_reaches_the_caller():
-    model = Mean()
-    pipeline = TrainPipelineBase(model, torch.optim.SGD(model.parameters(), lr=0.1), CPU)
+    model = Mean().to(DEVICE)
+    pipeline = TrainPipelineBase(model, torch.optim.SGD(model.parameters(), lr=0.1), DEVICE)
     seen = drain_with_errors(pipeline, iter(DataLoader(Files(), num_workers=1)))
     assert isinstance(seen[4], Trouble) and "file 4 is broken" in str(seen[4])
     assert len(seen) == 6
@@ -327,7 +326,7 @@ def test_an_error_of_a_loaders_worker_reaches_the_caller():
 
 def refuse(rank: int, world_size: int) -> None:
     model, optimizer = made()
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE)
     batches = make_batches(1, 3)
     with pytest.raises(TypeError, match=r"expected? an iterator.*list|iterator, got a list"):
         pipeline.progress(batches)
@@ -339,16 +338,16 @@ def refuse(rank: int, world_size: int) -> None:
     with pytest.raises(RuntimeError, match=r"tables\.0 has changed under its pipeline.*detach\(\)"):
         pipeline.progress(iter(batches))
     with pytest.raises(ValueError, match=r"Linear has no sharded module.*TrainPipelineBase"):
-        TrainPipelineSparseDist(torch.nn.Linear(2, 2), optimizer, CPU).progress(iter(batches))
+        TrainPipelineSparseDist(torch.nn.Linear(2, 2), optimizer, DEVICE).progress(iter(batches))
     for wrong, error in [(0, ValueError), (-2, ValueError), (1.5, TypeError), (True, TypeError), ("2", TypeError)]:
         with pytest.raises(error, match=r"grad_accum=.*expected an int above 0"):
-            TrainPipelineSparseDist(model, optimizer, CPU, grad_accum=wrong)
+            TrainPipelineSparseDist(model, optimizer, DEVICE, grad_accum=wrong)
     with pytest.raises(TypeError, match="model is a int"):
-        TrainPipelineSparseDist(3, optimizer, CPU)
+        TrainPipelineSparseDist(3, optimizer, DEVICE)
     with pytest.raises(ValueError, match=r"enable_amp=torch\.float64"):
-        TrainPipelineSparseDist(model, optimizer, CPU, enable_amp=torch.float64)
+        TrainPipelineSparseDist(model, optimizer, DEVICE, enable_amp=torch.float64)
     wrong_model = torch.nn.Linear(2, 2)
-    base = TrainPipelineBase(wrong_model, optimizer, CPU)
+    base = TrainPipelineBase(wrong_model, optimizer, DEVICE)
     with pytest.raises(TypeError, match=r"the model returned a Tensor: expected \(losses, output\)"):
         base.progress(iter([torch.ones(2, 2)]))
     for wrong, match in [
@@ -360,8 +359,8 @@ def refuse(rank: int, world_size: int) -> None:
         ({"agree_on_inputs": 1}, r"^agree_on_inputs=1: expected a bool"),
     ]:
         with pytest.raises(TypeError, match=match):
-            TrainPipelineSparseDist(**({"model": model, "optimizer": optimizer, "device": CPU} | wrong))
-    flat = TrainPipelineBase(wrong_model, optimizer, CPU, custom_model_fwd=lambda batch: (wrong_model(batch), batch))
+            TrainPipelineSparseDist(**({"model": model, "optimizer": optimizer, "device": DEVICE} | wrong))
+    flat = TrainPipelineBase(wrong_model, optimizer, DEVICE, custom_model_fwd=lambda batch: (wrong_model(batch), batch))
     with pytest.raises(ValueError, match=r"^the model returned losses of shape \(3, 2\): expected one for each sample"):
         flat.progress(iter([torch.ones(3, 2)]))
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from farandole.sparse import TrainPipelineBase, TrainPipelineSparseDist
+from support.devices import DEVICE
 from support.processes import run_ranks
 from support.recommenders import (
     Batch,
@@ -18,11 +19,10 @@ from support.recommenders import (
     drain,
     drain_with_errors,
     make_batches,
+    on_device,
     plain_loop,
     wrapped,
 )
-
-CPU = torch.device("cpu")
 
 
 class Noting(Recommender):
@@ -35,7 +35,7 @@ class Noting(Recommender):
 
     def note(self, output: torch.Tensor) -> None:
         self.seen.append(output.dtype)
-        output.register_hook(lambda grad: self.seen.append(torch.is_autocast_enabled("cpu")))
+        output.register_hook(lambda grad: self.seen.append(torch.is_autocast_enabled(DEVICE)))
 
 
 def autocast(rank: int, world_size: int, enable_amp: bool | torch.dtype, dtype: torch.dtype, grad_accum: int) -> None:
@@ -43,7 +43,7 @@ def autocast(rank: int, world_size: int, enable_amp: bool | torch.dtype, dtype: 
     model, plain = wrapped(inner), wrapped(plain_inner)
     optimizer, plain_optimizer = (torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, plain))
     pipeline = TrainPipelineSparseDist(
-        model, optimizer, CPU, enable_amp=enable_amp, enable_grad_scaling=False, grad_accum=grad_accum
+        model, optimizer, DEVICE, enable_amp=enable_amp, enable_grad_scaling=False, grad_accum=grad_accum
     )
     batches = make_batches(1, 4)
     outputs = drain(pipeline, iter(batches))
@@ -52,8 +52,8 @@ def autocast(rank: int, world_size: int, enable_amp: bool | torch.dtype, dtype: 
         if index % grad_accum == 0:
             plain_optimizer.zero_grad()
         plain.require_backward_grad_sync = is_last
-        with torch.autocast("cpu", dtype=dtype, enabled=enable_amp is not False):
-            losses, output = plain(batch)
+        with torch.autocast(DEVICE, dtype=dtype, enabled=enable_amp is not False):
+            losses, output = plain(on_device(batch))
         torch.sum(losses / grad_accum, dim=0).backward()
         if is_last:
             plain_optimizer.step()
@@ -85,17 +85,17 @@ def mix(rank: int, world_size: int, threads: bool, is_callers: bool) -> None:
     model, plain = wrapped(Mixing(2)), wrapped(Mixing(2))
     optimizer, plain_optimizer = (torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, plain))
     options = {"load_on_thread": threads, "dist_on_thread": threads, "enable_grad_scaling": False}
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, enable_amp=not is_callers, strict=True, **options)
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, enable_amp=not is_callers, strict=True, **options)
     batches = make_batches(1, 5)
     iterator, outputs = iter(batches), []
     for _ in batches:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_callers):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=is_callers):
             outputs.append(pipeline.progress(iterator))
     for output, batch in zip(outputs, batches, strict=True):
         plain_optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            losses, expected = plain(batch)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_callers):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            losses, expected = plain(on_device(batch))
+        with torch.autocast(DEVICE, dtype=torch.bfloat16, enabled=is_callers):
             torch.sum(losses, dim=0).backward()
         plain_optimizer.step()
         assert torch.equal(output, expected), (output, expected)
@@ -113,14 +113,14 @@ def test_without_cuda_there_is_a_warning_and_no_scaling():
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.warns(UserWarning, match="gradients are not scaled on cpu"):
-        TrainPipelineBase(model, optimizer, CPU, enable_amp=True)
+        TrainPipelineBase(model, optimizer, "cpu", enable_amp=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        TrainPipelineBase(model, optimizer, CPU)
-        TrainPipelineBase(model, optimizer, CPU, enable_amp=True, enable_grad_scaling=False)
+        TrainPipelineBase(model, optimizer, "cpu")
+        TrainPipelineBase(model, optimizer, "cpu", enable_amp=True, enable_grad_scaling=False)
     for wrong in ("bfloat16", 1, None):
         with pytest.raises(TypeError, match="enable_amp="):
-            TrainPipelineBase(model, optimizer, CPU, enable_amp=wrong)
+            TrainPipelineBase(model, optimizer, "cpu", enable_amp=wrong)
 
 
 def overflow_on_one(rank: int, world_size: int, grad_accum: int) -> None:
@@ -136,8 +136,8 @@ def overflow_on_one(rank: int, world_size: int, grad_accum: int) -> None:
     table = model.module.tables[0].table
     table.register_hook(lambda grad: grad * (float("inf") if bad.get(next(numbers)) == rank else 1))
     # Scales are powers of two, so that they change no bit of what is not tiny.
-    scaler = torch.amp.GradScaler("cpu", init_scale=128.0, growth_interval=2)
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, grad_accum=grad_accum, grad_scaler=scaler)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=128.0, growth_interval=2)
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, grad_accum=grad_accum, grad_scaler=scaler)
     assert pipeline.grad_scaler is scaler
     batches = make_batches(1, 9)
     outputs = drain(pipeline, iter(batches))
@@ -147,7 +147,7 @@ def overflow_on_one(rank: int, world_size: int, grad_accum: int) -> None:
         plain_optimizer.zero_grad()
         for index in window:
             plain.require_backward_grad_sync = index == window[-1]
-            losses, output = plain(batches[index])
+            losses, output = plain(on_device(batches[index]))
             torch.sum(losses / grad_accum, dim=0).backward()
             assert torch.equal(outputs[index], output), index
         if bad.keys() & window:
@@ -173,8 +173,8 @@ def overflow_elsewhere(rank: int, world_size: int) -> None:
     model = wrapped(Recommender(2))
     parameters = [torch.nn.Parameter(torch.ones(1))] if rank == 0 else model.module.tables.parameters()
     optimizer = torch.optim.SGD(parameters, lr=0.5)
-    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, grad_scaler=scaler)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=128.0)
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, grad_scaler=scaler)
     batches = make_batches(1, 3)
     batches[1].dense[:] = float("inf")
     drain(pipeline, iter(batches))
@@ -195,7 +195,9 @@ def fail_in_a_scaled_step(rank: int, world_size: int) -> None:
             raise Trouble("step")
 
     optimizer.register_step_pre_hook(fail_at_second)
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, grad_scaler=torch.amp.GradScaler("cpu", init_scale=128.0))
+    pipeline = TrainPipelineSparseDist(
+        model, optimizer, DEVICE, grad_scaler=torch.amp.GradScaler(DEVICE, init_scale=128.0)
+    )
     batches = make_batches(1, 4)
     seen = drain_with_errors(pipeline, iter(batches))
     assert isinstance(seen[1], Trouble)
@@ -211,10 +213,10 @@ def test_a_scaler_of_the_users_is_checked():
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(TypeError, match=r"grad_scaler=3: expected a torch\.amp\.GradScaler, or None"):
-        TrainPipelineBase(model, optimizer, CPU, grad_scaler=3)
+        TrainPipelineBase(model, optimizer, "cpu", grad_scaler=3)
     with pytest.raises(ValueError, match=r"enable_grad_scaling=False with a grad_scaler"):
-        TrainPipelineBase(model, optimizer, CPU, grad_scaler=torch.amp.GradScaler("cpu"), enable_grad_scaling=False)
-    off = TrainPipelineBase(model, optimizer, CPU, grad_scaler=torch.amp.GradScaler("cpu", enabled=False))
+        TrainPipelineBase(model, optimizer, "cpu", grad_scaler=torch.amp.GradScaler("cpu"), enable_grad_scaling=False)
+    off = TrainPipelineBase(model, optimizer, "cpu", grad_scaler=torch.amp.GradScaler("cpu", enabled=False))
     assert off.grad_scaler is None
 
 
@@ -224,6 +226,6 @@ def test_a_scaler_is_refused_wherever_an_optimizer_is_fused():
     inner[0].fused_optimizer = types.SimpleNamespace(params={"table": None})
     options = {"optimizer": torch.optim.SGD(linear.parameters(), lr=0.1), "grad_scaler": torch.amp.GradScaler("cpu")}
     with pytest.raises(ValueError, match=r"^losses are scaled: .* would take scaled gradients \(that of 1\.0\)"):
-        TrainPipelineBase(model, device=CPU, **options)
+        TrainPipelineBase(model, device="cpu", **options)
     inner[0].fused_optimizer.params.clear()
-    TrainPipelineBase(model, device=CPU, **options)
+    TrainPipelineBase(model, device="cpu", **options)

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from farandole.sparse import TrainPipelineSparseDist
+from support.devices import DEVICE
 from support.processes import run_ranks
-from support.recommenders import Loader, Recommender, Trouble, assert_same, make_batches, wrapped
-
-CPU = torch.device("cpu")
+from support.recommenders import Loader, Recommender, Trouble, assert_same, make_batches, on_device, wrapped
 
 
 class Failing(Recommender):
@@ -44,7 +43,7 @@ class Plain:
         if self.filled == 0:
             self.optimizer.zero_grad()
         self.model.require_backward_grad_sync = self.filled == self.size - 1
-        losses, output = self.model(batch)
+        losses, output = self.model(on_device(batch))
         torch.sum(losses / self.size, dim=0).backward()
         self.filled += 1
         if self.filled == self.size:
@@ -73,7 +72,7 @@ def run_case(pick: random.Random, rank: int, world_size: int) -> None:
     pipeline = TrainPipelineSparseDist(
         models[0],
         optimizers[0],
-        CPU,
+        DEVICE,
         executes_all,
         grad_accum=grad_accum,
         load_on_thread=threads,

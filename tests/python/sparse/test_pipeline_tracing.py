@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from farandole.sparse import CannotTrace, TrainPipelineSparseDist
+from support.devices import DEVICE
 from support.processes import run_ranks
 from support.recommenders import (
     Batch,
@@ -17,11 +18,10 @@ from support.recommenders import (
     assert_same,
     drain,
     make_batches,
+    on_device,
     plain_loop,
     wrapped,
 )
-
-CPU = torch.device("cpu")
 
 
 class Untraceable(Recommender):
@@ -43,8 +43,8 @@ def find_by_hooks(rank: int, world_size: int, threads: bool, tracing: str | None
     optimizer, plain_optimizer = (torch.optim.Adam(each.parameters(), lr=0.05) for each in (model, plain))
     options = {"load_on_thread": threads, "dist_on_thread": threads}
     with pytest.raises(CannotTrace, match=r"float\(batch\.dense\.sum\(\)\)"):
-        TrainPipelineSparseDist(model, optimizer, CPU, tracing="fx").explain()
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, strict=True, tracing=tracing, **options)
+        TrainPipelineSparseDist(model, optimizer, DEVICE, tracing="fx").explain()
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, strict=True, tracing=tracing, **options)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         assert pipeline.explain() == "the forward of the first batch will tell"
@@ -65,7 +65,7 @@ def test_finds_inputs_in_the_first_forward_where_fx_cannot_trace(threads, tracin
 
 def change_inputs(rank: int, world_size: int) -> None:
     model = wrapped(Untraceable(1, is_fickle=True))
-    pipeline = TrainPipelineSparseDist(model, torch.optim.SGD(model.parameters(), lr=0.1), CPU, tracing="hooks")
+    pipeline = TrainPipelineSparseDist(model, torch.optim.SGD(model.parameters(), lr=0.1), DEVICE, tracing="hooks")
     alike = make_batches(3, 4, sizes=(4, 5))
     other = make_batches(4, 1, sizes=(5, 6))
     iterator = iter([*alike, *other, *alike])
@@ -94,8 +94,8 @@ def leave_one(rank: int, world_size: int) -> None:
     model, plain = wrapped(Dependent(1, tables=2)), wrapped(Dependent(1, tables=2))
     optimizer, plain_optimizer = (torch.optim.Adam(each.parameters(), lr=0.05) for each in (model, plain))
     with pytest.raises(ValueError, match=r"cannot be pipelined\ntables\.1: not pipelined: .*weight"):
-        TrainPipelineSparseDist(model, optimizer, CPU, strict=True).explain()
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
+        TrainPipelineSparseDist(model, optimizer, DEVICE, strict=True).explain()
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE)
     with pytest.warns(UserWarning, match=r"exchange their inputs in the forward\ntables\.1: not pipelined"):
         text = pipeline.explain()
     assert text.splitlines()[0] == "tables.0: pipelined"
@@ -103,9 +103,9 @@ def leave_one(rank: int, world_size: int) -> None:
     assert all(map(torch.equal, drain(pipeline, iter(batches)), plain_loop(plain, plain_optimizer, batches)))
     assert_same(model, plain)
     with pytest.raises(ValueError, match="Dependent has another pipeline, with another process_group"):
-        TrainPipelineSparseDist(model, optimizer, CPU, tracing="hooks").explain()
+        TrainPipelineSparseDist(model, optimizer, DEVICE, tracing="hooks").explain()
     with pytest.raises(ValueError, match="tracing='jit'"):
-        TrainPipelineSparseDist(model, optimizer, CPU, tracing="jit")
+        TrainPipelineSparseDist(model, optimizer, DEVICE, tracing="jit")
 
 
 def test_says_what_prevents_a_module_and_goes_on_without_it():
@@ -126,7 +126,7 @@ class AllAtOnce(torch.nn.Module):
 
 def call_twice(rank: int, world_size: int) -> None:
     model = AllAtOnce()
-    pipeline = TrainPipelineSparseDist(model, torch.optim.SGD(model.parameters(), lr=0.1), CPU)
+    pipeline = TrainPipelineSparseDist(model, torch.optim.SGD(model.parameters(), lr=0.1), DEVICE)
     with pytest.warns(UserWarning, match="one forward calls it 2 times"):
         outputs = drain(pipeline, iter(make_batches(1, 3)))
     assert len(outputs) == 3
@@ -152,7 +152,7 @@ def deceive(rank: int, world_size: int) -> None:
     for batch in (batches := make_batches(3, 3)):
         batch.offsets = None
     with pytest.raises(RuntimeError, match=r"tables\.0 is called with other inputs .* whether it is None"):
-        TrainPipelineSparseDist(model, optimizer, CPU).progress(iter(batches))
+        TrainPipelineSparseDist(model, optimizer, DEVICE).progress(iter(batches))
 
 
 def test_says_so_where_fx_was_deceived():
@@ -187,7 +187,7 @@ def process_once(rank: int, world_size: int, threads: bool) -> None:
     model, plain = wrapped(Mixed(1)), wrapped(Mixed(1))
     optimizer, plain_optimizer = (torch.optim.Adam(each.parameters(), lr=0.05) for each in (model, plain))
     pipeline = TrainPipelineSparseDist(
-        model, optimizer, CPU, strict=True, load_on_thread=threads, dist_on_thread=threads
+        model, optimizer, DEVICE, strict=True, load_on_thread=threads, dist_on_thread=threads
     )
     batches = make_batches(3, 6)
     assert all(map(torch.equal, drain(pipeline, iter(batches)), plain_loop(plain, plain_optimizer, batches)))
@@ -205,7 +205,7 @@ def switch_modes(rank: int, world_size: int, seed: int, threads: bool) -> None:
     pick = random.Random(seed)
     model, plain = wrapped(Mixed(1)), wrapped(Mixed(1))
     optimizer, plain_optimizer = (torch.optim.Adam(each.parameters(), lr=0.05) for each in (model, plain))
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, strict=True, load_on_thread=threads)
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, strict=True, load_on_thread=threads)
     batches = make_batches(3, 12)
     iterator = iter(batches)
     for number, batch in enumerate(batches):
@@ -221,7 +221,7 @@ def switch_modes(rank: int, world_size: int, seed: int, threads: bool) -> None:
         if is_training:
             [expected] = plain_loop(plain, plain_optimizer, [batch])
         else:
-            _, expected = plain(batch)
+            _, expected = plain(on_device(batch))
         assert torch.equal(output, expected), number
     shift, plain_shift = model.module.shift, plain.module.shift
     assert (int(shift.calls), shift.modes) == (int(plain_shift.calls), plain_shift.modes)
@@ -237,11 +237,11 @@ def test_modes_may_switch_and_models_be_detached_with_a_batch_that_came_ahead(th
 
 def switch_too_late(rank: int, world_size: int) -> None:
     model = wrapped(Mixed(1))
-    pipeline = TrainPipelineSparseDist(model, torch.optim.SGD(model.parameters(), lr=0.1), CPU)
+    pipeline = TrainPipelineSparseDist(model, torch.optim.SGD(model.parameters(), lr=0.1), DEVICE)
     iterator = iter(make_batches(3, 4))
     pipeline.progress(iterator)
     model.eval()
-    model(make_batches(4, 1)[0])  # counts
+    model(on_device(make_batches(4, 1)[0]))  # counts
     with pytest.raises(RuntimeError, match=r"batch 1 has been through 'shift' in training mode"):
         pipeline.progress(iterator)
     assert len(drain(pipeline, iterator)) == 2
@@ -258,7 +258,7 @@ def attach_another_mixed(rank: int, world_size: int) -> None:
     optimizers, plain_optimizers = (
         [torch.optim.SGD(each.parameters(), lr=0.1) for each in of] for of in (models, plains)
     )
-    pipeline = TrainPipelineSparseDist(models[0], optimizers[0], CPU)
+    pipeline = TrainPipelineSparseDist(models[0], optimizers[0], DEVICE)
     batches = make_batches(3, 6)
     iterator = iter(batches)
     outputs = [pipeline.progress(iterator) for _ in range(2)]
@@ -278,7 +278,7 @@ def test_another_model_processes_the_batches_that_it_computes():
 def process_uneven(rank: int, world_size: int) -> None:
     model, plain = wrapped(Mixed(1)), wrapped(Mixed(1))
     optimizer, plain_optimizer = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE)
     batches = make_batches(3, 3 + rank)
     outputs = drain(pipeline, iter(batches))
     assert len(pipeline.unused_batches) == rank

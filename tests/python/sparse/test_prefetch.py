@@ -12,6 +12,7 @@ from torch import nn
 
 from farandole.sparse import EvalPipelineSparseDist, PrefetchTrainPipelineSparseDist
 from farandole.sparse._caches import refuse_unlocked
+from support.devices import DEVICE, ON_CPU
 from support.processes import run_ranks
 from support.recommenders import (
     ROWS,
@@ -22,10 +23,9 @@ from support.recommenders import (
     drain,
     drain_with_errors,
     make_batches,
+    on_device,
     plain_loop,
 )
-
-CPU = torch.device("cpu")
 
 
 class CachedTables(ShardedTables):
@@ -40,10 +40,12 @@ class CachedTables(ShardedTables):
         self.in_prefetch: Any = lambda: None
 
     def prefetch(self, ctx: dict[str, Any], dist_input: torch.Tensor, forward_stream: torch.Stream | None) -> None:
-        assert forward_stream is None and not torch.is_grad_enabled()
+        assert (forward_stream is None) == ON_CPU and not torch.is_grad_enabled()
         self.in_prefetch()
         self.events.append("prefetch")
         self.queue.append(dist_input % ROWS)
+        if forward_stream is not None:
+            self.queue[-1].record_stream(forward_stream)
 
     def compute_and_output_dist(self, context: dict[str, Any], ids: torch.Tensor) -> torch.Tensor:
         locations = self.queue.pop(0) if self.queue else ids % ROWS
@@ -83,7 +85,7 @@ def train_randomly(rank: int, world_size: int, seed: int, threads: bool | None) 
             made(kind, case, tables) for kind in (CachedRecommender, Recommender)
         )
         pipeline = PrefetchTrainPipelineSparseDist(
-            model, optimizer, CPU, grad_accum=grad_accum, load_on_thread=threads, strict=True
+            model, optimizer, DEVICE, grad_accum=grad_accum, load_on_thread=threads, strict=True
         )
         for epoch in range(2):
             batches = make_batches(case + epoch, number)
@@ -109,9 +111,9 @@ def test_trains_as_the_plain_loop_and_prefetches_before_each_backward(world_size
 
 def evaluate_between(rank: int, world_size: int) -> None:
     (model, optimizer), (plain, plain_optimizer) = made(CachedRecommender, 3), made(Recommender, 3)
-    pipeline = PrefetchTrainPipelineSparseDist(model, optimizer, CPU)
-    evaluation = EvalPipelineSparseDist(model, optimizer, CPU)
-    batches, [other] = make_batches(1, 6), make_batches(2, 1)
+    pipeline = PrefetchTrainPipelineSparseDist(model, optimizer, DEVICE)
+    evaluation = EvalPipelineSparseDist(model, optimizer, DEVICE)
+    batches, other = make_batches(1, 6), on_device(make_batches(2, 1)[0])
     iterator = iter(batches)
     outputs = [pipeline.progress(iterator) for _ in range(2)]
     for forward in (lambda: model(other), lambda: evaluation.progress(iter([other])), pipeline.reset, pipeline.detach):
@@ -145,7 +147,7 @@ def fail(rank: int, world_size: int) -> None:
 
     table: Any = model.tables[0]
     table.in_prefetch = fail_at_third
-    pipeline = PrefetchTrainPipelineSparseDist(model, optimizer, CPU)
+    pipeline = PrefetchTrainPipelineSparseDist(model, optimizer, DEVICE)
     batches = make_batches(1, 4)
     seen = drain_with_errors(pipeline, iter(batches))
     # Batch 2 fails in its turn; nobody knows then what its cache holds.
@@ -168,17 +170,17 @@ def test_a_prefetch_that_fails_is_the_error_of_its_batch():
 
 def explain(rank: int, world_size: int) -> None:
     model, optimizer = made(CachedRecommender, 3, tables=2)
-    pipeline = PrefetchTrainPipelineSparseDist(model, optimizer, CPU)
+    pipeline = PrefetchTrainPipelineSparseDist(model, optimizer, DEVICE)
     assert pipeline.explain().splitlines()[-1] == "prefetched: tables.0, tables.1"
     with pytest.raises(ValueError, match="dist_on_thread=True: expected None or False"):
-        PrefetchTrainPipelineSparseDist(model, optimizer, CPU, dist_on_thread=True)
+        PrefetchTrainPipelineSparseDist(model, optimizer, DEVICE, dist_on_thread=True)
     plain, _ = made(Recommender, 3)
     with pytest.warns(UserWarning, match="no sharded module has a cache"):
-        told = PrefetchTrainPipelineSparseDist(plain, optimizer, CPU).explain()
+        told = PrefetchTrainPipelineSparseDist(plain, optimizer, DEVICE).explain()
     assert told.splitlines()[-1].startswith("prefetched: none")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        by_hooks = PrefetchTrainPipelineSparseDist(made(CachedRecommender, 4)[0], optimizer, CPU, tracing="hooks")
+        by_hooks = PrefetchTrainPipelineSparseDist(made(CachedRecommender, 4)[0], optimizer, DEVICE, tracing="hooks")
         drain(by_hooks, iter(make_batches(1, 4)))
     assert by_hooks.explain().splitlines()[-1] == "prefetched: tables.0"
 
@@ -196,7 +198,7 @@ def test_refuses_a_cache_that_may_evict_rows_in_use():
 def refuse(rank: int, world_size: int) -> None:
     model, optimizer = made(CachedRecommender, 3)
     model.tables[0].kernel = Kernel(8, False)
-    pipeline = PrefetchTrainPipelineSparseDist(model, optimizer, CPU)
+    pipeline = PrefetchTrainPipelineSparseDist(model, optimizer, DEVICE)
     for _ in range(2):
         with pytest.raises(ValueError, match=r"tables\.0: prefetch_pipeline=False"):
             pipeline.progress(iter(make_batches(1, 2)))

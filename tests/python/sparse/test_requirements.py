@@ -13,7 +13,10 @@ import torch
 import farandole
 from farandole.sparse import _requirements
 from sparse.asking import asked
+from support.devices import only_on_cpu
 from support.processes import run_ranks
+
+pytestmark = only_on_cpu("asks for packages alone")
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 FITTING = re.compile(r"torch 2\.11\.\* with torchrec 1\.6\.1 and fbgemm-gpu-cpu 1\.6\.0 would fit")

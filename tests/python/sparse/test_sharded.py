@@ -14,6 +14,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDdp
 
 from farandole.ddp import DistributedDataParallel
 from farandole.sparse._sharded import is_sharded, sharded_modules, unwrap
+from support.devices import only_on_cpu
+
+pytestmark = only_on_cpu("asks modules alone")
 
 
 def test_sharded_is_what_has_the_methods_of_it() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from farandole.sparse import TrainPipelineSparseDist
+from support.devices import only_on_cpu
 from support.processes import await_all, run_ranks
 from support.recommenders import (
     Loader,
@@ -24,6 +25,8 @@ from support.recommenders import (
     make_batches,
     plain_loop,
 )
+
+pytestmark = only_on_cpu("agree_on_inputs is for pipelines on CPU")
 
 CPU = torch.device("cpu")
 AT_ONCE = 8.0  # seconds, on a machine that does other things; groups time out after 60

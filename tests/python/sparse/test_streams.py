@@ -25,8 +25,11 @@ from farandole.sparse import (
     _streams,
 )
 from farandole.sparse._streams import Streams
+from support.devices import only_on_cpu
 from support.recommenders import Request
 from support.streams import Device, OnHost, Tracked
+
+pytestmark = only_on_cpu("plays an accelerator; tests/python/gpu/test_sparse_pipeline has the GPU")
 
 CUDA = torch.device("cuda")
 WIDTH = 4

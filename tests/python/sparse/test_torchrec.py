@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from farandole.sparse import TrainPipelineSparseDist
-from farandole.sparse._requirements import torchrec_reason
+from sparse.torchrec_needed import needs_torchrec
 from support.processes import run_ranks
 from support.recommenders import Loader, Trouble, drain, drain_with_errors, plain_loop
 
-pytestmark = pytest.mark.skipif(torchrec_reason() is not None, reason=torchrec_reason() or "")
+pytestmark = needs_torchrec
 
 
 def compare_randomly(

@@ -11,11 +11,11 @@ import torch
 from torch.distributed import checkpoint
 
 from farandole.sparse import TrainPipelineSparseDist
-from farandole.sparse._requirements import torchrec_reason
+from sparse.torchrec_needed import needs_torchrec
 from support.processes import run_ranks
 from support.recommenders import drain
 
-pytestmark = pytest.mark.skipif(torchrec_reason() is not None, reason=torchrec_reason() or "")
+pytestmark = needs_torchrec
 
 
 def save_and_load(rank: int, world_size: int, seed: int, folder: str) -> None:

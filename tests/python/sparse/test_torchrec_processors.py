@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 from farandole.sparse import TrainPipelineSparseDist
-from farandole.sparse._requirements import torchrec_reason
+from sparse.torchrec_needed import needs_torchrec
 from support.processes import run_ranks
 from support.recommenders import drain, plain_loop
 
-pytestmark = pytest.mark.skipif(torchrec_reason() is not None, reason=torchrec_reason() or "")
+pytestmark = needs_torchrec
 
 KEYS = ["g0", "g1"]
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from farandole.sparse import PrefetchTrainPipelineSparseDist, TrainPipelineSparseDist
-from farandole.sparse._requirements import torchrec_reason
+from sparse.torchrec_needed import needs_torchrec
 from support.processes import run_ranks
 from support.recommenders import drain, plain_loop
 
-pytestmark = pytest.mark.skipif(torchrec_reason() is not None, reason=torchrec_reason() or "")
+pytestmark = needs_torchrec
 
 WAYS = ("table", "row", "table")
 IN_A_GROUP = 2

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from farandole.sparse import EvalPipelineSparseDist, TrainPipelineBase, TrainPipelineSparseDist
+from support.devices import DEVICE
 from support.processes import run_ranks
 from support.recommenders import (
     Recommender,
@@ -21,11 +22,11 @@ from support.recommenders import (
     drain,
     made,
     make_batches,
+    on_device,
     plain_loop,
 )
 
 THREADS = {"inline": False, "threads": True, "as measured": None}
-CPU = torch.device("cpu")
 
 
 def with_adam(seed: int, **options: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -40,7 +41,7 @@ def train_randomly(rank: int, world_size: int, seed: int, cases: int, threads: b
         print(f"seed {seed}: {number} batches, grad_accum {grad_accum}, {tables} tables, case {case}")
         (model, optimizer), (plain, plain_optimizer) = with_adam(case, tables=tables), with_adam(case, tables=tables)
         pipeline = TrainPipelineSparseDist(
-            model, optimizer, CPU, grad_accum=grad_accum, load_on_thread=threads, dist_on_thread=threads, strict=True
+            model, optimizer, DEVICE, grad_accum=grad_accum, load_on_thread=threads, dist_on_thread=threads, strict=True
         )
         for epoch in range(2):
             batches = make_batches(case + epoch, number)
@@ -70,11 +71,11 @@ def test_trains_as_the_plain_loop_over_gloo():
 def evaluate_between(rank: int, world_size: int) -> None:
     """Batches of one pipeline stay in flight while the other one runs over the same model."""
     (model, optimizer), (plain, plain_optimizer) = with_adam(3, dropout=0.5), with_adam(3, dropout=0.5)
-    train = TrainPipelineSparseDist(model, optimizer, CPU)
-    evaluation = EvalPipelineSparseDist(model, optimizer, CPU)
+    train = TrainPipelineSparseDist(model, optimizer, DEVICE)
+    evaluation = EvalPipelineSparseDist(model, optimizer, DEVICE)
     batches, others = make_batches(1, 8), make_batches(2, 5)
     iterator, other_iterator = iter(batches), iter(others)
-    generator = torch.get_rng_state()
+    torch.manual_seed(9)
     got = []
     for batch in range(8):
         got.append(train.progress(iterator))
@@ -83,14 +84,14 @@ def evaluate_between(rank: int, world_size: int) -> None:
             with torch.no_grad():
                 got.append(evaluation.progress(other_iterator))
             model.train()
-    torch.set_rng_state(generator)
+    torch.manual_seed(9)
     expected = []
     for index, batch in enumerate(batches):
         expected += plain_loop(plain, plain_optimizer, [batch])
         if index in (2, 5):
             plain.eval()
             with torch.no_grad():
-                expected.append(plain(others[index // 3])[1])
+                expected.append(plain(on_device(others[index // 3]))[1])
             plain.train()
     assert all(map(torch.equal, got, expected))
     assert_same(model, plain)
@@ -103,7 +104,7 @@ def test_train_and_eval_pipelines_share_a_model():
 def stay_in_window(rank: int, world_size: int) -> None:
     """With the model in eval mode a pipeline runs forward only, and its window goes on after."""
     (model, optimizer), (plain, plain_optimizer) = with_adam(5), with_adam(5)
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, grad_accum=2)
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, grad_accum=2)
     batches = make_batches(1, 6)
     iterator = iter(batches)
     pipeline.progress(iterator)
@@ -124,7 +125,7 @@ def test_evaluates_within_a_window():
 def end_in_evaluation(rank: int, world_size: int) -> None:
     """The end of the data that is evaluated steps nothing: the window goes on with what is trained then."""
     (model, optimizer), (plain, plain_optimizer) = with_adam(5), with_adam(5)
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, grad_accum=3)
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, grad_accum=3)
     batches = make_batches(1, 4)
     iterator = iter(batches[:2])
     outputs = [pipeline.progress(iterator) for _ in range(2)]
@@ -144,7 +145,7 @@ def test_the_end_of_an_evaluation_is_not_that_of_a_window():
 
 def mix_modes(rank: int, world_size: int, kind: Any) -> None:
     model, optimizer = with_adam(5)
-    pipeline = kind(model, optimizer, CPU)
+    pipeline = kind(model, optimizer, DEVICE)
     batches = make_batches(1, 6)
     iterator = iter(batches)
     pipeline.progress(iterator)
@@ -177,7 +178,7 @@ def test_batches_in_flight_when_mode_and_data_change_are_told(kind):
 
 def detach_and_attach(rank: int, world_size: int) -> None:
     (model, optimizer), (plain, plain_optimizer) = with_adam(7), with_adam(7)
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE)
     batches = make_batches(1, 6)
     iterator = iter(batches)
     outputs = [pipeline.progress(iterator) for _ in range(2)]
@@ -186,14 +187,15 @@ def detach_and_attach(rank: int, world_size: int) -> None:
     assert pipeline.detach() is model
     assert not any("forward" in vars(module) for module in tables)
     with torch.no_grad():
-        model(batches[5])
+        model(on_device(batches[5]))
     outputs += drain(pipeline, iterator)
     expected = plain_loop(plain, plain_optimizer, batches)
     assert all(map(torch.equal, outputs, expected))
     assert_same(model, plain)
     # Outside of progress an attached model is what it was, too.
     with torch.no_grad():
-        assert torch.equal(model(batches[0])[1], plain(batches[0])[1])
+        batch = on_device(batches[0])
+        assert torch.equal(model(batch)[1], plain(batch)[1])
     other, other_optimizer = with_adam(8)
     pipeline.attach(other, other_optimizer)
     plain, plain_optimizer = with_adam(8)
@@ -209,7 +211,7 @@ def attach_another(rank: int, world_size: int) -> None:
     """Batches in flight go through the model that computes them."""
     (model, optimizer), (plain, plain_optimizer) = with_adam(7), with_adam(7)
     (other, other_optimizer), (plain_other, plain_other_optimizer) = with_adam(8, tables=2), with_adam(8, tables=2)
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE)
     batches = make_batches(1, 6)
     iterator = iter(batches)
     outputs = [pipeline.progress(iterator) for _ in range(2)]
@@ -229,8 +231,8 @@ def test_attaches_another_model_with_batches_in_flight():
 def attach_wrong_ones(rank: int, world_size: int) -> None:
     """What attach() refuses leaves the pipeline as it was."""
     (model, optimizer), (plain, plain_optimizer) = with_adam(7), with_adam(7)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, grad_scaler=scaler)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=2.0)
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, grad_scaler=scaler)
     batches = make_batches(1, 6)
     iterator = iter(batches)
     outputs = [pipeline.progress(iterator)]
@@ -247,7 +249,7 @@ def attach_wrong_ones(rank: int, world_size: int) -> None:
         pipeline.attach(linear, torch.optim.SGD(linear.parameters(), lr=0.1))
     outputs += drain(pipeline, iterator)
     assert all(map(torch.equal, outputs, plain_loop(plain, plain_optimizer, batches)))
-    EvalPipelineSparseDist(model, optimizer, CPU).attach(with_adam(8)[0])
+    EvalPipelineSparseDist(model, optimizer, DEVICE).attach(with_adam(8)[0])
 
 
 def test_attach_refuses_what_a_pipeline_is_not_made_of():
@@ -256,7 +258,7 @@ def test_attach_refuses_what_a_pipeline_is_not_made_of():
 
 def attach_within_a_window(rank: int, world_size: int) -> None:
     (model, optimizer), (other, other_optimizer), (plain, plain_optimizer) = with_adam(7), with_adam(8), with_adam(8)
-    pipeline = TrainPipelineSparseDist(model, optimizer, CPU, grad_accum=2)
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, grad_accum=2)
     before = [part.clone() for part in model.parameters()]
     batches = make_batches(1, 7)
     iterator = iter(batches)
@@ -276,7 +278,7 @@ def test_another_model_begins_a_window():
 def train_base(rank: int, world_size: int, seed: int) -> None:
     for threads in THREADS.values():
         (model, optimizer), (plain, plain_optimizer) = with_adam(seed), with_adam(seed)
-        pipeline = TrainPipelineBase(model, optimizer, "cpu", grad_accum=3, load_on_thread=threads)
+        pipeline = TrainPipelineBase(model, optimizer, DEVICE, grad_accum=3, load_on_thread=threads)
         batches = make_batches(seed, 7)
         outputs = drain(pipeline, iter(batches))
         assert all(map(torch.equal, outputs, plain_loop(plain, plain_optimizer, batches, 3)))
@@ -293,7 +295,7 @@ class Trainer:
     def __init__(self, kind: Any) -> None:
         self.seed = 1
         model, optimizer = with_adam(self.seed)
-        self.pipeline = kind(model, optimizer, CPU, load_on_thread=True)
+        self.pipeline = kind(model, optimizer, DEVICE, load_on_thread=True)
         self.source = self.batches()
 
     def batches(self) -> Any:

@@ -38,6 +38,10 @@ _context.set_forkserver_preload(
 )
 
 
+# Where ranks share a GPU by CUDA's MPS: one that is killed may take those of other tests with it.
+NO_MPS = {"CUDA_MPS_PIPE_DIRECTORY": "/nonexistent"}
+
+
 class RankFailed(RuntimeError):
     """A rank raised, died or ran out of time; the message holds its traceback."""
 
@@ -65,6 +69,8 @@ def run_ranks(
         enter: called with the rank first of all in its process (Hosts.enter() gives one).
     """
     backend = None if backend is None else backend_for(backend)
+    if may_die:
+        env = NO_MPS | (env or {})
     timeout = patience(timeout)
     entered = entering(world_size, enter)
     with tempfile.TemporaryDirectory(prefix="farandole-test-") as folder:

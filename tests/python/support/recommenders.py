@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from support.devices import DEVICE, ON_CPU
 
 ROWS, WIDTH, DENSE = 50, 8, 4
 
@@ -50,7 +53,7 @@ class ShardedTables(nn.Module):
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
-        self.table = nn.Parameter(torch.randn(ROWS, WIDTH, generator=generator))
+        self.table = nn.Parameter(torch.randn(ROWS, WIDTH, generator=generator, device="cpu").to(DEVICE))
         self.input_group = dist.new_group()
         self.before_dist: Callable[[], None] = lambda: None
         self.before_data: Callable[[], None] = lambda: None
@@ -127,15 +130,37 @@ class Mean(torch.nn.Module):
 
 
 def make_batches(seed: int, number: int, sizes: tuple[int, int] = (1, 9)) -> list[Batch]:
-    """Different ones on each rank."""
+    """Different ones on each rank, in its host's memory."""
     generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
     batches = []
     for _ in range(number):
-        size = int(torch.randint(*sizes, (), generator=generator))
-        ids = torch.randint(0, ROWS, (dist.get_world_size(), size), generator=generator)
-        dense = torch.randn(size, DENSE, generator=generator)
-        batches.append(Batch(ids, dense, torch.randint(0, 2, (size,), generator=generator).float()))
+        size = int(torch.randint(*sizes, (), generator=generator, device="cpu"))
+        ids = torch.randint(0, ROWS, (dist.get_world_size(), size), generator=generator, device="cpu")
+        dense = torch.randn(size, DENSE, generator=generator, device="cpu")
+        labels = torch.randint(0, 2, (size,), generator=generator, device="cpu").float()
+        batches.append(Batch(ids, dense, labels))
     return batches
+
+
+def on_device(batch: Any) -> Any:
+    """Where the model is, with all that it holds; what is there already as it is."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(DEVICE)
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(map(on_device, batch))
+    if ON_CPU or not isinstance(batch, Batch):
+        return batch
+    moved = copy.copy(batch)
+    vars(moved).update({name: on_device(part) for name, part in vars(batch).items()})
+    return moved
+
+
+def are_same(batches: Sequence[Batch], others: Sequence[Batch]) -> bool:
+    """The very same, where no device has copies of them."""
+    if ON_CPU:
+        return [id(batch.dense) for batch in batches] == [id(other.dense) for other in others]
+    dense, expected = ([batch.dense.cpu() for batch in of] for of in (batches, others))
+    return len(dense) == len(expected) and all(map(torch.equal, dense, expected))
 
 
 def wrapped(model: nn.Module) -> nn.Module:
@@ -167,7 +192,7 @@ def plain_loop(
         if getattr(wrapper, "static_graph", False) and not hasattr(wrapper, "has_begun"):
             wrapper.has_begun = has_sync = True  # torch's DDP cannot do without
         with contextlib.nullcontext() if has_sync else wrapper.no_sync():
-            losses, output = model(batch)
+            losses, output = model(on_device(batch))
             if grad_accum > 1:
                 losses = losses / grad_accum
             torch.sum(losses, dim=0).backward()
