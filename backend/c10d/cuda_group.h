@@ -47,8 +47,8 @@ class CudaGroup {
     milliseconds timeout;  // of connecting
     // Ok, or how the ranks have ended the group elsewhere.
     std::function<Status()> ranksHealth;
-    // Called once, with what ended the group here.
-    std::function<void(const Status&)> onFailure;
+    // Called once, with what ended the group, and whether `ranksHealth` said it: else the other ranks should know.
+    std::function<void(const Status& why, bool ranksKnow)> onFailure;
   };
   // kUnavailable: this build or this machine has no NCCL; the message says what is missing.
   static Result<std::shared_ptr<CudaGroup>> make(const Setup& setup);

@@ -38,9 +38,11 @@ CudaGroup& ProcessGroupFarandole::cuda() {
   setup.timeout = timeout_;
   setup.ranksHealth = ranksHealth();
   setup.onFailure = [communicator = communicator_, watch = watch_, hooks = hooks_,
-                     flight = flight_](const Status& why) {
-    communicator->abortAll(why);
-    if (watch != nullptr) watch->abort(why.toString());
+                     flight = flight_](const Status& why, bool ranksKnow) {
+    if (!ranksKnow) {
+      communicator->abortAll(why);
+      if (watch != nullptr) watch->abort(why.toString());
+    }
     hooks->startAbortHooks();
     if (flight != nullptr) flight->fail();
   };

@@ -68,18 +68,25 @@ void CudaWork::synchronize() {
 }
 
 bool CudaWork::wait(milliseconds timeout) {
-  synchronize();
   const bool isOwn = timeout == kNoTimeout || timeout == ::c10d::kUnsetTimeout;
+  const auto deadline = deadlineIn(isOwn ? timeout_ : timeout);
+  // The group's watch looks after its own timeout.
+  if (!isOwn) {
+    awaitOnHost(deadline, [this] {
+      return std::ranges::all_of(operations_, [](const auto& operation) { return operation->isLaunched(); });
+    });
+  }
+  synchronize();
   // What is captured has no end of its own to wait for.
   const bool isCaptured = std::ranges::any_of(operations_, [](const auto& one) { return one->isCaptured(); });
-  if ((hostWaits_ || !isOwn) && !isCaptured) awaitOnHost(deadlineIn(isOwn ? timeout_ : timeout));
+  if ((hostWaits_ || !isOwn) && !isCaptured) awaitOnHost(deadline, [this] { return isCompleted(); });
   return true;
 }
 
-void CudaWork::awaitOnHost(DeviceClock::time_point deadline) {
+template <typename IsDone>
+void CudaWork::awaitOnHost(DeviceClock::time_point deadline, const IsDone& isDone) {
   // As often as the watch could be told, at first; a device that takes long is not asked all the time.
-  for (std::chrono::microseconds pause{1}; !isCompleted();
-       pause = std::min(2 * pause, std::chrono::microseconds(500))) {
+  for (std::chrono::microseconds pause{1}; !isDone(); pause = std::min(2 * pause, std::chrono::microseconds(500))) {
     if (DeviceClock::now() >= deadline) {
       throwIfError(Status::timeout(operations_[0]->describe() + ": it did not end within the timeout of wait()"));
     }

@@ -43,7 +43,8 @@ class CudaWork final : public ::c10d::Work {
   // Once. Waits until the operations are launched.
   void completeFuture();
   void markLaunched();
-  void awaitOnHost(transport::DeviceClock::time_point deadline);
+  template <typename IsDone>
+  void awaitOnHost(transport::DeviceClock::time_point deadline, const IsDone& isDone);
 
   const CudaEnvironment environment_;
   const std::weak_ptr<transport::DeviceGroup> group_;

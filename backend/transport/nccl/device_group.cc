@@ -69,7 +69,7 @@ Status DeviceGroup::addMemoryUse(NcclMemoryUse& use) {
 Status DeviceGroup::health() {
   // Who died is known there first, and by name.
   if (const Status ranks = ranksHealth_(); !ranks) {
-    abort(ranks);
+    if (endAll(ranks) && !isClosing_) onFailure_(ranks, /*ranksKnow=*/true);
     return Status::ok();
   }
   for (const auto& device : devices()) FARANDOLE_RETURN_IF_ERROR(device->asyncError());
@@ -87,7 +87,7 @@ bool DeviceGroup::endAll(const Status& why) {
 }
 
 void DeviceGroup::fail(const Status& why) {
-  if (endAll(why) && !isClosing_) onFailure_(why);
+  if (endAll(why) && !isClosing_) onFailure_(why, /*ranksKnow=*/false);
 }
 
 void DeviceGroup::attend() {

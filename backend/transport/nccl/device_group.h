@@ -15,9 +15,9 @@ namespace farandole::transport {
 class DeviceGroup final : public WatchedGroup, public std::enable_shared_from_this<DeviceGroup> {
  public:
   // `ranksHealth`: ok, or how the group's ranks have ended it elsewhere. `onFailure`: called once with what ended the
-  // group here, which the other ranks should know; not when `ranksHealth` said it or abort() was called.
+  // group, and whether `ranksHealth` said it: else the other ranks should know. Not when abort() was called.
   using Health = std::function<Status()>;
-  using OnFailure = std::function<void(const Status&)>;
+  using OnFailure = std::function<void(const Status& why, bool ranksKnow)>;
   DeviceGroup(DeviceGroupSetup setup, Health ranksHealth, OnFailure onFailure);
 
   // The part on this device, made on first use.

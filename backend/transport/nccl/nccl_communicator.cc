@@ -21,6 +21,16 @@ ncclConfig_t configOf(const std::string& name, int maxCtas) {
   return config;
 }
 
+Status finalize(const NcclApi& nccl, const std::string& name, ncclComm_t handle) {
+  return nccl.check(nccl.commFinalize(handle), "ncclCommFinalize of " + name);
+}
+
+// The peers have what was sent once it returns: this, and not the call before, waits for NCCL's thread that sends
+// (2.28).
+Status destroy(const NcclApi& nccl, const std::string& name, ncclComm_t handle) {
+  return nccl.check(nccl.commDestroy(handle), "ncclCommDestroy of " + name);
+}
+
 }  // namespace
 
 NcclCommunicator::NcclCommunicator(const DeviceRuntime& runtime, Name name, int device, ncclComm_t handle)
@@ -114,19 +124,17 @@ void NcclCommunicator::abort() {
   // One that is being closed is left to NCCL, which would be freed under it.
   if (!turn && isClosing_) return;
   std::lock_guard ending(ending_);
-  if (const ncclComm_t handle = handle_.exchange(nullptr); handle != nullptr) {
-    (void)free(handle, runtime_.nccl.commAbort);
+  const ncclComm_t handle = handle_.exchange(nullptr);
+  if (handle == nullptr) return;
+  if (!isCaptured_) {
+    (void)runtime_.nccl.commAbort(handle);
+    return;
   }
-}
-
-ncclResult_t NcclCommunicator::free(ncclComm_t handle, decltype(&ncclCommAbort) function) {
-  if (!isCaptured_) return function(handle);
   // What runs ends at once, the rest when the graphs are gone, and that may be at the end of the process.
-  std::thread([&runtime = runtime_, device = device_, handle, function, name = name_] {
+  std::thread([&runtime = runtime_, device = device_, handle, name = name_] {
     const DeviceScope scope(runtime.cuda, device);
-    (void)function(handle);
+    (void)runtime.nccl.commAbort(handle);
   }).detach();
-  return ncclSuccess;
 }
 
 Status NcclCommunicator::close() {
@@ -138,10 +146,26 @@ Status NcclCommunicator::close() {
     isClosing_ = false;
     return ended();
   }
-  FARANDOLE_RETURN_IF_ERROR(runtime_.nccl.check(runtime_.nccl.commFinalize(handle), "ncclCommFinalize of " + *name_));
+  FARANDOLE_RETURN_IF_ERROR(finalize(runtime_.nccl, *name_, handle));
   std::lock_guard ending(ending_);
   handle_ = nullptr;
-  return runtime_.nccl.check(free(handle, runtime_.nccl.commDestroy), "ncclCommDestroy of " + *name_);
+  return destroy(runtime_.nccl, *name_, handle);
+}
+
+std::future<Status> NcclCommunicator::closeAside() {
+  std::lock_guard turn(turn_);
+  std::lock_guard ending(ending_);
+  const ncclComm_t handle = isAborted_ ? nullptr : handle_.exchange(nullptr);
+  std::packaged_task<Status()> closing(
+      [&runtime = runtime_, device = device_, handle, name = name_, over = ended()]() -> Status {
+        if (handle == nullptr) return over;
+        const DeviceScope scope(runtime.cuda, device);
+        FARANDOLE_RETURN_IF_ERROR(finalize(runtime.nccl, *name, handle));
+        return destroy(runtime.nccl, *name, handle);
+      });
+  auto closed = closing.get_future();
+  std::thread(std::move(closing)).detach();
+  return closed;
 }
 
 NcclGroup::NcclGroup(const NcclApi& nccl) : nccl_(nccl) { begin(); }

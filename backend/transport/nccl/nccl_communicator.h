@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -71,10 +72,13 @@ class NcclCommunicator {
   void abort();
   // Waits on the host until the device is done with it and the peers have what was sent.
   Status close();
+  // The same on a thread of its own, for one that is captured in graphs: NCCL waits until they are gone, and nobody can
+  // call that off.
+  std::future<Status> closeAside();
 
-  // Something of it was captured in a graph. NCCL waits, before it frees it, until that graph is gone; nobody else
-  // does.
+  // Something of it was captured in a graph.
   void noteCaptured() { isCaptured_ = true; }
+  bool isCaptured() const { return isCaptured_; }
 
   const std::string& name() const { return *name_; }
   int device() const { return device_; }
@@ -87,9 +91,6 @@ class NcclCommunicator {
   // NCCL keeps the pointer to its name (2.28 to 2.30): the text stays where it is.
   using Name = std::shared_ptr<const std::string>;
   NcclCommunicator(const DeviceRuntime& runtime, Name name, int device, ncclComm_t handle);
-
-  // ncclCommAbort or ncclCommDestroy.
-  ncclResult_t free(ncclComm_t handle, decltype(&ncclCommAbort) function);
 
   const DeviceRuntime& runtime_;
   const Name name_;

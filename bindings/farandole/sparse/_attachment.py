@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -326,7 +327,14 @@ class Attachment:
             self._verify(name, flying, (args, kwargs))
             return module.compute_and_output_dist(*ahead)
 
-        return forward
+        return _untraced(forward)
+
+
+def _untraced(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """For torch.compile to run as it is: what comes ahead is on streams of its own."""
+    dynamo = sys.modules.get("torch._dynamo")  # which is loaded slowly, and early where something is compiled
+    result: Callable[..., Any] = forward if dynamo is None else dynamo.disable(forward)
+    return result
 
 
 # torchrec's feature processors look at it.

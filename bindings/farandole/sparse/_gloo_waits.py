@@ -21,14 +21,15 @@ _torchs_wait: Any = None  # while a thread is
 
 
 @contextlib.contextmanager
-def looking_after(groups: Sequence[dist.ProcessGroup]) -> Iterator[None]:
-    """Inside, this thread's waits end soon after another rank has given up one of these groups, where all are gloo's:
-    other works may not outlive a wait that has run out of time. Not to be nested.
+def looking_after(groups: Sequence[dist.ProcessGroup], device: torch.device) -> Iterator[None]:
+    """Inside, this thread's waits end soon after another rank has given up one of these groups, where all are gloo's for
+    tensors on the device: other works may not outlive a wait that has run out of time, NCCL's end their group then. Not
+    to be nested.
 
     Raises:
         RuntimeError: from such a wait.
     """
-    if not groups or not all(map(_is_gloo, groups)):
+    if not groups or not all(_is_gloo(group, device) for group in groups):
         yield
         return
     _enter(groups)
@@ -67,8 +68,8 @@ def _looking_wait(work: dist.Work, *timeout: Any, **named: Any) -> Any:
             raise RuntimeError("a rank has given up the group")
 
 
-def _is_gloo(group: dist.ProcessGroup) -> bool:
+def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     try:
-        return group._get_backend(torch.device("cpu")).name() == "gloo"
+        return group._get_backend(device).name() == "gloo"
     except RuntimeError:
-        return False  # none for CPU
+        return False  # none for the device

@@ -118,7 +118,8 @@ class JointSteps:
         """
         failed, error, woken = 0, None, ""
         for place, name in enumerate(modules, 1):
-            with looking_after(_groups_of(modules[name]) or [dist.group.WORLD] if self.group.group else []):
+            groups = _groups_of(modules[name]) or [dist.group.WORLD] if self.group.group else []
+            with looking_after(groups, self._device):
                 error = _error_of(lambda name=name: call(name))  # type: ignore[misc]
             if error is not None:
                 failed, stage = place, f"{stage} of {name}"

@@ -9,8 +9,11 @@ import torch
 import torch.distributed as dist
 
 import farandole
+from support.devices import only_on_cpu
 from support.processes import RankFailed, run_ranks
 from support.rounds import run_rounds
+
+pytestmark = only_on_cpu("the algorithms are the CPU's")
 
 SECONDS = 3.0
 ON_A_HOST = {

@@ -10,6 +10,9 @@ import pytest
 
 import farandole
 import farandole_autoload
+from support.devices import only_on_cpu
+
+pytestmark = only_on_cpu("it is the same whatever the device")
 
 ONLY_TORCH = """
     import torch, torch.distributed as dist

@@ -8,9 +8,12 @@ import torch
 import torch.distributed as dist
 
 from backend.exchanges import halves_of, random_exchange
+from support.devices import ON_CPU, only_on_cpu
 from support.processes import RankFailed, run_ranks
 
-BATCHES = 10_000
+# On GPUs a batch whose tags do not ascend is held up until the other end has told its order.
+BATCHES = 10_000 if ON_CPU else 200
+MESSAGES = 10_000 if ON_CPU else 500
 
 
 def _tensors(halves):
@@ -41,7 +44,7 @@ def _run_batches(rank, world_size, first_seed, count, large=2):
     return count
 
 
-def test_ten_thousand_random_batches_listed_in_random_orders_arrive():
+def test_random_batches_listed_in_random_orders_arrive():
     assert run_ranks(_run_batches, 4, "farandole", timeout=240, first_seed=1, count=BATCHES) == [BATCHES] * 4
 
 
@@ -54,6 +57,7 @@ def _run_naively(rank, world_size, seed):
         work.wait(datetime.timedelta(seconds=2))
 
 
+@only_on_cpu("on a GPU no host waits for a message")
 def test_the_same_lists_issued_one_by_one_deadlock_where_the_batch_does_not():
     """Blocking operations in list order, messages large enough for rendezvous."""
     seed = 1
@@ -76,8 +80,8 @@ def _batch_p2p(rank, world_size):
     assert sorted(works) == peers
     for peer in reversed(peers):  # any one alone
         works[peer].wait()
-        assert works[peer].is_completed() and works[peer].is_success()
         assert outputs[peer].tolist() == [float(peer * 10 + rank)] * 4
+        assert works[peer].is_completed() and works[peer].is_success()
     return True
 
 
@@ -111,6 +115,7 @@ def _labelled_failure(rank, world_size):
     return True
 
 
+@only_on_cpu("over NCCL no message is given up alone")
 def test_the_label_of_a_batch_is_in_its_errors():
     assert run_ranks(_labelled_failure, 2, "farandole") == [True] * 2
 
@@ -119,7 +124,7 @@ def _profiled(rank, world_size):
     import farandole
 
     x = torch.zeros(2)
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         op = dist.P2POp(dist.isend, x, 1) if rank == 0 else dist.P2POp(dist.irecv, x, 0)
         for work in farandole.batch_p2p([op], "seen").values():
             work.wait()
@@ -145,7 +150,8 @@ def _error_inside(rank, world_size):
         assert into.tolist() == [float(peer)] * 3
         backend = dist.group.WORLD._get_backend(torch.device("cpu"))
         backend._start_coalescing()
-        with pytest.raises(ValueError, match="any rank inside a batch"):
+        refused = "any rank inside a batch" if ON_CPU else "expected a rank for a tensor on CUDA"
+        with pytest.raises(ValueError, match=refused):
             backend.recv_anysource([into], 0)
         if rank == 0:
             dist.send(good, 1)
@@ -166,7 +172,7 @@ def _all_complete_unwaited(works, seconds=60):
 
 
 def _nobody_waits(rank, world_size):
-    count = 10_000
+    count = MESSAGES
     if rank == 0:
         sent = [dist.isend(torch.tensor([i]), 1, tag=i % 7) for i in range(count)]
         assert _all_complete_unwaited(sent)
@@ -179,7 +185,7 @@ def _nobody_waits(rank, world_size):
     return True
 
 
-def test_ten_thousand_messages_arrive_though_the_sender_never_waits():
+def test_many_messages_arrive_though_the_sender_never_waits():
     assert run_ranks(_nobody_waits, 2, "farandole", timeout=120) == [True] * 2
 
 

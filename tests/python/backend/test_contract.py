@@ -13,8 +13,11 @@ import torch
 import torch.distributed as dist
 
 from backend.mismatches import NAMES, Message, Side, random_messages
+from support.devices import only_on_cpu
 from support.hosts import PretendHost
 from support.processes import run_ranks
+
+pytestmark = only_on_cpu("over NCCL another dtype or size ends the group")
 
 # Up to here a message is with its receiver as soon as it is sent, and its sender is done.
 EAGER_BYTES = 8192

@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from support.devices import only_on_cpu
 from support.processes import RankFailed, run_ranks
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), only_on_cpu("its tensors are on the CPU")]
 
 
 def _on_the_cpu(rank, world_size):

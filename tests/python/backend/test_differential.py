@@ -1,4 +1,4 @@
-"""Random operations over farandole and over gloo, on the same input.
+"""Random operations over farandole and over gloo, on the same input; on GPUs over farandole alone.
 
 Integers, extremes and what only moves must be exact, sums and products of floats within the bound that follows from
 the number of roundings; what all ranks get must be the same bits on all of them.
@@ -14,6 +14,8 @@ import random
 
 import pytest
 
+from backend.rounds_on_gpus import KINDS_ON_GPUS, run_rounds_on_gpus
+from support.devices import ON_CPU
 from support.processes import run_ranks
 from support.rounds import KINDS, run_rounds
 
@@ -25,9 +27,10 @@ SECONDS = float(os.environ.get("FARANDOLE_DIFFERENTIAL_SECONDS", "6"))
 def test_random_operations_give_what_gloo_gives(world_size):
     seed = int(os.environ.get("FARANDOLE_DIFFERENTIAL_SEED", random.randrange(1 << 30)))
     print(f"FARANDOLE_DIFFERENTIAL_SEED={seed}", flush=True)
-    results = run_ranks(run_rounds, world_size, "farandole", timeout=60 + 2 * SECONDS, first_seed=seed, seconds=SECONDS)
+    run, kinds_of_all = (run_rounds, KINDS) if ON_CPU else (run_rounds_on_gpus, KINDS_ON_GPUS)
+    results = run_ranks(run, world_size, "farandole", timeout=60 + 2 * SECONDS, first_seed=seed, seconds=SECONDS)
     rounds, kinds = results[0]
     print(f"{rounds} rounds")
     assert rounds >= 20 and all(result == results[0] for result in results)
     if rounds >= 800:
-        assert kinds == KINDS
+        assert kinds == kinds_of_all

@@ -9,7 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from support.devices import only_on_cpu
 from support.processes import await_all, run_ranks
+
+pytestmark = only_on_cpu("tests/python/gpu/test_errors has it on GPUs")
 
 
 def _still_works(rank, world_size):

@@ -7,7 +7,10 @@ import textwrap
 import pytest
 import torch
 
+from support.devices import only_on_cpu
 from support.torch_features import HAS_ABORT_HOOKS
+
+pytestmark = only_on_cpu("tests/python/gpu/test_groups has it on GPUs")
 
 SCRIPT = """
     import sys, torch, torch.distributed as dist

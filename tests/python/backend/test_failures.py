@@ -10,7 +10,10 @@ import torch.distributed as dist
 
 from backend.actions import ACTIONS, NAMED, OTHERS
 from backend.failing import die_often
+from support.devices import only_on_cpu
 from support.processes import run_ranks
+
+pytestmark = only_on_cpu("tests/python/gpu/test_failures has it on GPUs")
 
 VICTIM = 1
 

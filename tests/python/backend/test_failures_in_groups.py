@@ -14,8 +14,11 @@ import torch.distributed as dist
 
 from backend.failing import BOUND, Killer, Progress, first_seed, random_delay
 from farandole import _C
+from support.devices import only_on_cpu
 from support.hosts import PretendHost
 from support.processes import await_all, run_ranks
+
+pytestmark = only_on_cpu("the CPU side knows the dead for both")
 
 VICTIM = 1
 TRANSPORTS = {"shm": {}, "ucx": {"FARANDOLE_TRANSPORT": "ucx"}}

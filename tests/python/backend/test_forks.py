@@ -7,7 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from support.devices import only_on_cpu
 from support.processes import run_ranks
+
+pytestmark = only_on_cpu("CUDA does not live on in a child")
 
 
 def _in_child(fn, *args):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from support.devices import only_on_cpu
 from support.hosts import PretendHost
 from support.processes import run_ranks
 
@@ -135,6 +136,7 @@ def _gather_into_chunks(rank, world_size, seed):
     return True
 
 
+@only_on_cpu("a list on a GPU has no gaps")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("hosts", [(0, 0), (0, 1), (0, 0, 1, 1)], ids=str)
 def test_lists_with_gaps_are_gathered_into(hosts):
@@ -151,6 +153,7 @@ def _listed_twice(rank, world_size):
     return results
 
 
+@only_on_cpu("NCCL beside it would reduce it twice")
 @pytest.mark.filterwarnings("ignore")
 def test_a_tensor_that_is_listed_twice_is_reduced_once_as_by_gloo():
     for ours, theirs in run_ranks(_listed_twice, 3, "farandole", timeout=60):

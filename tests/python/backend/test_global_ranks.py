@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from support.devices import only_on_cpu
 from support.hosts import PretendHost
 from support.processes import await_all, run_ranks
 from support.torch_features import SPLITS_GROUPS, prepare_to_split
 
+pytestmark = only_on_cpu("errors of NCCL's operations have the ranks of the group alone")
 MEMBERS = [1, 3]
 FIRST, SECOND = "rank 0 (global rank 1", "rank 1 (global rank 3"
 HOSTS = {"one host": (0, 0, 0, 0), "two hosts": (0, 0, 1, 1)}

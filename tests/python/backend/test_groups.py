@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from farandole import _C
+from support.devices import only_on_cpu
 from support.processes import run_ranks
 from support.sanitizers import SANITIZED
 from support.torch_features import SPLITS_GROUPS, prepare_to_split
@@ -57,6 +58,7 @@ def _any_source(rank, world_size):
     return True
 
 
+@only_on_cpu("NCCL has no receive from any rank")
 def test_receive_from_any_source_honours_the_tag_and_names_the_source():
     assert all(run_ranks(_any_source, 4, "farandole"))
 
@@ -82,6 +84,7 @@ def _threads(rank, world_size):
     return failures
 
 
+@only_on_cpu("NCCL wants its groups used in one order on all ranks")
 def test_groups_are_used_by_several_threads_at_once():
     assert run_ranks(_threads, 2, "farandole", timeout=90) == [[], []]
 
@@ -129,6 +132,7 @@ def _group_per_thread(rank, world_size):
     return failures
 
 
+@only_on_cpu("NCCL wants its groups used in one order on all ranks")
 def test_groups_that_overlap_work_in_threads_of_their_own_while_others_are_made():
     assert run_ranks(_group_per_thread, 4, "farandole", timeout=90) == [[]] * 4
 
@@ -180,6 +184,7 @@ def _split(rank, world_size):
     return results
 
 
+@only_on_cpu("tests/python/gpu/test_groups has it on GPUs")
 @pytest.mark.skipif(not SPLITS_GROUPS, reason=f"torch {torch.__version__} splits no group without a GPU")
 def test_split_gives_each_part_a_group():
     assert run_ranks(_split, 4, "farandole") == [[1, 3, 1], [1, 3, 1], [5, 3, 5], [5, 3, 5]]
@@ -223,6 +228,7 @@ def _shrink(rank, world_size):
     return result
 
 
+@only_on_cpu("tests/python/gpu/test_groups has it on GPUs")
 def test_shrink_makes_a_group_without_the_excluded_ranks():
     assert run_ranks(_shrink, 4, "farandole") == [(0, 3, 5.0), None, (1, 3, 5.0), (2, 3, 5.0)]
 
@@ -244,6 +250,7 @@ def _shrink_world(rank, world_size):
     return x.item(), y[0].item(), me, into.item()
 
 
+@only_on_cpu("tests/python/gpu/test_groups has shrink() on GPUs")
 @pytest.mark.skipif(not hasattr(dist, "shrink_group"), reason="this torch has no shrink_group")
 def test_the_default_group_is_shrunk_by_torch():
     results = run_ranks(_shrink_world, 4, "farandole")
@@ -266,6 +273,7 @@ def _options(rank, world_size):
     return True
 
 
+@only_on_cpu("options are a group's, whatever its tensors")
 def test_options_are_taken_copied_and_show_the_timeout_in_force():
     assert all(run_ranks(_options, 2, "farandole"))
 
@@ -276,6 +284,7 @@ def _caught_signals(rank, world_size):
         return next(int(line.split()[1], 16) for line in status if line.startswith("SigCgt"))
 
 
+@only_on_cpu("CUDA may have handlers of its own")
 @pytest.mark.skipif(SANITIZED, reason="the sanitizers have handlers of their own")
 def test_no_signal_handler_is_installed_behind_the_users_back():
     bits = [1 << (s - 1) for s in (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGHUP)]
@@ -294,11 +303,15 @@ def _forks(rank, world_size):
     return status, x.item()
 
 
+@only_on_cpu("CUDA does not live on in a child")
 def test_a_forked_child_that_destroys_the_group_neither_hangs_nor_harms():
     assert run_ranks(_forks, 2, "farandole") == [(0, 2.0)] * 2
 
 
-@pytest.mark.parametrize("backend", ["farandole", "cpu:farandole", "cpu:farandole,cuda:farandole"])
+ONLY_FOR_THE_CPU = pytest.param("cpu:farandole", marks=only_on_cpu("this group takes no tensors on a GPU"))
+
+
+@pytest.mark.parametrize("backend", ["farandole", ONLY_FOR_THE_CPU, "cpu:farandole,cuda:farandole"])
 def test_the_backend_is_found_by_name(backend):
     assert run_ranks(_sum, 2, backend) == [1.0, 1.0]
 
@@ -328,6 +341,7 @@ def _leave_a_message(rank, world_size):
         dist.destroy_process_group(group)
 
 
+@only_on_cpu("over NCCL a send waits for its receive")
 @pytest.mark.parametrize("transport", ["auto", "ucx"])
 def test_messages_of_a_group_that_is_gone_are_not_the_next_ones(transport):
     run_ranks(_leave_a_message, 2, "farandole", env={"FARANDOLE_TRANSPORT": transport})
@@ -359,6 +373,7 @@ def _come_round(rank, world_size):
     return rank == 1 or work.is_completed()
 
 
+@only_on_cpu("over NCCL a send waits for its receive")
 @pytest.mark.parametrize("transport", ["auto", "ucx"])
 def test_messages_of_a_group_that_is_gone_are_nobodys_when_its_number_comes_again(transport):
     assert all(run_ranks(_come_round, 2, "farandole", env={"FARANDOLE_TRANSPORT": transport}, timeout=60))

@@ -17,8 +17,11 @@ import torch.distributed as dist
 
 from backend.actions import ACTIONS, NAMED, OTHERS
 from backend.failing import die_often
+from support.devices import only_on_cpu
 from support.hosts import Hosts, PretendHost
 from support.processes import await_all, run_ranks
+
+pytestmark = only_on_cpu("NCCL has one network where ranks share a GPU")
 
 HOST_OF_RANK = (0, 0, 1, 1)
 SURVIVORS = (0, 1, 2)

@@ -6,8 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from support.devices import only_on_cpu
 from support.hosts import INTERFACE, Hosts
 from support.processes import run_ranks
+
+pytestmark = only_on_cpu("NCCL has one network where ranks share a GPU")
 
 HOST_OF_RANK = (0, 0, 1, 1)
 GLOO = {"GLOO_SOCKET_IFNAME": INTERFACE}  # gloo looks up its own name, which no resolver knows

@@ -6,7 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from support.devices import only_on_cpu
 from support.processes import run_ranks
+
+pytestmark = only_on_cpu("they are of the host's memory")
 
 BYTES = (2 << 30) + (100 << 20) + 6  # a multiple of two
 PERIOD = 16_777_213  # a prime: what is a power of two apart is not alike

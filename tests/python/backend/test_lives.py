@@ -9,10 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from support.devices import only_on_cpu
 from support.hosts import Hosts
 from support.processes import await_all, run_ranks
 from support.resources import private_bytes, resident_bytes, resources
 from support.sanitizers import SANITIZED
+
+pytestmark = only_on_cpu("what it counts is the CPU side's")
 
 NOTHING = Counter()
 TRANSPORTS = {"shm": {}, "ucx": {"FARANDOLE_TRANSPORT": "ucx"}}

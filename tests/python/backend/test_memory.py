@@ -13,9 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from support.devices import only_on_cpu
 from support.processes import run_ranks
 from support.resources import resident_bytes
 from support.sanitizers import SANITIZED
+
+pytestmark = only_on_cpu("it is about the host's memory")
 
 OPERATIONS = int(os.environ.get("FARANDOLE_MEMORY_OPERATIONS", "60000"))
 # Tags of receives that nobody sends for, and of what any rank sends.

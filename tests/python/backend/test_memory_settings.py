@@ -9,7 +9,10 @@ import torch
 import torch.distributed as dist
 
 from backend.test_collectives import _movement, _reductions
+from support.devices import only_on_cpu
 from support.processes import run_ranks
+
+pytestmark = only_on_cpu("it is about the host's memory")
 
 KIB = 1 << 10
 

@@ -11,8 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from support.devices import only_on_cpu
 from support.hosts import Hosts
 from support.processes import run_ranks
+
+pytestmark = only_on_cpu("it is about the CPU side's transports")
 
 
 def _exchange(rank: int, message: torch.Tensor) -> float:

@@ -7,9 +7,12 @@ import torch
 import torch.distributed as dist
 
 import farandole
+from support.devices import only_on_cpu
 from support.hosts import INTERFACE, Hosts, PretendHost
 from support.processes import await_all, run_ranks
 from support.rounds import run_rounds
+
+pytestmark = only_on_cpu("NCCL has one network where ranks share a GPU")
 
 SECONDS = 3.0
 TWO_AND_TWO = (0, 1, 0, 1)

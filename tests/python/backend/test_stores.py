@@ -9,8 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from support.devices import only_on_cpu
 from support.hosts import PretendHost
 from support.processes import run_ranks
+
+pytestmark = only_on_cpu("groups meet on the CPU")
 
 WORLD_SIZE = 3
 VICTIM = 1

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import farandole
+from support.devices import DEVICE, backend_for, only_on_cpu, seeded
 from support.hosts import PretendHost
 from support.processes import run_ranks
 
@@ -41,6 +42,7 @@ def _uncommon_dtypes(rank, world_size):
     return True
 
 
+@only_on_cpu("NCCL has some of these, and rounds them at each step")
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_eight_bit_floats_unsigned_integers_and_complex_half_are_reduced():
     assert all(run_ranks(_uncommon_dtypes, 3, "farandole"))
@@ -89,6 +91,7 @@ def _same_values(ours, expected, what):
     assert torch.equal(wide.nan_to_num(0), expected.nan_to_num(0)), what
 
 
+@only_on_cpu("NCCL has some of these, and rounds them at each step")
 def test_eight_bit_floats_are_reduced_as_torch_does_it_through_float_and_nan_stays():
     assert all(run_ranks(_byte_floats, 3, "farandole"))
 
@@ -118,10 +121,10 @@ def test_premul_sum_multiplies_what_each_rank_gives_by_its_factor():
 
 
 def _channels_last(rank, world_size):
-    gloo = dist.new_group(backend="gloo")
+    gloo = dist.new_group(backend=backend_for("gloo"))
 
     def image(seed):
-        x = torch.randn(2, 3, 5, 7, generator=torch.Generator().manual_seed(seed))
+        x = torch.randn(2, 3, 5, 7, generator=seeded(seed))
         return x.contiguous(memory_format=torch.channels_last)
 
     for call in (dist.all_reduce, lambda x, group=None: dist.broadcast(x, 1, group=group)):
@@ -257,6 +260,7 @@ def _sparse(rank, world_size):
     return True
 
 
+@only_on_cpu("tests/python/gpu/test_reductions has it on GPUs")
 def test_sparse_tensors_are_summed_as_gloo_does():
     assert all(run_ranks(_sparse, 3, "farandole"))
 
@@ -278,7 +282,9 @@ def _several_sparse(rank, world_size):
     return True
 
 
-@pytest.mark.parametrize("hosts", [(0, 0), (0, 0, 1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "hosts", [(0, 0), pytest.param((0, 0, 1, 1), marks=only_on_cpu("to NCCL hosts are nothing"))], ids=str
+)
 def test_several_sparse_sums_and_a_dense_one_are_under_way_at_once(hosts):
     assert all(run_ranks(_several_sparse, len(hosts), "farandole", enter=PretendHost(hosts)))
 
@@ -293,7 +299,7 @@ def _take_what_has_no_memory(rank, world_size):
         work.wait()
     assert torch.equal(received, torch.full((1000,), 3.0))
 
-    sharded = DTensor.from_local(torch.ones(4), init_device_mesh("cpu", (world_size,)), [Shard(0)])
+    sharded = DTensor.from_local(torch.ones(4), init_device_mesh(DEVICE, (world_size,)), [Shard(0)])
     freed = torch.ones(4)
     freed.untyped_storage().resize_(0)
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))

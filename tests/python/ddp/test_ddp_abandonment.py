@@ -20,7 +20,7 @@ GROUP_TIMEOUT, AT_ONCE = (60, 5.0) if ON_CPU else (120, 20.0)
 ENDING = [
     pytest.param(
         name,
-        marks=[only_on_cpu("torch's NCCL does not tell ranks that wait of one that gave up")] if name == "gloo" else [],
+        marks=[only_on_cpu("torch's NCCL ends processes that wait for one that gave up")] if name == "gloo" else [],
     )
     for name in BACKENDS
 ]

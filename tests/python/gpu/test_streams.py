@@ -193,7 +193,7 @@ def _graph(rank, world_size):
         expected = replay * 2 * world_size * world_size * (world_size + 1) / 2
         assert torch.equal(total, torch.full_like(total, expected)), replay
     dist.all_reduce(x.fill_(1.0))  # beside the graph, as before
-    assert torch.equal(x, torch.full_like(x, world_size))
+    assert torch.equal(x, torch.full_like(x, world_size)), x.unique(return_counts=True)
     del graph
 
 

@@ -278,7 +278,7 @@ def _fails(rank: int, world_size: int, overlap: bool) -> tuple[float, str]:
 @pytest.mark.parametrize(
     "backend",
     [
-        pytest.param("gloo", marks=only_on_cpu("torch's NCCL does not tell ranks that wait of one that gave up")),
+        pytest.param("gloo", marks=only_on_cpu("torch's NCCL ends processes that wait for one that gave up")),
         "farandole",
     ],
 )

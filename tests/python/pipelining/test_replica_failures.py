@@ -25,7 +25,7 @@ RUN_TIMEOUT = GROUP_TIMEOUT if ON_CPU else 150.0
 AT_ONCE = 5.0 if ON_CPU else 30.0  # seconds, on a machine with fewer cores than ranks; NCCL connects in them
 # Those over which who waits is told that a rank has given up.
 TELLING = [
-    pytest.param("gloo", marks=only_on_cpu("torch's NCCL does not tell ranks that wait of one that gave up")),
+    pytest.param("gloo", marks=only_on_cpu("torch's NCCL ends processes that wait for one that gave up")),
     *BACKENDS[1:],
 ]
 

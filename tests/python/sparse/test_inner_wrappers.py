@@ -12,7 +12,18 @@ from farandole.ddp import DistributedDataParallel as OurDdp
 from farandole.sparse import TrainPipelineBase, TrainPipelineSparseDist
 from support.devices import DEVICE
 from support.processes import run_ranks
-from support.recommenders import Batch, Mean, Recommender, assert_same, drain, made, make_batches, plain_loop, wrapped
+from support.recommenders import (
+    Batch,
+    Mean,
+    Recommender,
+    ShardedTables,
+    assert_same,
+    drain,
+    made,
+    make_batches,
+    plain_loop,
+    wrapped,
+)
 
 
 class Task(nn.Module):
@@ -28,6 +39,23 @@ class Task(nn.Module):
         return losses * self.scale, output
 
 
+class Asking(ShardedTables):
+    """Whether torch.compile traces its lookups."""
+
+    is_traced = False
+
+    def compute_and_output_dist(self, context: dict[str, Any], ids: torch.Tensor) -> torch.Tensor:
+        self.is_traced = torch.compiler.is_compiling()
+        return super().compute_and_output_dist(context, ids)
+
+
+def recommender() -> Recommender:
+    model = Recommender(1, tables=2)
+    for table in model.tables:
+        table.__class__ = Asking
+    return model
+
+
 def of_ours(model: nn.Module) -> nn.Module:
     inner = wrapped(model)
     return OurDdp(inner.module)
@@ -41,7 +69,7 @@ WRAPPERS = {"torch's DDP": wrapped, "farandole's DDP": of_ours, "compiled": comp
 
 
 def wrap_inside(rank: int, world_size: int, how: str, is_hooked: bool) -> None:
-    model, plain = (Task(WRAPPERS[how](Recommender(1, tables=2))) for _ in range(2))
+    model, plain = (Task(WRAPPERS[how](recommender())) for _ in range(2))
     for each in (model, plain) if is_hooked else ():
         each.inner.register_forward_pre_hook(shifted)
     optimizer, plain_optimizer = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
@@ -50,6 +78,9 @@ def wrap_inside(rank: int, world_size: int, how: str, is_hooked: bool) -> None:
     assert all(map(torch.equal, drain(pipeline, iter(batches)), plain_loop(plain, plain_optimizer, batches)))
     assert_same(model, plain)
     assert pipeline.explain().count(": pipelined") == 2
+    # What comes ahead is not for torch.compile, whose graphs know nothing of the pipeline's streams.
+    traced = [[module.is_traced for module in each.modules() if isinstance(module, Asking)] for each in (model, plain)]
+    assert traced == [[False] * 2, [how == "compiled"] * 2]
     pipeline.detach()
     assert how == "compiled" or all("forward" not in vars(module) for module in model.modules())
 

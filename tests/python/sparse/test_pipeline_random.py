@@ -11,7 +11,7 @@ import torch
 from farandole.sparse import TrainPipelineSparseDist
 from support.devices import DEVICE
 from support.processes import run_ranks
-from support.recommenders import Loader, Recommender, Trouble, assert_same, make_batches, on_device, wrapped
+from support.recommenders import Loader, Recommender, Trouble, assert_same, is_same, make_batches, on_device, wrapped
 
 
 class Failing(Recommender):
@@ -116,7 +116,7 @@ def run_case(pick: random.Random, rank: int, world_size: int) -> None:
 def compare(pipeline: Any, loader: Any, expected: list[Any]) -> None:
     for index, result in enumerate(expected):
         if isinstance(result, torch.Tensor):
-            assert torch.equal(pipeline.progress(loader), result), index
+            assert is_same(pipeline.progress(loader), result), index
         else:
             with pytest.raises(result):
                 pipeline.progress(loader)

@@ -22,6 +22,8 @@ from support.recommenders import (
     assert_same,
     drain,
     drain_with_errors,
+    is_exact,
+    is_same,
     make_batches,
     on_device,
     plain_loop,
@@ -72,7 +74,9 @@ class CachedRecommender(Recommender):
 
 def made(kind: type[Recommender], seed: int, tables: int = 1) -> tuple[Any, torch.optim.Optimizer]:
     model = kind(seed, tables)
-    return model, torch.optim.Adam(model.parameters(), lr=0.05)
+    # Adam makes whole steps of rounding errors.
+    optimizer = torch.optim.Adam if is_exact() else torch.optim.SGD
+    return model, optimizer(model.parameters(), lr=0.05)
 
 
 def train_randomly(rank: int, world_size: int, seed: int, threads: bool | None) -> None:
@@ -91,7 +95,7 @@ def train_randomly(rank: int, world_size: int, seed: int, threads: bool | None) 
             batches = make_batches(case + epoch, number)
             expected = plain_loop(plain, plain_optimizer, batches, grad_accum or 1)
             model.events.clear()
-            assert all(map(torch.equal, drain(pipeline, iter(batches)), expected))
+            assert all(map(is_same, drain(pipeline, iter(batches)), expected))
             assert_same(model, plain)
             steps = ["forward", *["prefetch"] * tables, "backward"]
             last = ["forward", "backward"]

@@ -16,10 +16,10 @@ from farandole.sparse import (
     TrainPipelineSparseDist,
 )
 from farandole.sparse._requirements import torchrec_reason
+from support.devices import DEVICE
 from support.processes import run_ranks
-from support.recommenders import Recommender, drain, make_batches, plain_loop, wrapped
+from support.recommenders import Recommender, drain, make_batches, on_device, plain_loop, wrapped
 
-CPU = torch.device("cpu")
 # After (model, optimizer, device), in torchrec 1.6.1.
 POSITIONS = {
     TrainPipelineBase: ["custom_model_fwd", "enable_inplace_copy_batch"],
@@ -74,7 +74,7 @@ TAKEN = {
 
 def made(kind: Any, *positional: Any, **named: Any) -> Any:
     model = torch.nn.Linear(2, 2)
-    return kind(model, torch.optim.SGD(model.parameters(), lr=0.1), CPU, *positional, **named)
+    return kind(model, torch.optim.SGD(model.parameters(), lr=0.1), "cpu", *positional, **named)
 
 
 @pytest.mark.parametrize("kind", POSITIONS)
@@ -126,7 +126,7 @@ def attach_as_torchrecs(rank: int, world_size: int) -> None:
     model = wrapped(Recommender(1))
     plain = wrapped(Recommender(1))
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
-    pipeline = TrainPipelineSparseDist(model, optimizers[0], CPU)
+    pipeline = TrainPipelineSparseDist(model, optimizers[0], DEVICE)
     batches = make_batches(1, 6)
     loader = iter(batches)
     outputs = [pipeline.progress(loader) for _ in range(2)]
@@ -149,11 +149,11 @@ def test_attach_takes_torchrecs_second_argument():
 def evaluate_all(rank: int, world_size: int) -> None:
     model = wrapped(Recommender(1)).eval()
     batches = make_batches(1, 5)
-    pipeline = EvalPipelineSparseDist(model, torch.optim.SGD(model.parameters(), lr=0.1), CPU, False)
+    pipeline = EvalPipelineSparseDist(model, torch.optim.SGD(model.parameters(), lr=0.1), DEVICE, False)
     outputs = drain(pipeline, iter(batches))
     pipeline.detach()
     assert len(outputs) == 5
-    assert all(torch.equal(output, model(batch)[1]) for output, batch in zip(outputs, batches, strict=True))
+    assert all(torch.equal(output, model(on_device(batch))[1]) for output, batch in zip(outputs, batches, strict=True))
 
 
 def test_evaluation_with_apply_jit_by_position_has_all_batches():

@@ -202,9 +202,19 @@ def plain_loop(
     return outputs
 
 
+def is_exact() -> bool:
+    """Whether sums of gradients have all their bits: NCCL adds up more than two ranks by places in its buffers, and a
+    window that is cut short has others."""
+    return ON_CPU or dist.get_world_size() <= 2
+
+
+def is_same(value: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.equal(value, expected) if is_exact() else torch.allclose(value, expected, rtol=1e-4, atol=1e-5)
+
+
 def assert_same(model: nn.Module, other: nn.Module) -> None:
     for (name, value), (_, expected) in zip(model.named_parameters(), other.named_parameters(), strict=True):
-        assert torch.equal(value, expected), name
+        assert is_same(value, expected), name
 
 
 def drain(pipeline: Any, batches: Iterator[Any]) -> list[Any]:

@@ -301,6 +301,24 @@ TEST_F(NcclGroupTest, AWaitWithATimeoutBlocksTheHostAndNamesTheOperation) {
   close();
 }
 
+TEST_F(NcclGroupTest, AWaitForAnEdgeThatIsNotConnectedHasItsTimeoutToo) {
+  at::Tensor data = at::zeros({4});
+  (void)runtime_.cuda.setDevice(0);
+  auto works =
+      groups_[0]->post(options(0, OpType::RECV, 3), device(0), {{false, onCuda(data, 0), 1, 0}});  // rank 1 never comes
+  const auto start = std::chrono::steady_clock::now();
+  try {
+    works.at(1)->wait(30ms);
+    FAIL();
+  } catch (const c10::Error& error) {
+    EXPECT_NE(std::string(error.what()).find("recv from rank 1 with tag 0 number 3 on rank 0"), std::string::npos)
+        << error.what();
+  }
+  EXPECT_LT(std::chrono::steady_clock::now() - start, 5s);  // the group's is 20 s
+  works.clear();
+  groups_[0]->abort(Status::aborted("the test is over"));
+}
+
 TEST_F(NcclGroupTest, ASmallerGroupTakesOverWhatIsConnected) {
   const auto store = c10::make_intrusive<::c10d::HashStore>();
   const auto talks = testing::TestTalk::all(2, seed_);

@@ -63,7 +63,7 @@ class NcclGroupTest : public ::testing::Test {
     setup.size = size;
     setup.timeout = 20s;
     setup.ranksHealth = [] { return Status::ok(); };
-    setup.onFailure = [](const Status&) {};
+    setup.onFailure = [](const Status&, bool) {};
     auto made = CudaGroup::make(setup);
     EXPECT_TRUE(made) << made.status().toString();
     return *made;

@@ -127,6 +127,11 @@ TEST(DeviceGroup, WhatTheRanksKnowComesBeforeWhatNcclSays) {
   ranks.meeting->end(Status(StatusCode::kPeerFailed, "rank 1 (host a, pid 7) failed: its process died"));
   ASSERT_TRUE(operation->awaitEnd());
   EXPECT_EQ(operation->status().toString(), "rank 1 (host a, pid 7) failed: its process died");
+  // It is told once, also to those who write down what has happened.
+  const auto deadline = DeviceClock::now() + 20s;
+  while (ranks.meeting->numToldByRanks == 0 && DeviceClock::now() < deadline) std::this_thread::sleep_for(1ms);
+  EXPECT_EQ(ranks.meeting->numToldByRanks, 1);
+  EXPECT_EQ(ranks.meeting->numFailed, 0);
 }
 
 TEST(DeviceGroup, ClosingDoesNotWaitForEverForAPeer) {

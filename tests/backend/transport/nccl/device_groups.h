@@ -49,6 +49,10 @@ class TestMeeting final : public CommunicatorMeeting {
  public:
   explicit TestMeeting(const NcclApi& nccl) : nccl_(nccl) {}
 
+  // How groups have ended: each tells once.
+  std::atomic<int> numFailed{0};
+  std::atomic<int> numToldByRanks{0};
+
   Result<ncclUniqueId> meet(const std::string& name, int rank, int size, DeviceClock::time_point deadline) override {
     std::unique_lock lock(mutex_);
     if (!over_) return over_;
@@ -111,7 +115,8 @@ class DeviceGroups {
       groups.push_back(std::make_shared<DeviceGroup>(
           DeviceGroupSetup{&runtime, watches_.back(), meeting, talks_[rank], "world", rank, size, 2, timeout},
           [meeting = meeting] { return meeting->health(); },
-          [meeting = meeting, rank](const Status& why) {
+          [meeting = meeting, rank](const Status& why, bool ranksKnow) {
+            ++(ranksKnow ? meeting->numToldByRanks : meeting->numFailed);
             meeting->end(why.wrap("rank " + std::to_string(rank) + " ended the group"));
           }));
     }

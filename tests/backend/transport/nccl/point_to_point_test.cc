@@ -354,22 +354,27 @@ TEST(PointToPoint, WhatWasCapturedIsSentAgainAndAgain) {
   EXPECT_EQ(joined(ranks.cluster.violations()), "");
 }
 
+// A message from rank 0 to rank 1, which nobody replays.
+void capture(DeviceGroups& ranks) {
+  static int sent = 0;
+  static int received = 0;
+  const auto exchange = [&](int rank) {
+    return ranks.post(rank, {{rank == 0, 1 - rank, rank == 0 ? &sent : &received, sizeof(int)}})[0];
+  };
+  ranks.each([&](int rank) { EXPECT_TRUE(exchange(rank)->awaitEnd()); });
+  for (int rank = 0; rank < 2; ++rank) {
+    (void)ranks.runtime.cuda.setDevice(rank);
+    ranks.cluster.beginCapture(ranks.streams[rank]);
+    ranks.wait(rank, exchange(rank));
+    ranks.cluster.endCapture(ranks.streams[rank]);
+  }
+}
+
 TEST(PointToPoint, GraphsThatStillExistHoldUpNeitherTheEndOfTheGroupNorAnAbort) {
   for (const bool isAborted : {false, true}) {
     DeviceGroups ranks(2, someSeed());
     ranks.cluster.setGraphsStay(true);
-    int sent = 0;
-    int received = 0;
-    const auto exchange = [&](int rank) {
-      return ranks.post(rank, {{rank == 0, 1 - rank, rank == 0 ? &sent : &received, sizeof(int)}})[0];
-    };
-    ranks.each([&](int rank) { EXPECT_TRUE(exchange(rank)->awaitEnd()); });
-    for (int rank = 0; rank < 2; ++rank) {
-      (void)ranks.runtime.cuda.setDevice(rank);
-      ranks.cluster.beginCapture(ranks.streams[rank]);
-      ranks.wait(rank, exchange(rank));
-      ranks.cluster.endCapture(ranks.streams[rank]);
-    }
+    capture(ranks);
     const auto begin = DeviceClock::now();
     if (isAborted) {
       for (const auto& group : ranks.groups) group->abort(Status::aborted("enough"));
@@ -380,6 +385,20 @@ TEST(PointToPoint, GraphsThatStillExistHoldUpNeitherTheEndOfTheGroupNorAnAbort) 
     EXPECT_EQ(ranks.cluster.live().communicators, 2);
     ranks.cluster.setGraphsStay(false);
   }
+}
+
+// Else a process that ends next takes along what its peers do not have yet.
+TEST(PointToPoint, AGroupWhoseGraphsAreGoneEndsWhenNcclHasSentAll) {
+  DeviceGroups ranks(2, someSeed());
+  capture(ranks);
+  ranks.cluster.setGraphsStay(true);
+  std::thread graphs([&] {
+    std::this_thread::sleep_for(300ms);  // NCCL sends
+    ranks.cluster.setGraphsStay(false);
+  });
+  ranks.close();
+  EXPECT_EQ(ranks.cluster.live().communicators, 0);
+  graphs.join();
 }
 
 }  // namespace

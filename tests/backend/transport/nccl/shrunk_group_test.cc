@@ -38,7 +38,7 @@ class ShrunkGroup : public ::testing::Test {
       child_.push_back(std::make_shared<DeviceGroup>(
           DeviceGroupSetup{&parent_->runtime, watches_.back(), meeting_, talks[rank], name, rank, 2, 2, 20s},
           [meeting = meeting_] { return meeting->health(); },
-          [meeting = meeting_](const Status& why) { meeting->end(why); }));
+          [meeting = meeting_](const Status& why, bool) { meeting->end(why); }));
     }
   }
   void SetUp() override { begin(); }

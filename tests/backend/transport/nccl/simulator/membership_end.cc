@@ -32,7 +32,9 @@ ncclResult_t Membership::commFinalize(ncclComm_t handle) {
     return ncclInvalidUsage;
   }
   communicator->state = State::kFinalized;
-  return drain(lock, *communicator);
+  const ncclResult_t drained = drain(lock, *communicator);
+  awaitGraphs(lock, *communicator);
+  return drained;
 }
 
 void Membership::awaitGraphs(Lock& lock, const Communicator& communicator) {

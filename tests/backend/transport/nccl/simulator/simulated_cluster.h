@@ -61,7 +61,7 @@ class SimulatedCluster {
   // In CUDA's global mode. What is put into the stream meanwhile, and into those that come to wait for it, is kept.
   void beginCapture(cudaStream_t stream);
   void endCapture(cudaStream_t stream);
-  // Whether graphs exist to the end: NCCL waits for those that have captured a communicator before it frees that. Off
+  // Whether graphs exist to the end: NCCL waits for those that have captured a communicator before it ends that. Off
   // at first, as if they went with the capture.
   void setGraphsStay(bool stay);
   // Launches the last graph that was captured from this stream, into `into` or the stream itself.
