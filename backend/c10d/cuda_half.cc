@@ -37,8 +37,8 @@ CudaGroup& ProcessGroupFarandole::cuda() {
   setup.size = size_;
   setup.timeout = timeout_;
   setup.ranksHealth = ranksHealth();
-  setup.onFailure = [communicator = communicator_, watch = watch_, hooks = hooks_,
-                     flight = flight_](const Status& why, bool ranksKnow) {
+  setup.onFailure = [communicator = communicator_, watch = watch_, hooks = hooks_, flight = flight_](const Status& why,
+                                                                                                     bool ranksKnow) {
     if (!ranksKnow) {
       communicator->abortAll(why);
       if (watch != nullptr) watch->abort(why.toString());
