@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import gc
 import math
 import multiprocessing
@@ -87,6 +88,9 @@ def run_ranks(
         stopped = set(may_die)
         try:
             results = _collect(processes, pipes, time.monotonic() + timeout, may_die)
+        except BaseException:
+            _show_where_they_are(processes)
+            raise
         finally:
             for rank, process in enumerate(processes):
                 process.join(timeout=2)
@@ -138,11 +142,21 @@ def _collect(processes: list[Any], pipes: list[Any], deadline: float, may_die: C
     return [results[rank] for rank in range(len(processes))]
 
 
+def _show_where_they_are(processes: list[Any]) -> None:
+    """Those that have not ended write the stacks of their threads to stderr."""
+    alive = [process for process in processes if process.is_alive()]
+    for process in alive:
+        os.kill(process.pid, signal.SIGUSR1)
+    if alive:
+        time.sleep(0.5)
+
+
 def _seconds_until(deadline: float) -> float | None:
     return None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
 
 
 def _rank_main(pipe, fn, rank, world_size, backend, store_path, timeout, env, enter, kwargs) -> None:
+    faulthandler.register(signal.SIGUSR1)
     gc.freeze()  # else the first full collection copies every page that this process shares with the server
     os.environ.update(env or {})
     import torch
