@@ -33,6 +33,8 @@ _LIMITS = {
     "sleeping": {RAW: 0.1},
 }
 _STEPS = {"transformer, 40M": 5, "2000 parameters": 10, "sleeping": 5}  # per round
+# What is exposed there is a two-hundredth of a step, whose time varies by more: many steps, of two that take turns.
+_SLEEPING_STEPS = 25
 
 
 _HOOK_PEERS = ["farandole", "torch over gloo"]
@@ -49,11 +51,17 @@ def measure(settings: Settings, pair: RankPair) -> Report:
         given = ", ".join(f"{name}={value}" for name, value in options.items())
         report.notes.append(f"{case}: farandole's wrapper with {given}, elsewhere with its defaults")
     for case in on_rank.CASES:
-        compared_with = [*_PEERS, NOTHING] if case == "sleeping" else _PEERS
-        exposed = {peer: Series(case, peer, quantity="exposed") for peer in compared_with}
-        steps = {peer: Series(case, peer, quantity="step") for peer in (ALONE, *compared_with)}
+        groups = {_STEPS[case]: _PEERS}
+        if case == "sleeping":
+            groups = {_SLEEPING_STEPS: [OURS], _STEPS[case]: [*_PEERS[1:], NOTHING]}
+        exposed = {peer: Series(case, peer, quantity="exposed") for peers in groups.values() for peer in peers}
+        steps = {peer: Series(case, peer, quantity="step") for peer in (ALONE, *exposed)}
         raw = Series(case, RAW, quantity="time")
-        interleave(settings.rounds, [_measurement(settings, pair, case, exposed, steps, raw)], settings.tick)
+        measurements = [
+            _measurement(settings, pair, case, count, {peer: exposed[peer] for peer in peers}, steps, raw)
+            for count, peers in groups.items()
+        ]
+        interleave(settings.rounds, measurements, settings.tick)
         report.series += [*steps.values(), *exposed.values(), raw]
         ours = exposed[OURS]
         under = {
@@ -95,19 +103,28 @@ def _per_parameter(ranks: list[dict[str, list[float]]], peer: str) -> Sample:
 
 
 def _measurement(
-    settings: Settings, pair: RankPair, case: str, exposed: dict[str, Series], steps: dict[str, Series], raw: Series
+    settings: Settings,
+    pair: RankPair,
+    case: str,
+    count: int,
+    exposed: dict[str, Series],
+    steps: dict[str, Series],
+    raw: Series,
 ) -> Measurement:
-    peers = [*steps, RAW]
+    """The series of the module alone and of one all_reduce are filled where ours is."""
+    told = [*([ALONE] if OURS in exposed else []), *exposed]
+    with_raw = [RAW] if OURS in exposed else []
+    peers = [ALONE, *exposed, *with_raw]
 
     def one_round() -> list[list[Sample]]:
-        ranks = pair.call(on_rank.time_backwards, case=case, peers=peers, count=settings.count(_STEPS[case]))
+        ranks = pair.call(on_rank.time_backwards, case=case, peers=peers, count=settings.count(count))
         slower = {
             peer: [max(pair) for pair in zip(*(of_rank[peer] for of_rank in ranks), strict=True)] for peer in peers
         }
         beyond = {
             peer: [step - alone for step, alone in zip(slower[peer], slower[ALONE], strict=True)] for peer in exposed
         }
-        values = [*(beyond[peer] for peer in exposed), *(slower[peer] for peer in steps), slower[RAW]]
+        values = [*beyond.values(), *(slower[peer] for peer in [*told, *with_raw])]
         return [[Sample(value, value) for value in of_series] for of_series in values]
 
-    return [*exposed.values(), *steps.values(), raw], one_round
+    return [*exposed.values(), *(steps[peer] for peer in told), *(raw for _ in with_raw)], one_round
