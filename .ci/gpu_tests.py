@@ -143,6 +143,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=0, help="no test starts after so many seconds")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="paths, and options of pytest")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was started ends, too
     return 0 if run(*found(options.arguments), options.reports, options.jobs, options.limit) else 1
 
 

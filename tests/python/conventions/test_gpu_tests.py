@@ -3,11 +3,14 @@ CUDA's MPS runs beside them."""
 
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from typing import Any
+
+import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 
@@ -71,6 +74,25 @@ def test_no_test_begins_when_the_time_is_over(tmp_path):
     assert time.monotonic() - began < 30
     assert shown.returncode == 0 and shown.stdout.count("until the time was over") == 2, shown.stdout
     assert "no time is left for" in shown.stdout and "test_d.py" in shown.stdout
+
+
+def test_nothing_is_left_where_it_is_ended(tmp_path):
+    pid = tmp_path / "pid"
+    write(
+        tmp_path / "tests",
+        {
+            "test_it.py": f"import os, time\ndef test_it():\n    open({str(pid)!r}, 'w').write(str(os.getpid()))\n    time.sleep(60)\n"
+        },
+    )
+    command = [sys.executable, ".ci/gpu_tests.py", str(tmp_path / "reports"), str(tmp_path / "tests")]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as running:
+        deadline = time.monotonic() + 60
+        while not (pid.exists() and pid.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        running.terminate()
+        assert running.wait(timeout=30) == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
 
 
 def test_mps_runs_as_long_as_the_tests_where_nobody_has_one(tmp_path):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
-from support.cpp_examples import by_hand, by_torchrun, finish, needs_examples, program, start
+from support.cpp_examples import needs_examples, program
 from support.devices import only_on_cpu
+from support.launchers import by_hand, by_torchrun, finish, start
 
 PROGRAM = (str(program("train_replicas")), "20")
 

@@ -6,8 +6,9 @@ import re
 
 import pytest
 
-from support.cpp_examples import by_hand, by_torchrun, finish, needs_examples, program, start
+from support.cpp_examples import needs_examples, program
 from support.devices import only_on_cpu
+from support.launchers import by_hand, by_torchrun, finish, start
 
 STEPS = 12
 PROGRAM = (str(program("train_gpt")), "--steps", str(STEPS))
