@@ -38,9 +38,9 @@ def first_line(text: str) -> str:
 
 
 def part_of(report: str, case: ElementTree.Element) -> str:
-    """The row of a case: the module of a Python test, the suite of a C++ test."""
+    """The row of a case: folder and module of a Python test, the suite of a C++ test."""
     if report != "ctest":
-        return (case.get("classname") or "").rsplit(".", 1)[-1] or "collection"
+        return ".".join((case.get("classname") or "collection").rsplit(".", 2)[-2:])
     return (case.get("name") or "").split(".", 1)[0]
 
 

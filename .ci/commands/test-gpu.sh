@@ -11,14 +11,14 @@
 #   --limit SECONDS   start no Python test after that time, and report those that have run
 #   --bench           then measure farandole beside NCCL (./dev bench --only cuda)
 #   --build           only build, also without a GPU
-#   -- ARGUMENTS      for pytest: options (-k name, -x), or paths instead of all below
+#   -- ARGUMENTS      paths instead of all below, then options for pytest (-k name, -x)
 #
 # Runs the C++ tests labelled "gpu", tests/python/gpu, and with their models and tensors
 # on GPUs (FARANDOLE_TEST_DEVICE=cuda) the tests of pipelines, data parallelism,
 # Megatron's API, the sparse train pipeline and the backend, which ./dev test runs on the
 # CPU. Ends with a table of what ran, what was skipped and why, and with the same as
-# JSON, which is left with the reports in JUnit's format in build/gpu/reports. Where
-# there is no GPU it says why and succeeds.
+# JSON, which is left in build/gpu/reports with what each file wrote and a report of it in
+# JUnit's format. Where there is no GPU it says why and succeeds.
 
 source "$ROOT/.ci/lib/setup.sh"
 source "$ROOT/.ci/lib/gpu.sh"
@@ -72,7 +72,7 @@ say "  $FOUND"
 reports=$ROOT/build/gpu/reports
 rm -rf "$reports" && mkdir -p "$reports"
 failed=0
-"$CTEST" --test-dir "$BUILD" -L gpu --parallel 8 --output-on-failure --no-tests=error --output-junit "$reports/ctest.xml" || failed=1
+"$CTEST" --test-dir "$BUILD" -L gpu --output-on-failure --no-tests=error --output-junit "$reports/ctest.xml" || failed=1
 (cd "$ROOT" && "$GPU_PYTHON" .ci/gpu_tests.py ${jobs:+--jobs "$jobs"} --limit "$limit" "$reports" "$@") || failed=1
 if [ $bench -eq 1 ]; then
   (cd "$ROOT" && "$GPU_PYTHON" -m farandole.bench --only cuda --json "$reports/bench.json") || failed=1

@@ -121,8 +121,9 @@ void ProcessGroupFarandole::abort() {
   if (!context_->isOurs()) return;
   context_->removeGroup(communicator_);
   const Status status = Status::aborted("the process group was aborted");
-  communicator_->abortAll(status);
+  // First, for it to hear of no end that others have told.
   if (const auto cuda = cudaIfAny()) cuda->abort(status);
+  communicator_->abortAll(status);
   if (watch_ != nullptr) watch_->abort("ProcessGroup.abort() was called there");
   hooks_->startAbortHooks();
   if (flight_ != nullptr) flight_->fail();

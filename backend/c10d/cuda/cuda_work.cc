@@ -69,7 +69,7 @@ void CudaWork::synchronize() {
 
 bool CudaWork::wait(milliseconds timeout) {
   const bool isOwn = timeout == kNoTimeout || timeout == ::c10d::kUnsetTimeout;
-  const auto deadline = deadlineIn(isOwn ? timeout_ : timeout);
+  auto deadline = deadlineIn(timeout);
   // The group's watch looks after its own timeout.
   if (!isOwn) {
     awaitOnHost(deadline, [this] {
@@ -77,6 +77,7 @@ bool CudaWork::wait(milliseconds timeout) {
     });
   }
   synchronize();
+  if (isOwn) deadline = deadlineIn(timeout_);
   // What is captured has no end of its own to wait for.
   const bool isCaptured = std::ranges::any_of(operations_, [](const auto& one) { return one->isCaptured(); });
   if ((hostWaits_ || !isOwn) && !isCaptured) awaitOnHost(deadline, [this] { return isCompleted(); });

@@ -10,9 +10,6 @@ namespace {
 
 using Ends = std::vector<std::future<void>>;
 
-// Within it peers have what was sent; where graphs still exist NCCL does not say so.
-constexpr std::chrono::milliseconds kMostForGraphs{2000};
-
 void waitFor(const Ends& ends, std::chrono::milliseconds limit) {
   const auto deadline = std::chrono::steady_clock::now() + limit;
   for (const auto& end : ends) (void)end.wait_until(deadline);
@@ -92,20 +89,14 @@ void AbortableCommunicators::abortAll(Aborts& aborts) {
   }
 }
 
-Status AbortableCommunicators::closeAll() {
+Status AbortableCommunicators::closeAll(std::vector<std::future<Status>>& captured) {
   Status first;
-  std::vector<std::future<Status>> captured;
   for (const auto& communicator : all()) {
     if (communicator->isCaptured()) {
       captured.push_back(communicator->closeAside());
     } else if (const Status status = communicator->close(); first) {
       first = status;
     }
-  }
-  const auto deadline = std::chrono::steady_clock::now() + kMostForGraphs;
-  for (auto& end : captured) {
-    if (end.wait_until(deadline) == std::future_status::timeout) continue;
-    if (const Status status = end.get(); first) first = status;
   }
   return first;
 }

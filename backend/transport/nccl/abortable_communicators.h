@@ -39,8 +39,8 @@ class AbortableCommunicators {
   bool add(const std::shared_ptr<NcclCommunicator>& communicator);
   // In `aborts`, for others to begin, too, before somebody waits.
   void abortAll(Aborts& aborts);
-  // Waits on the host; the first error.
-  Status closeAll();
+  // Waits on the host; the first error. Those that are captured in graphs end aside, and are added.
+  Status closeAll(std::vector<std::future<Status>>& captured);
   // See NcclCommunicator.
   Status addMemoryUse(NcclMemoryUse& use);
   // What NCCL has found in any of them.

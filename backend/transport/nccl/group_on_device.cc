@@ -11,6 +11,8 @@ namespace {
 constexpr std::chrono::milliseconds kHealthPeriod{50};
 // Where another group's kernels hold them up, that group is ended next.
 constexpr std::chrono::milliseconds kMostForAborts{500};
+// Within it peers have what was sent; where graphs still exist NCCL does not say so.
+constexpr std::chrono::milliseconds kMostForGraphs{2000};
 
 }  // namespace
 
@@ -244,9 +246,16 @@ Status GroupOnDevice::close() {
   if (communicator() != nullptr) {
     (void)withTurn([&](ncclComm_t handle) { return memory_.removeAll(handle); });
   }
-  const Status edges = pointToPoint_->close();
-  const Status collectives = communicators_.closeAll();
-  return edges ? collectives : edges;
+  std::vector<std::future<Status>> captured;
+  const Status edges = pointToPoint_->close(captured);
+  const Status collectives = communicators_.closeAll(captured);
+  Status first = edges ? collectives : edges;
+  const auto deadline = DeviceClock::now() + kMostForGraphs;
+  for (auto& end : captured) {
+    if (end.wait_until(deadline) == std::future_status::timeout) continue;
+    if (const Status status = end.get(); first) first = status;
+  }
+  return first;
 }
 
 }  // namespace farandole::transport

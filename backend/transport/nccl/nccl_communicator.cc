@@ -147,8 +147,10 @@ Status NcclCommunicator::close() {
     return ended();
   }
   FARANDOLE_RETURN_IF_ERROR(finalize(runtime_.nccl, *name_, handle));
-  std::lock_guard ending(ending_);
-  handle_ = nullptr;
+  {
+    std::lock_guard ending(ending_);
+    handle_ = nullptr;
+  }
   return destroy(runtime_.nccl, *name_, handle);
 }
 

@@ -99,13 +99,13 @@ void PointToPoint::connectNow(EdgeKey key) {
   if (const auto group = setup_.group.lock()) group->fail(status);
 }
 
-Status PointToPoint::close() {
+Status PointToPoint::close(std::vector<std::future<Status>>& captured) {
   {
     // The other end of an edge waits for this one to close it, too.
     std::unique_lock lock(connectingMutex_);
     connected_.wait_for(lock, setup_.timeout, [this] { return met_.empty(); });
   }
-  return communicators_.closeAll();
+  return communicators_.closeAll(captured);
 }
 
 void PointToPoint::noteOrder(EdgeKey key, const Status& status) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <condition_variable>
+#include <future>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -62,8 +63,9 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   void doom(const Status& why);
   void abortAll(Aborts& aborts) { communicators_.abortAll(aborts); }
   void endAll(const Status& why);
-  // Waits on the host until what was sent has arrived; nothing may be posted any more.
-  Status close();
+  // Waits on the host until what was sent has arrived; nothing may be posted any more. Edges that are captured in
+  // graphs end aside, and are added.
+  Status close(std::vector<std::future<Status>>& captured);
   Status addMemoryUse(NcclMemoryUse& use) { return communicators_.addMemoryUse(use); }
   // What NCCL has found.
   Status asyncError() { return communicators_.asyncError(); }

@@ -1,6 +1,7 @@
 """What data parallelism adds to a backward that has no communication: torch's DDP beside farandole's, on two ranks.
 
-"exposed" is the time of a forward and backward less that of the same module without a wrapper, in the same turn. Two
+"exposed" is the time of a forward and backward less that of the same module without a wrapper, in the same turn (where
+backward sleeps other peers have turns of their own, whose "alone" is not shown). Two
 ranks on two cores hide nothing, so what is exposed is compared with one all_reduce of as many elements ("all_reduce");
 where backward sleeps a core is free, and communication can be hidden. "hooks over fake" are hooks that start one
 all_reduce for each gradient there, over torch's backend that moves nothing. farandole's wrapper has its defaults, but
@@ -33,7 +34,7 @@ _LIMITS = {
     "sleeping": {RAW: 0.1},
 }
 _STEPS = {"transformer, 40M": 5, "2000 parameters": 10, "sleeping": 5}  # per round
-# What is exposed there is a two-hundredth of a step, whose time varies by more: many steps, of two that take turns.
+# What is exposed there is a two-hundredth of a step, whose time varies by more: many steps, apart from other peers'.
 _SLEEPING_STEPS = 25
 
 
@@ -51,15 +52,15 @@ def measure(settings: Settings, pair: RankPair) -> Report:
         given = ", ".join(f"{name}={value}" for name, value in options.items())
         report.notes.append(f"{case}: farandole's wrapper with {given}, elsewhere with its defaults")
     for case in on_rank.CASES:
-        groups = {_STEPS[case]: _PEERS}
+        groups = [(_STEPS[case], _PEERS)]
         if case == "sleeping":
-            groups = {_SLEEPING_STEPS: [OURS], _STEPS[case]: [*_PEERS[1:], NOTHING]}
-        exposed = {peer: Series(case, peer, quantity="exposed") for peers in groups.values() for peer in peers}
+            groups = [(_SLEEPING_STEPS, [OURS]), (_STEPS[case], [*_PEERS[1:], NOTHING])]
+        exposed = {peer: Series(case, peer, quantity="exposed") for _, peers in groups for peer in peers}
         steps = {peer: Series(case, peer, quantity="step") for peer in (ALONE, *exposed)}
         raw = Series(case, RAW, quantity="time")
         measurements = [
             _measurement(settings, pair, case, count, {peer: exposed[peer] for peer in peers}, steps, raw)
-            for count, peers in groups.items()
+            for count, peers in groups
         ]
         interleave(settings.rounds, measurements, settings.tick)
         report.series += [*steps.values(), *exposed.values(), raw]

@@ -331,8 +331,9 @@ class Attachment:
 
 
 def _untraced(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """For torch.compile to run as it is: what comes ahead is on streams of its own."""
-    dynamo = sys.modules.get("torch._dynamo")  # which is loaded slowly, and early where something is compiled
+    """For torch.compile to run as it is: what comes ahead is on streams of its own. Where that is in use by now: it is
+    loaded slowly."""
+    dynamo = sys.modules.get("torch._dynamo")
     result: Callable[..., Any] = forward if dynamo is None else dynamo.disable(forward)
     return result
 

@@ -280,7 +280,7 @@ def test_the_report_says_what_ran_what_was_skipped_and_why(tmp_path, more, statu
     assert json.loads(shown.stdout[shown.stdout.index("\n{") :]) == document
     assert document["machine"] == {"devices": ["a GPU"]}
     for report in ("pytest", "pytest-on-gpus"):
-        parts = document["parts"][f"{report}: test_streams"]
+        parts = document["parts"][f"{report}: gpu.test_streams"]
         assert parts == {"passed": 1, "failed": 0, "skipped": 1, "seconds": 1.6}
     assert document["parts"]["ctest: NcclApi"] == {"passed": 1, "failed": 0, "skipped": 1, "seconds": 0.3}
     assert document["skipped"] == {"no GPU here": 1, "one GPU": 2}

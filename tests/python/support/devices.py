@@ -1,4 +1,4 @@
-"""Where the tests of pipelines and of data parallelism have their models: on the CPU, or on GPUs.
+"""Where tests have their models and tensors: on the CPU, or on GPUs.
 
 FARANDOLE_TEST_DEVICE=cuda runs the same tests on GPUs (./dev test-gpu does). Every rank's default device is then its
 GPU, which several ranks may share as hosts of their own; gloo's tests run over torch's NCCL.

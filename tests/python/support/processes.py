@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import faulthandler
 import gc
@@ -39,7 +40,7 @@ _context.set_forkserver_preload(
 )
 
 
-# Where ranks share a GPU by CUDA's MPS: one that is killed may take those of other tests with it.
+# Not by CUDA's MPS: there a process that is killed while the GPU works for it may take others with it.
 NO_MPS = {"CUDA_MPS_PIPE_DIRECTORY": "/nonexistent"}
 
 
@@ -88,7 +89,9 @@ def run_ranks(
         stopped = set(may_die)
         try:
             results = _collect(processes, pipes, time.monotonic() + timeout, may_die)
-        except BaseException:
+        except RankFailed:
+            raise
+        except BaseException:  # pytest's time is over, say
             _show_where_they_are(processes)
             raise
         finally:
@@ -123,6 +126,7 @@ def _collect(processes: list[Any], pipes: list[Any], deadline: float, may_die: C
         ready = wait(list(open_pipes), timeout=_seconds_until(deadline))
         if not ready:
             missing = sorted(open_pipes.values())
+            _show_where_they_are([processes[rank] for rank in missing])
             failures[-1] = f"no result from ranks {missing} in time"
             break
         for pipe in ready:
@@ -146,7 +150,8 @@ def _show_where_they_are(processes: list[Any]) -> None:
     """Those that have not ended write the stacks of their threads to stderr."""
     alive = [process for process in processes if process.is_alive()]
     for process in alive:
-        os.kill(process.pid, signal.SIGUSR1)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGUSR1)
     if alive:
         time.sleep(0.5)
 

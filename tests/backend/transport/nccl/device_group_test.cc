@@ -19,14 +19,6 @@ using namespace std::chrono_literals;
 constexpr std::size_t kCount = 100;
 
 // In place, of ints.
-GroupOnDevice::Calls sumOf(const DeviceGroups& ranks, std::vector<int>& data) {
-  return [&ranks, &data](NcclGroup& group, ncclComm_t communicator, cudaStream_t stream) {
-    group.add(
-        ranks.runtime.nccl.allReduce(data.data(), data.data(), data.size(), ncclInt32, ncclSum, communicator, stream),
-        "ncclAllReduce");
-  };
-}
-
 TEST(DeviceGroup, CollectivesComeAfterTheCurrentStreamAndWaitingStreamsAfterThem) {
   const std::uint64_t first = std::random_device{}() % 1'000'000;
   std::cerr << "seed " << first << '\n';

@@ -232,4 +232,13 @@ inline std::string joined(const std::vector<std::string>& lines) {
   return text;
 }
 
+// An all_reduce in place.
+inline GroupOnDevice::Calls sumOf(const DeviceGroups& ranks, std::vector<int>& data) {
+  return [&ranks, &data](NcclGroup& group, ncclComm_t communicator, cudaStream_t stream) {
+    group.add(
+        ranks.runtime.nccl.allReduce(data.data(), data.data(), data.size(), ncclInt32, ncclSum, communicator, stream),
+        "ncclAllReduce");
+  };
+}
+
 }  // namespace farandole::transport::testing
