@@ -17,7 +17,7 @@ struct EdgeKey {
   int peer;
   bool isSend;
 
-  auto operator<=>(const EdgeKey&) const = default;
+  auto operator<=>(const EdgeKey&) const = default;  // NOLINT(modernize-use-nullptr): clang-tidy 14 sees a pointer
 };
 
 // What goes along one directed edge: to `peer`, or from it.

@@ -69,7 +69,8 @@ WRAPPERS = {"torch's DDP": wrapped, "farandole's DDP": of_ours, "compiled": comp
 
 
 def wrap_inside(rank: int, world_size: int, how: str, is_hooked: bool) -> None:
-    model, plain = (Task(WRAPPERS[how](recommender())) for _ in range(2))
+    # A compiled model is compared with one that is not: torch 2.11 makes other gradients of exchanges that it traces.
+    model, plain = (Task(WRAPPERS[kind](recommender())) for kind in (how, how.replace("compiled", "torch's DDP")))
     for each in (model, plain) if is_hooked else ():
         each.inner.register_forward_pre_hook(shifted)
     optimizer, plain_optimizer = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
@@ -79,8 +80,7 @@ def wrap_inside(rank: int, world_size: int, how: str, is_hooked: bool) -> None:
     assert_same(model, plain)
     assert pipeline.explain().count(": pipelined") == 2
     # What comes ahead is not for torch.compile, whose graphs know nothing of the pipeline's streams.
-    traced = [[module.is_traced for module in each.modules() if isinstance(module, Asking)] for each in (model, plain)]
-    assert traced == [[False] * 2, [how == "compiled"] * 2]
+    assert [module.is_traced for module in model.modules() if isinstance(module, Asking)] == [False] * 2
     pipeline.detach()
     assert how == "compiled" or all("forward" not in vars(module) for module in model.modules())
 
