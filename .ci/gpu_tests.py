@@ -62,7 +62,7 @@ def mps(logs: pathlib.Path) -> Iterator[dict[str, str]]:
         environment = {MPS: folder, "CUDA_MPS_LOG_DIRECTORY": str(logs)}
         of_client = os.environ | environment
 
-        def run(command: list[str], told: str = "", limit: float = 60) -> tuple[bool, str]:
+        def ask(command: list[str], told: str = "", limit: float = 60) -> tuple[bool, str]:
             try:
                 ended = subprocess.run(
                     command, input=told, env=of_client, capture_output=True, text=True, timeout=limit, check=False
@@ -72,14 +72,14 @@ def mps(logs: pathlib.Path) -> Iterator[dict[str, str]]:
             return ended.returncode == 0, ended.stdout.strip()
 
         try:
-            has_begun, _ = run([control, "-d"])
-            has_run, _ = run([sys.executable, "-c", "import torch; torch.ones(1, device='cuda').item()"], limit=120)
+            has_begun, _ = ask([control, "-d"])
+            has_run, _ = ask([sys.executable, "-c", "import torch; torch.ones(1, device='cuda').item()"], limit=120)
             # Where there is no daemon CUDA goes without, and says nothing.
-            works = has_begun and has_run and run([control], "get_server_list\n")[1] != ""
+            works = has_begun and has_run and ask([control], "get_server_list\n")[1] != ""
             print(f"MPS {'has processes side by side on a GPU' if works else f'does not work: {logs}'}", flush=True)
             yield environment if works else {}
         finally:
-            run([control], "quit -t 5\n")
+            ask([control], "quit -t 5\n")
 
 
 def found(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -98,7 +98,9 @@ def found(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 class Running:
-    def __init__(self, test: str, options: list[str], reports: pathlib.Path, mps: dict[str, str], left: float) -> None:
+    def __init__(
+        self, test: str, options: list[str], reports: pathlib.Path, clients: dict[str, str], left: float
+    ) -> None:
         self.test = test
         self._has_options = bool(options)
         self._ends = time.monotonic() + left + GRACE
@@ -114,7 +116,7 @@ class Running:
             self._process = subprocess.Popen(
                 [*command, *limit, *options, test],
                 cwd=ROOT,
-                env=os.environ | mps | ({} if of_gpus else {"FARANDOLE_TEST_DEVICE": "cuda"}),
+                env=os.environ | clients | ({} if of_gpus else {"FARANDOLE_TEST_DEVICE": "cuda"}),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -160,13 +162,13 @@ def run(tests: list[str], options: list[str], reports: pathlib.Path, jobs: int, 
     measuring = [test for test in tests if pathlib.Path(test.split("::")[0]).stem in MEASURING]
     waiting, running, is_well = [test for test in tests if test not in measuring] + measuring, list[Running](), True
     reports.mkdir(parents=True, exist_ok=True)
-    with mps(reports) as environment:
+    with mps(reports) as clients:
         try:
             while waiting or running:
                 while waiting and len(running) < (1 if waiting[0] in measuring else jobs):
                     if (left := end - time.monotonic()) < 1:
                         break
-                    running.append(Running(waiting.pop(0), options, reports, environment, left))
+                    running.append(Running(waiting.pop(0), options, reports, clients, left))
                 if not running:
                     print("no time is left for", *waiting, flush=True)
                     break

@@ -7,7 +7,8 @@
 #                     without package registries: the interpreter is FARANDOLE_PYTHON or
 #                     python3, which has torch (default: build/gpu-kit where it is there)
 #   --no-kit          the environment of ./dev test, also where there is a kit
-#   --jobs N          run so many files of Python tests at a time (default: by the cores)
+#   --jobs N          run so many files of Python tests at a time (default: by the cores
+#                     and the memory of the GPUs)
 #   --limit SECONDS   start no Python test after that time, and report those that have run
 #   --bench           then measure farandole beside NCCL (./dev bench --only cuda)
 #   --build           only build, also without a GPU

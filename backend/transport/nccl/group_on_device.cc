@@ -11,7 +11,7 @@ namespace {
 constexpr std::chrono::milliseconds kHealthPeriod{50};
 // Where another group's kernels hold them up, that group is ended next.
 constexpr std::chrono::milliseconds kMostForAborts{500};
-// Within it peers have what was sent; where graphs still exist NCCL does not say so.
+// For peers to get what was sent: while graphs exist NCCL does not say when they have it.
 constexpr std::chrono::milliseconds kMostForGraphs{2000};
 
 }  // namespace

@@ -24,7 +24,7 @@ from support.drawn.memory import Place
 from support.drawn.movements import GIVES_ALL_THE_SAME
 from support.drawn.operation import Operation, Run
 from support.drawn.reductions import AVG, BITWISE, MAX, MIN, PREMUL, PRODUCT, Check, reduced
-from support.rounds import START
+from support.rounds import START, is_over
 
 KINDS_ON_GPUS = sorted(set(START) - {"any_source"})
 
@@ -122,11 +122,8 @@ def run_rounds_on_gpus(rank: int, world_size: int, first_seed: int, seconds: flo
     kinds: set[str] = set()
     seed, end = first_seed, time.monotonic() + seconds
     while True:
-        if (seed - first_seed) % 20 == 0:  # all stop at the same round
-            stop = torch.tensor([time.monotonic() > end], dtype=torch.int32)
-            dist.all_reduce(stop, dist.ReduceOp.MAX)
-            if stop.item():
-                return seed - first_seed, sorted(kinds)
+        if (seed - first_seed) % 20 == 0 and is_over(end):
+            return seed - first_seed, sorted(kinds)
         outcomes: list[Any] = [None] * world_size
         dist.all_gather_object(outcomes, _round(seed, rank, groups, kinds))
         for index, (ranks, _) in enumerate(outcomes[0]):

@@ -137,6 +137,13 @@ def _check(run: Run) -> None:
         raise AssertionError(f"{run.operation} {where}: {error}") from None
 
 
+def is_over(end: float) -> bool:
+    """Whether that time has come for any rank: all stop at the same round."""
+    stop = torch.tensor([time.monotonic() > end], dtype=torch.int32)
+    dist.all_reduce(stop, dist.ReduceOp.MAX)
+    return bool(stop.item())
+
+
 def run_rounds(rank: int, world_size: int, first_seed: int, seconds: float) -> tuple[int, list[str]]:
     """Rounds from ``first_seed`` on for ``seconds``, which may be infinite; how many, and the kinds that were drawn."""
     groups = _make_groups(world_size)
@@ -144,10 +151,8 @@ def run_rounds(rank: int, world_size: int, first_seed: int, seconds: float) -> t
     seed, end = first_seed, time.monotonic() + seconds
     told = time.monotonic() + 60
     while True:
-        if (seed - first_seed) % 20 == 0:  # all stop at the same round
-            stop = torch.tensor([time.monotonic() > end], dtype=torch.int32)
-            dist.all_reduce(stop, dist.ReduceOp.MAX)
-            if stop.item():
+        if (seed - first_seed) % 20 == 0:
+            if is_over(end):
                 return seed - first_seed, sorted(kinds)
             if rank == 0 and time.monotonic() > told:
                 print(f"{seed - first_seed} rounds", flush=True)
