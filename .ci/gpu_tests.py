@@ -7,8 +7,8 @@ pytest's, for each file. What is in tests/python/gpu runs as it is, the rest wit
 (FARANDOLE_TEST_DEVICE=cuda). Tests that measure times run last, one file after the other.
 
 Processes that share a GPU take turns of milliseconds, which a rank that waits for another one spends in waiting. CUDA's
-MPS has them side by side: where the driver has it, it runs for as long as the tests do. A rank that fails ends there
-while the GPU works for it, which can take other files with it.
+MPS has them side by side: where the driver has it, it runs for as long as the tests do. A process that ends while the
+GPU works for it takes the GPU from the others there: files that fail so run again, alone and without MPS.
 
 REPORTS/pytest, REPORTS/pytest-on-gpus    of each file what it wrote, and a report in JUnit's format
 """
@@ -35,6 +35,7 @@ NO_TESTS = 5  # of pytest's exit statuses
 MPS = "CUDA_MPS_PIPE_DIRECTORY"
 DEFAULT_MPS = pathlib.Path("/tmp/nvidia-mps")
 MEASURING = ("test_measured_steps", "test_overlap", "test_streams", "test_ucx_messages")
+TAKEN = re.compile("MPS server is not ready|is/are busy or unavailable|illegal memory access")
 GRACE = 330.0  # seconds for the test that runs when the time is over: pytest gives it 300
 GIBIBYTES_OF_A_FILE = 4.0  # of GPU memory, for its ranks
 
@@ -103,6 +104,7 @@ class Running:
     ) -> None:
         self.test = test
         self._has_options = bool(options)
+        self._is_client = bool(clients)
         self._ends = time.monotonic() + left + GRACE
         self._was_killed = False
         of_gpus = OF_GPUS in test
@@ -135,6 +137,15 @@ class Running:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
+    def was_harmed(self) -> bool:
+        """By another process that ended, as far as can be seen: then there is no report of it."""
+        if not self._is_client or self._process.returncode == 0:
+            return False
+        was_harmed = TAKEN.search(self._log.read_text(errors="replace")) is not None
+        if was_harmed:
+            self._report.unlink(missing_ok=True)
+        return was_harmed
+
     def tell(self) -> bool:
         """Whether it went well. What it wrote is shown where it did not."""
         text = self._log.read_text(errors="replace")
@@ -161,20 +172,30 @@ def run(tests: list[str], options: list[str], reports: pathlib.Path, jobs: int, 
     stops = {"-x", "--exitfirst"} & set(options)
     measuring = [test for test in tests if pathlib.Path(test.split("::")[0]).stem in MEASURING]
     waiting, running, is_well = [test for test in tests if test not in measuring] + measuring, list[Running](), True
+    harmed: list[str] = []  # in CUDA's MPS, by others
     reports.mkdir(parents=True, exist_ok=True)
     with mps(reports) as clients:
         try:
-            while waiting or running:
+            while waiting or running or harmed:
+                if not waiting and not running:
+                    waiting, clients, jobs = list(harmed), {}, 1
                 while waiting and len(running) < (1 if waiting[0] in measuring else jobs):
                     if (left := end - time.monotonic()) < 1:
                         break
                     running.append(Running(waiting.pop(0), options, reports, clients, left))
                 if not running:
-                    print("no time is left for", *waiting, flush=True)
+                    print("no time is left for", *waiting, *(set(harmed) - set(waiting)), flush=True)
+                    is_well &= not harmed
                     break
                 for one in [one for one in running if one.has_ended()]:
                     running.remove(one)
                     one.kill()
+                    if one.was_harmed():
+                        print(f"{one.test}: another process took the GPU from it: it runs again", flush=True)
+                        harmed.append(one.test)
+                        continue
+                    if one.test in harmed:
+                        harmed.remove(one.test)
                     is_well &= one.tell()
                 if stops and not is_well:
                     break

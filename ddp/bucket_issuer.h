@@ -18,6 +18,11 @@ namespace farandole::ddp {
 // The reductions of one round: which bucket groups are ready, in which order they
 // are issued, and their ends. Not synchronized: its GradReducer is; only await()
 // and learnOrder() block, and nothing else may be called meanwhile.
+//
+// On the CPU experts have an order of their own where they have a group of their own.
+// On devices all buckets have one: NCCL wants that of the communicators of a device
+// (they may wait for each other on the host, while they connect, and on the device),
+// and which bucket is ready first may differ by rank where not all use their experts.
 class BucketIssuer {
  public:
   BucketIssuer(const DataParallelGroups& groups, const ModelBuffers& buffers, const ReducerOptions& options);
@@ -63,11 +68,12 @@ class BucketIssuer {
   void recordEnds(int bucketGroup);  // of its reductions, whose last step has started
 
   const DataParallelGroups groups_;
+  const bool hasOneQueue_;
   std::vector<std::shared_ptr<Reduction>> reductions_;  // of dense buckets, of experts
   std::vector<BucketGroup> bucketGroups_;
   std::vector<std::vector<int>> bucketsOf_;  // by bucket group
   std::vector<int> bucketGroupOf_;           // by parameter
-  std::vector<IssueQueue> queues_;           // of dense buckets, of experts
+  std::vector<IssueQueue> queues_;           // of dense buckets or of all, of experts
   std::vector<int> issued_;                  // bucket groups, in the order of their issue
   std::size_t advanced_ = 0;                 // how many of them have come to their last step
   std::size_t released_ = 0;                 // and how many need no part of theirs any more

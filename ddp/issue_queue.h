@@ -6,8 +6,8 @@
 
 namespace farandole::ddp {
 
-// The order in which the bucket groups of one communicator are issued, which must be
-// the same on all of its ranks whatever order gradients come in: at first by index,
+// The order in which bucket groups are issued, which must be the same on all ranks
+// that have a part in them whatever order gradients come in: at first by index,
 // later as the ranks have agreed on. Not synchronized.
 class IssueQueue {
  public:

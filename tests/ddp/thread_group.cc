@@ -1,5 +1,6 @@
 #include "tests/ddp/thread_group.h"
 
+#include <array>
 #include <exception>
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -121,7 +122,9 @@ ThreadBackend::ThreadBackend(std::shared_ptr<ThreadHub> hub, int rank)
 c10::intrusive_ptr<c10d::Work> ThreadBackend::start(std::vector<at::Tensor> tensors,
                                                     const ThreadHub::Combine& combine) {
   const size_t sequence = next_++;
+  const bool waits = waitsForRanks && !tensors[0].is_cpu();
   hub_->arrive(sequence, getRank(), std::move(tensors), combine);
+  if (waits) hub_->await(sequence);
   return c10::make_intrusive<ThreadWork>(hub_, sequence, this);
 }
 
@@ -212,7 +215,10 @@ namespace {
 ThreadRank rankOf(const std::shared_ptr<ThreadHub>& hub, const c10::intrusive_ptr<c10d::Store>& store, int rank) {
   auto group = c10::make_intrusive<c10d::ProcessGroup>(store, rank, hub->size());
   auto backend = c10::make_intrusive<ThreadBackend>(hub, rank);
-  group->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::CUSTOM, backend);
+  // What is on meta stands for what is on a device.
+  for (const at::DeviceType device : {at::kCPU, at::kMeta}) {
+    group->setBackend(device, c10d::ProcessGroup::BackendType::CUSTOM, backend);
+  }
   return {rank, group, backend};
 }
 
@@ -242,6 +248,16 @@ void runThreads(int size, const std::function<void(ThreadRank&)>& body) {
   runRanks(size, [&](int rank) {
     ThreadRank self = rankOf(hub, store, rank);
     body(self);
+  });
+}
+
+void runThreads(int size, const std::function<void(ThreadRank& first, ThreadRank& second)>& body) {
+  const std::array hubs = {std::make_shared<ThreadHub>(size), std::make_shared<ThreadHub>(size)};
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  runRanks(size, [&](int rank) {
+    ThreadRank first = rankOf(hubs[0], store, rank);
+    ThreadRank second = rankOf(hubs[1], store, rank);
+    body(first, second);
   });
 }
 

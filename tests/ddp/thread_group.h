@@ -92,6 +92,9 @@ class ThreadBackend : public c10d::Backend, public GatheredReductions {
   // What happened on this rank, e.g. "allreduce 64", "wait". Tests may add their own.
   std::vector<std::string> events;
 
+  // Who reduces anything but the CPU's waits there until all ranks have called, as NCCL does while it connects them.
+  bool waitsForRanks = false;
+
   bool gathersTensors = false;
   bool reducesTensorsInPlaces = false;  // for which it must gather, too
 
@@ -116,6 +119,9 @@ struct ThreadRank {
 
 // Runs `body` on `size` ranks and rethrows the first failure of any.
 void runThreads(int size, const std::function<void(ThreadRank&)>& body);
+
+// The same, where the ranks have two groups.
+void runThreads(int size, const std::function<void(ThreadRank& first, ThreadRank& second)>& body);
 
 // The same with ranks in a grid: `body` gets this rank's end of the group of its row, then of its column.
 // Rank r is in row r / columns.

@@ -56,6 +56,11 @@ bool DeviceLane::isEmpty() {
   return operations_.empty();
 }
 
+Status DeviceLane::over() {
+  std::lock_guard lock(mutex_);
+  return over_;
+}
+
 void DeviceLane::doom(const Status& status) {
   std::lock_guard lock(mutex_);
   if (over_) over_ = status;

@@ -18,6 +18,8 @@ class DeviceLane {
   // The first that is late at `now`, or null.
   std::shared_ptr<DeviceOperation> findLate(DeviceClock::time_point now);
   bool isEmpty();
+  // Ok, or what has ended it.
+  Status over();
   // Before the communicators are aborted: what the device comes to the end of from now on has not succeeded.
   void doom(const Status& status);
   // Ends all, and what comes later, with this error.

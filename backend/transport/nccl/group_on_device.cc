@@ -9,6 +9,8 @@ namespace farandole::transport {
 namespace {
 
 constexpr std::chrono::milliseconds kHealthPeriod{50};
+// Who has not come to a meeting is told there first.
+constexpr std::chrono::milliseconds kMeetingTells{500};
 // Where another group's kernels hold them up, that group is ended next.
 constexpr std::chrono::milliseconds kMostForAborts{500};
 // For peers to get what was sent: while graphs exist NCCL does not say when they have it.
@@ -46,11 +48,17 @@ Status GroupOnDevice::connect() {
     std::thread([self = shared_from_this()] { self->connectNow(); }).detach();
   }
   const auto isDone = [&] { return communicator_ != nullptr || !over_; };
+  const auto deadline = deadlineIn(setup_.timeout);
   while (!changed_.wait_for(lock, kHealthPeriod, isDone)) {
-    // NCCL may wait for a rank that has ended the group.
+    // NCCL may wait for a rank that has ended the group, or stands still.
     lock.unlock();
     if (const auto group = group_.lock()) {
-      if (const Status health = group->health(); !health) group->fail(health);
+      Status health = group->health();
+      if (health && DeviceClock::now() - kMeetingTells > deadline) {
+        health = Status::timeout(setup_.name + ": NCCL has not connected its ranks within " +
+                                 std::to_string(setup_.timeout.count()) + " ms");
+      }
+      if (!health) group->fail(health);
     }
     lock.lock();
   }
@@ -150,13 +158,22 @@ Status GroupOnDevice::run(cudaStream_t current, bool inOrder, const std::shared_
   }
   NcclGroup group(setup_.runtime->nccl);
   calls(group, turn.handle(), stream);
-  FARANDOLE_RETURN_IF_ERROR(group.end());
-  FARANDOLE_RETURN_IF_ERROR(end->record(stream, *captured));
-  operation->launched(std::move(*end), stream);
-  if (*captured) return Status::ok();
-  (inOrder ? inOrderLane_ : lane_)->add(operation);
-  setup_.watch->wake();
-  return Status::ok();
+  DeviceLane& lane = *(inOrder ? inOrderLane_ : lane_);
+  if (!*captured) {
+    // Before the launch: where this is the first one of its kind NCCL connects the ranks in it, and waits for them.
+    lane.add(operation);
+    setup_.watch->wake();
+  }
+  Status launched = group.end();
+  if (launched) launched = end->record(stream, *captured);
+  if (launched) {
+    operation->launched(std::move(*end), stream);
+    return launched;
+  }
+  // What ended the group while this was stuck says more.
+  if (const Status over = lane.over(); !over) launched = over;
+  operation->finish(launched);
+  return launched;
 }
 
 Status GroupOnDevice::post(cudaStream_t current, std::vector<EdgeMessage> messages) {

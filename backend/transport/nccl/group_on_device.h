@@ -49,7 +49,8 @@ class GroupOnDevice : public std::enable_shared_from_this<GroupOnDevice> {
   // What a collective calls of NCCL.
   using Calls = std::function<void(NcclGroup&, ncclComm_t, cudaStream_t)>;
   // Puts `calls`, as one launch, after what is on `current` by now: on the group's own stream, or with `inOrder` on
-  // `current` itself. The operation is launched then, unless this fails.
+  // `current` itself. The operation is launched then, unless this fails. It is watched from the launch on, in which
+  // NCCL waits for the other ranks where it has to connect them.
   Status run(cudaStream_t current, bool inOrder, const std::shared_ptr<DeviceOperation>& operation, const Calls& calls);
   // After what is on `current` by now (see PointToPoint::post).
   Status post(cudaStream_t current, std::vector<EdgeMessage> messages);

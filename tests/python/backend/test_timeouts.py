@@ -65,8 +65,8 @@ def _wait(rank, world_size, call, by):
                 work.wait(LIMIT)
         else:
             start = time.monotonic()
-            work = CALLS[call](group, world_size)
             with pytest.raises(dist.DistBackendError) as error:
+                work = CALLS[call](group, world_size)  # NCCL waits here where it has to connect the ranks for it
                 work.wait() if ON_CPU else work.wait(datetime.timedelta(seconds=20))  # else the host does not wait
         result = time.monotonic() - start, str(error.value)
         with pytest.raises(dist.DistBackendError):  # the others may wait for what this rank will not do

@@ -146,37 +146,61 @@ def test_nothing_is_left_where_it_is_ended(tmp_path):
         os.kill(int(pid.read_text()), 0)
 
 
-@pytest.mark.skipif(pathlib.Path("/tmp/nvidia-mps").exists(), reason="there is an MPS of others")
-@pytest.mark.parametrize("servers", ["618", ""])
-def test_mps_runs_as_long_as_the_tests_where_nobody_has_one(tmp_path, servers, monkeypatch):
-    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
-    log = tmp_path / "log"
-    noting = f"import os\ndef test_it():\n    open({str(log)!r}, 'a').write(os.environ.get({'CUDA_MPS_PIPE_DIRECTORY'!r}, 'none') + '\\n')\n"
+def run_with_mps(tmp_path: pathlib.Path, tests: dict[str, str], **environment: str) -> Any:
+    """CUDA's MPS is a stand-in, which notes in ``log`` what it is asked."""
+    control = tmp_path / "bin" / "nvidia-cuda-mps-control"
     write(
         tmp_path,
-        {"tests/test_it.py": noting, "fake/torch.py": TORCH, "bin/nvidia-cuda-mps-control": CONTROL.format(log=log)},
+        tests | {"fake/torch.py": TORCH, f"bin/{control.name}": CONTROL.format(log=tmp_path / "log")},
     )
-    (tmp_path / "bin" / "nvidia-cuda-mps-control").chmod(0o755)
-    shown = subprocess.run(
+    control.chmod(0o755)
+    return subprocess.run(
         command_for(tmp_path, str(tmp_path / "tests")),
         cwd=ROOT,
         env=os.environ
-        | {
-            "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
-            "PYTHONPATH": str(tmp_path / "fake"),
-            "FAKE_SERVERS": servers,
-        },
+        | {"PATH": f"{control.parent}:{os.environ['PATH']}", "PYTHONPATH": str(tmp_path / "fake")}
+        | environment,
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
+
+
+without_others = pytest.mark.skipif(pathlib.Path("/tmp/nvidia-mps").exists(), reason="there is an MPS of others")
+
+
+@without_others
+@pytest.mark.parametrize("servers", ["618", ""])
+def test_mps_runs_as_long_as_the_tests_where_nobody_has_one(tmp_path, servers, monkeypatch):
+    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
+    log = tmp_path / "log"
+    noting = f"import os\ndef test_it():\n    open({str(log)!r}, 'a').write(os.environ.get({'CUDA_MPS_PIPE_DIRECTORY'!r}, 'none') + '\\n')\n"
+    shown = run_with_mps(tmp_path, {"tests/test_it.py": noting}, FAKE_SERVERS=servers)
     assert shown.returncode == 0, shown.stdout + shown.stderr
     begin, asked, pipe, end = log.read_text().splitlines()
     assert (begin, asked, end) == ("begin", "get_server_list", "quit -t 5")
     assert ("farandole-mps-" in pipe) == bool(servers) and ("side by side" in shown.stdout) == bool(servers)
     assert not pathlib.Path(pipe).exists()
     log.unlink()
-    shown = run(tmp_path, str(tmp_path / "tests"), PATH=f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    shown = run_with_mps(tmp_path, {}, CUDA_MPS_PIPE_DIRECTORY="/tmp/of-others")
     assert shown.returncode == 0 and "MPS of others" in shown.stdout
     assert log.read_text() == "/tmp/of-others\n"
+
+
+@without_others
+@pytest.mark.parametrize("is_to_blame", [False, True])
+def test_what_lost_the_gpu_to_another_process_runs_again_without_mps(tmp_path, is_to_blame, monkeypatch):
+    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
+    loses = (
+        "import os\ndef test_it():\n    assert 'CUDA_MPS_PIPE_DIRECTORY' not in os.environ, 'an illegal memory access'\n"
+        f"    assert not {is_to_blame}, 'an illegal memory access'\n"
+    )
+    shown = run_with_mps(
+        tmp_path, {"tests/test_loses.py": loses, "tests/test_else.py": "def test_it():\n    pass\n"}, FAKE_SERVERS="1"
+    )
+    assert shown.returncode == int(is_to_blame), shown.stdout
+    assert "test_loses.py: another process took the GPU from it: it runs again" in shown.stdout
+    assert f"test_loses.py: 1 {'failed' if is_to_blame else 'passed'}" in shown.stdout
+    assert sum(len(list(report.iter("failure"))) for report in reports_of(tmp_path)) == int(is_to_blame)
+    assert len(reports_of(tmp_path)) == 2

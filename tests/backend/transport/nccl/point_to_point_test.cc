@@ -145,9 +145,9 @@ TEST(PointToPoint, BothEndsOfAnEdgeMakeTheSameCallsInTheSameOrder) {
   std::deque<Planned> plan;
   for (int i = 0; i < 60; ++i) {
     const int from = static_cast<int>(rng() % 3);
-    plan.push_back({from, (from + 1 + static_cast<int>(rng() % 2)) % 3, 0, 1 + rng() % 900, {}, {}});
-    plan.back().sent.resize(plan.back().count);
-    plan.back().received.resize(plan.back().count);
+    const std::size_t count = 1 + rng() % 900;
+    plan.push_back({from, (from + 1 + static_cast<int>(rng() % 2)) % 3, 0, static_cast<std::uint32_t>(i), count,
+                    std::vector<int>(count), std::vector<int>(count)});
   }
   const auto batches = randomBatches(plan, 3, rng);
   ranks.each([&](int rank) {
@@ -157,7 +157,8 @@ TEST(PointToPoint, BothEndsOfAnEdgeMakeTheSameCallsInTheSameOrder) {
       for (Planned* message : batch) {
         const bool isSend = message->from == rank;
         messages.push_back({isSend, isSend ? message->to : message->from,
-                            isSend ? message->sent.data() : message->received.data(), message->count * sizeof(int)});
+                            isSend ? message->sent.data() : message->received.data(), message->count * sizeof(int),
+                            message->tag, message->element});
       }
       for (const auto& operation : ranks.post(rank, messages)) pending.push_back(operation);
     }
