@@ -138,13 +138,13 @@ class Running:
         self._process.wait()
 
     def was_harmed(self) -> bool:
-        """By another process that ended, as far as can be seen: then there is no report of it."""
-        if not self._is_client or self._process.returncode == 0:
-            return False
-        was_harmed = TAKEN.search(self._log.read_text(errors="replace")) is not None
-        if was_harmed:
-            self._report.unlink(missing_ok=True)
-        return was_harmed
+        """By another process that ended, as far as can be seen."""
+        has_failed = self._is_client and self._process.returncode != 0
+        return has_failed and TAKEN.search(self._log.read_text(errors="replace")) is not None
+
+    def forget(self) -> None:
+        """It runs again: there is to be one report."""
+        self._report.unlink(missing_ok=True)
 
     def tell(self) -> bool:
         """Whether it went well. What it wrote is shown where it did not."""
@@ -172,34 +172,38 @@ def run(tests: list[str], options: list[str], reports: pathlib.Path, jobs: int, 
     stops = {"-x", "--exitfirst"} & set(options)
     measuring = [test for test in tests if pathlib.Path(test.split("::")[0]).stem in MEASURING]
     waiting, running, is_well = [test for test in tests if test not in measuring] + measuring, list[Running](), True
-    harmed: list[str] = []  # in CUDA's MPS, by others
+    harmed: list[Running] = []  # in CUDA's MPS, by others
     reports.mkdir(parents=True, exist_ok=True)
     with mps(reports) as clients:
         try:
-            while waiting or running or harmed:
-                if not waiting and not running:
-                    waiting, clients, jobs = list(harmed), {}, 1
+            while waiting or running:
                 while waiting and len(running) < (1 if waiting[0] in measuring else jobs):
                     if (left := end - time.monotonic()) < 1:
                         break
                     running.append(Running(waiting.pop(0), options, reports, clients, left))
                 if not running:
-                    print("no time is left for", *waiting, *(set(harmed) - set(waiting)), flush=True)
-                    is_well &= not harmed
+                    print("no time is left for", *waiting, flush=True)
                     break
                 for one in [one for one in running if one.has_ended()]:
                     running.remove(one)
                     one.kill()
                     if one.was_harmed():
                         print(f"{one.test}: another process took the GPU from it: it runs again", flush=True)
-                        harmed.append(one.test)
-                        continue
-                    if one.test in harmed:
-                        harmed.remove(one.test)
-                    is_well &= one.tell()
+                        harmed.append(one)
+                    else:
+                        is_well &= one.tell()
                 if stops and not is_well:
                     break
                 time.sleep(0.1)
+            for one in harmed:
+                left = end - time.monotonic()
+                if left > 1 and not (stops and not is_well):
+                    one.forget()
+                    one = Running(one.test, options, reports, {}, left)
+                    running.append(one)
+                    while not one.has_ended():
+                        time.sleep(0.1)
+                is_well &= one.tell()
         finally:
             for one in running:
                 one.kill()

@@ -1,14 +1,10 @@
 #include "ddp/bucket_issuer.h"
 
 #include <algorithm>
-#include <cstdint>
 #include <exception>
 #include <memory>
 #include <optional>
-#include <random>
 #include <utility>
-
-#include "ddp/collectives.h"
 
 namespace farandole::ddp {
 namespace {
@@ -19,35 +15,11 @@ bool shareGroup(const DataParallelGroups& groups) {
          (groups.experts.instances && groups.experts.instances == groups.dense.instances);
 }
 
-// Collective: what each of these ranks brings.
-std::vector<int64_t> gatherNumbers(const Replicas& replicas, int64_t mine) {
-  at::Tensor numbers = at::scalar_tensor(mine, at::kLong).view(1);
-  for (const Group& group : {replicas.group, replicas.instances}) {
-    if (group) numbers = at::cat(gatherTensors(*group, numbers, c10::kCPU));
-  }
-  const auto* first = numbers.const_data_ptr<int64_t>();
-  return {first, first + numbers.numel()};
-}
-
-// Collective, of both kinds of replicas: whether on all dense ones every replica of an expert is one of them. Then an
-// order that the dense ones agree on is that of the experts, too.
-bool areExpertsAmongDense(const DataParallelGroups& groups) {
-  if (!RoundReport::canTell(groups.dense) || !RoundReport::canTell(groups.experts)) return false;
-  std::random_device random;
-  const auto self = static_cast<int64_t>((static_cast<uint64_t>(random()) << 32U) | random());
-  const std::vector<int64_t> dense = gatherNumbers(groups.dense, self);
-  const std::vector<int64_t> experts = gatherNumbers(groups.experts, self);
-  const bool areAmong = std::all_of(experts.begin(), experts.end(), [&](int64_t rank) {
-    return std::find(dense.begin(), dense.end(), rank) != dense.end();
-  });
-  const std::vector<int64_t> all = gatherNumbers(groups.dense, areAmong ? 1 : 0);
-  return std::find(all.begin(), all.end(), 0) == all.end();
-}
-
 }  // namespace
 
 BucketIssuer::BucketIssuer(const DataParallelGroups& groups, const ModelBuffers& buffers, const ReducerOptions& options)
-    : groups_(groups), hasOneQueue_(shareGroup(groups) || !buffers.device().is_cpu()) {
+    : groups_(groups), isOnDevice_(!buffers.device().is_cpu()) {
+  const bool hasOneQueue = shareGroup(groups) || isOnDevice_;
   const double scale = options.isAveraged ? 1.0 / groups_.dense.size() : 1.0;
   for (const Replicas* replicas : {&groups_.dense, &groups_.experts}) {
     reductions_.push_back(
@@ -60,7 +32,7 @@ BucketIssuer::BucketIssuer(const DataParallelGroups& groups, const ModelBuffers&
   std::vector<std::vector<int>> groupsOf(reductions_.size());
   bucketGroupOf_.resize(buffers.parameters().size());
   for (const BucketGroupLayout& layout : buffers.bucketGroups()) {
-    const size_t queue = layout.isExpert && !hasOneQueue_ ? 1 : 0;
+    const size_t queue = layout.isExpert && !hasOneQueue ? 1 : 0;
     const size_t kind = layout.isExpert ? 1 : 0;
     const int index = static_cast<int>(bucketGroups_.size());
     std::vector<Bucket> buckets;
@@ -71,6 +43,7 @@ BucketIssuer::BucketIssuer(const DataParallelGroups& groups, const ModelBuffers&
       waitsFor += buffers.layout().buckets[bucket].parameters.size();
     }
     bucketGroups_.emplace_back(std::move(buckets), waitsFor, queue);
+    staysByIndex_ = staysByIndex_ || (layout.isExpert && hasOneQueue && groups.experts.group != groups.dense.group);
     bucketsOf_.push_back(layout.buckets);
     groupsOf[queue].push_back(index);
   }
@@ -109,6 +82,8 @@ void BucketIssuer::issue(const PartsOf& partsOf) {
       }
       bucketGroups_[*group].issue([&](std::size_t i) { return partsOf(bucketsOf_[*group][i]); });
       issued_.push_back(*group);
+      // One order is one of all steps. There it does not wait on the host.
+      if (isOnDevice_) advance(false);
     }
   }
   advance(false);
@@ -151,17 +126,20 @@ void BucketIssuer::await() {
 }
 
 bool BucketIssuer::learnOrder(const RoundReport& report, bool showsOrder) {
-  if (bucketGroups_.size() < 2) return true;
-  // One answer for both queues: those of experts have other first ranks.
-  if (report.agree(groups_.dense, {showsOrder ? 1 : 0})[0] == 0) return false;
-  if (hasOneQueue_ && !shareGroup(groups_) && !areExpertsAmongDense(groups_)) return true;  // the order stays
+  if (staysByIndex_) return true;
+  bool areLearned = true;
   for (std::size_t q = 0; q < queues_.size(); ++q) {
+    // Each has other first ranks. All of its ranks have the same queue, and come here as often.
     const Replicas& replicas = q == 0 ? groups_.dense : groups_.experts;
-    if (queues_[q].order().size() < 2 || !RoundReport::canTell(replicas)) continue;
-    TORCH_CHECK(queues_[q].setOrder(report.agree(replicas, queues_[q].arrivals())),
-                "farandole.ddp: rank 0 told an order of other buckets");
+    if (isLearned_[q] || queues_[q].order().size() < 2 || !RoundReport::canTell(replicas)) continue;
+    isLearned_[q] = report.agree(replicas, {showsOrder ? 1 : 0})[0] != 0;
+    if (isLearned_[q]) {
+      TORCH_CHECK(queues_[q].setOrder(report.agree(replicas, queues_[q].arrivals())),
+                  "farandole.ddp: rank 0 told an order of other buckets");
+    }
+    areLearned = areLearned && isLearned_[q];
   }
-  return true;
+  return areLearned;
 }
 
 void BucketIssuer::reset() {

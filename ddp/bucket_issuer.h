@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <functional>
 #include <memory>
@@ -19,10 +20,12 @@ namespace farandole::ddp {
 // are issued, and their ends. Not synchronized: its GradReducer is; only await()
 // and learnOrder() block, and nothing else may be called meanwhile.
 //
-// On the CPU experts have an order of their own where they have a group of their own.
-// On devices all buckets have one: NCCL wants that of the communicators of a device
-// (they may wait for each other on the host, while they connect, and on the device),
-// and which bucket is ready first may differ by rank where not all use their experts.
+// On the CPU experts have an order of their own where they share no group with the
+// others. On devices all buckets have one: NCCL wants that of the communicators of a
+// device (they may wait for each other on the host, while they connect, and on the
+// device), and which bucket is ready first may differ by rank where not all use their
+// experts. An order of buckets of several groups is that by index: their ranks have no
+// first one in common.
 class BucketIssuer {
  public:
   BucketIssuer(const DataParallelGroups& groups, const ModelBuffers& buffers, const ReducerOptions& options);
@@ -54,7 +57,7 @@ class BucketIssuer {
   void await();
 
   // Collective, after a round: takes over the order in which groups became ready on rank 0, unless that says that
-  // its round shows none. True when the order is learned.
+  // its round shows none. True when there is nothing left to learn.
   bool learnOrder(const RoundReport& report, bool showsOrder);
 
   // For the next round.
@@ -68,15 +71,17 @@ class BucketIssuer {
   void recordEnds(int bucketGroup);  // of its reductions, whose last step has started
 
   const DataParallelGroups groups_;
-  const bool hasOneQueue_;
+  const bool isOnDevice_;
   std::vector<std::shared_ptr<Reduction>> reductions_;  // of dense buckets, of experts
   std::vector<BucketGroup> bucketGroups_;
   std::vector<std::vector<int>> bucketsOf_;  // by bucket group
   std::vector<int> bucketGroupOf_;           // by parameter
   std::vector<IssueQueue> queues_;           // of dense buckets or of all, of experts
-  std::vector<int> issued_;                  // bucket groups, in the order of their issue
-  std::size_t advanced_ = 0;                 // how many of them have come to their last step
-  std::size_t released_ = 0;                 // and how many need no part of theirs any more
+  std::array<bool, 2> isLearned_{};          // their orders
+  bool staysByIndex_ = false;
+  std::vector<int> issued_;   // bucket groups, in the order of their issue
+  std::size_t advanced_ = 0;  // how many of them have come to their last step
+  std::size_t released_ = 0;  // and how many need no part of theirs any more
   std::shared_ptr<Timeline> timeline_;
   std::vector<std::size_t> events_;  // by bucket: the timeline's, once issued
 };

@@ -18,39 +18,42 @@ DataParallelGroups groupsOf(const ThreadRank& dense, const ThreadRank& experts) 
   return {{dense.group, nullptr}, {experts.group, nullptr}};
 }
 
-// Of three parameters with a bucket each, the last of which is an expert's.
+// Of four parameters with a bucket each, the last two of which are experts'.
 class Rounds {
  public:
-  Rounds(const ThreadRank& dense, const ThreadRank& experts)
+  Rounds(const ThreadRank& dense, const ThreadRank& experts, at::DeviceType device = at::kMeta)
       : dense_(dense),
         groups_(groupsOf(dense, experts)),
-        buffers_(model(), groups_, {.bucketSize = 1}),
+        buffers_(modelOn(device), groups_, {.bucketSize = 1}),
         issuer_(groups_, buffers_, {}),
         report_(groups_, {}) {}
 
   // Gradients come in this order; those of the other parameters not before the end. The sizes of the dense buckets as
   // they were issued.
-  std::vector<std::string> run(const std::vector<int>& parameters) {
+  std::vector<std::string> run(const std::vector<int>& parameters, bool showsOrder = true) {
     dense_.backend->events.clear();
     for (const int parameter : parameters) come(parameter);
-    for (int parameter = 0; parameter < 3; ++parameter) {
+    for (int parameter = 0; parameter < 4; ++parameter) {
       if (std::find(parameters.begin(), parameters.end(), parameter) == parameters.end()) come(parameter);
     }
     issuer_.await();
-    const std::vector<std::string> issued(dense_.backend->events.begin(), dense_.backend->events.begin() + 2);
-    if (!isLearned_) isLearned_ = issuer_.learnOrder(report_, true);
+    std::vector<std::string> issued;
+    for (const std::string& event : dense_.backend->events) {
+      if (event == "allreduce 192" || event == "allreduce 64") issued.push_back(event);
+    }
+    if (!isLearned_) isLearned_ = issuer_.learnOrder(report_, showsOrder);
     issuer_.reset();
     return issued;
   }
 
  private:
-  static Model model() {
+  static Model modelOn(at::DeviceType device) {
     std::vector<at::Tensor> tensors;
-    for (const int64_t numel : {192, 64, 128}) {
-      tensors.push_back(at::empty({numel}, at::device(at::kMeta).dtype(at::kDouble)).set_requires_grad(true));
+    for (const int64_t numel : {192, 64, 128, 32}) {
+      tensors.push_back(at::zeros({numel}, at::device(device).dtype(at::kDouble)).set_requires_grad(true));
     }
     Model model = modelOf(tensors);
-    model.parameters.back().isExpert = true;
+    model.parameters[2].isExpert = model.parameters[3].isExpert = true;
     return model;
   }
   void come(int parameter) {
@@ -71,7 +74,7 @@ TEST(ExpertOrder, RanksThatUseTheirExpertsAndRanksThatDoNotComeToAllBucketsInOne
     dense.backend->waitsForRanks = experts.backend->waitsForRanks = true;
     Rounds rounds(dense, experts);
     for (int round = 0; round < 3; ++round) {
-      rounds.run(dense.rank == 0 ? std::vector<int>{2, 1, 0} : std::vector<int>{1, 0});
+      rounds.run(dense.rank == 0 ? std::vector<int>{3, 2, 1, 0} : std::vector<int>{1, 0});
     }
     EXPECT_EQ(countOf(experts.backend->events, "allreduce 128"), 3U);
   });
@@ -80,18 +83,34 @@ TEST(ExpertOrder, RanksThatUseTheirExpertsAndRanksThatDoNotComeToAllBucketsInOne
 void expectOrder(const ThreadRank& dense, const ThreadRank& experts, bool isLearned) {
   Rounds rounds(dense, experts);
   for (int round = 0; round < 3; ++round) {
-    EXPECT_EQ(rounds.run({0, 2, 1}), isLearned && round > 0
-                                         ? (std::vector<std::string>{"allreduce 192", "allreduce 64"})
-                                         : (std::vector<std::string>{"allreduce 64", "allreduce 192"}));
+    EXPECT_EQ(rounds.run({0, 2, 3, 1}), isLearned && round > 0
+                                            ? (std::vector<std::string>{"allreduce 192", "allreduce 64"})
+                                            : (std::vector<std::string>{"allreduce 64", "allreduce 192"}));
   }
 }
 
-TEST(ExpertOrder, ThatOfTheFirstRoundIsTakenOverWhereExpertsAreAmongTheDenseReplicas) {
-  runThreads(2, [](ThreadRank& dense, ThreadRank& experts) { expectOrder(dense, experts, true); });
+TEST(ExpertOrder, ThatOfBucketsOfSeveralGroupsStaysThatByIndex) {
+  runThreads(2, [](ThreadRank& dense, ThreadRank& experts) { expectOrder(dense, experts, false); });
+  runGrid(2, 2, [](int, ThreadRank& row, ThreadRank& column) { expectOrder(row, column, false); });
 }
 
-TEST(ExpertOrder, ThatByIndexStaysWhereSomeReplicasOfAnExpertAreNoDenseReplicasOfEachOther) {
-  runGrid(2, 2, [](int, ThreadRank& row, ThreadRank& column) { expectOrder(row, column, false); });
+TEST(ExpertOrder, ThatOfTheFirstRoundIsTakenOverWhereAllHaveOneGroup) {
+  runThreads(2, [](ThreadRank& self) { expectOrder(self, self, true); });
+}
+
+// On the CPU, where each kind has a queue: the first rank of the one need not be that of the other.
+TEST(ExpertOrder, EachKindLearnsItsOwnWhenItsFirstRankShowsOne) {
+  runGrid(2, 2, [](int rank, ThreadRank& row, ThreadRank& column) {
+    Rounds rounds(row, column, at::kCPU);
+    const std::vector<std::string> byIndex = {"allreduce 64", "allreduce 192"};
+    const std::vector<std::string> asSeen = {"allreduce 192", "allreduce 64"};
+    // Rank 0's rounds show nothing at first, those of rank 2, which is the first of the other row, do.
+    for (int round = 0; round < 4; ++round) {
+      const bool isLearned = rank < 2 ? round > 2 : round > 0;
+      EXPECT_EQ(rounds.run({0, 2, 3, 1}, rank != 0 || round >= 2), isLearned ? asSeen : byIndex)
+          << rank << " " << round;
+    }
+  });
 }
 
 }  // namespace

@@ -18,6 +18,11 @@ void DeviceLane::add(std::shared_ptr<DeviceOperation> operation) {
   operation->finish(over_);
 }
 
+void DeviceLane::remove(const DeviceOperation& operation) {
+  std::lock_guard lock(mutex_);
+  std::erase_if(operations_, [&](const auto& one) { return one.get() == &operation; });
+}
+
 Status DeviceLane::sweep() {
   while (true) {
     std::shared_ptr<DeviceOperation> first;

@@ -13,6 +13,8 @@ class DeviceLane {
  public:
   // One that is launched, or will be, in this order. Ends it at once where the lane is over.
   void add(std::shared_ptr<DeviceOperation> operation);
+  // One that is part of a graph from now on: it has no end.
+  void remove(const DeviceOperation& operation);
   // Ends what the device is done with; the error is CUDA's.
   Status sweep();
   // The first that is late at `now`, or null.

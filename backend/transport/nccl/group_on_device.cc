@@ -9,8 +9,6 @@ namespace farandole::transport {
 namespace {
 
 constexpr std::chrono::milliseconds kHealthPeriod{50};
-// Who has not come to a meeting is told there first.
-constexpr std::chrono::milliseconds kMeetingTells{500};
 // Where another group's kernels hold them up, that group is ended next.
 constexpr std::chrono::milliseconds kMostForAborts{500};
 // For peers to get what was sent: while graphs exist NCCL does not say when they have it.
@@ -48,13 +46,13 @@ Status GroupOnDevice::connect() {
     std::thread([self = shared_from_this()] { self->connectNow(); }).detach();
   }
   const auto isDone = [&] { return communicator_ != nullptr || !over_; };
-  const auto deadline = deadlineIn(setup_.timeout);
   while (!changed_.wait_for(lock, kHealthPeriod, isDone)) {
     // NCCL may wait for a rank that has ended the group, or stands still.
+    const bool isLate = DeviceClock::now() > connectedBy_;
     lock.unlock();
     if (const auto group = group_.lock()) {
       Status health = group->health();
-      if (health && DeviceClock::now() - kMeetingTells > deadline) {
+      if (health && isLate) {
         health = Status::timeout(setup_.name + ": NCCL has not connected its ranks within " +
                                  std::to_string(setup_.timeout.count()) + " ms");
       }
@@ -92,6 +90,7 @@ Result<std::shared_ptr<NcclCommunicator>> GroupOnDevice::makeCommunicator() {
   if (!shrunk || *shrunk != nullptr) return shrunk;
   const auto id = setup_.meeting->meet(name, setup_.rank, setup_.size, deadlineIn(setup_.timeout));
   if (!id) return id.status().wrap(name);
+  noteAllHaveCome();
   return NcclCommunicator::connect(*setup_.runtime, {name, *id, setup_.rank, setup_.size, device_});
 }
 
@@ -113,9 +112,15 @@ Result<std::shared_ptr<NcclCommunicator>> GroupOnDevice::shrinkParent(const std:
   const auto agreed = setup_.meeting->agree(name, setup_.size, mine, deadlineIn(setup_.timeout));
   if (!agreed) return agreed.status().wrap(name);
   if (!*agreed) return none;
+  noteAllHaveCome();
   parent->wasShrunk_ = true;
   if (from->isAborted()) return from->ended();
   return NcclCommunicator::shrink(*setup_.runtime, name, *from, *turn, excluded_);
+}
+
+void GroupOnDevice::noteAllHaveCome() {
+  std::lock_guard lock(mutex_);
+  connectedBy_ = deadlineIn(setup_.timeout);
 }
 
 void GroupOnDevice::connectNow() {
@@ -159,21 +164,19 @@ Status GroupOnDevice::run(cudaStream_t current, bool inOrder, const std::shared_
   NcclGroup group(setup_.runtime->nccl);
   calls(group, turn.handle(), stream);
   DeviceLane& lane = *(inOrder ? inOrderLane_ : lane_);
-  if (!*captured) {
-    // Before the launch: where this is the first one of its kind NCCL connects the ranks in it, and waits for them.
-    lane.add(operation);
-    setup_.watch->wake();
-  }
+  // Before the launch: where this is the first one of its kind NCCL connects the ranks in it, and waits for them.
+  lane.add(operation);
+  setup_.watch->wake();
   Status launched = group.end();
+  if (*captured) lane.remove(*operation);
   if (launched) launched = end->record(stream, *captured);
   if (launched) {
     operation->launched(std::move(*end), stream);
     return launched;
   }
   // What ended the group while this was stuck says more.
-  if (const Status over = lane.over(); !over) launched = over;
-  operation->finish(launched);
-  return launched;
+  const Status over = lane.over();
+  return over ? launched : over;
 }
 
 Status GroupOnDevice::post(cudaStream_t current, std::vector<EdgeMessage> messages) {

@@ -49,8 +49,8 @@ class GroupOnDevice : public std::enable_shared_from_this<GroupOnDevice> {
   // What a collective calls of NCCL.
   using Calls = std::function<void(NcclGroup&, ncclComm_t, cudaStream_t)>;
   // Puts `calls`, as one launch, after what is on `current` by now: on the group's own stream, or with `inOrder` on
-  // `current` itself. The operation is launched then, unless this fails. It is watched from the launch on, in which
-  // NCCL waits for the other ranks where it has to connect them.
+  // `current` itself. The operation is launched then; where this fails whoever calls ends it. The launch is watched:
+  // NCCL waits in it for the other ranks where it has to connect them.
   Status run(cudaStream_t current, bool inOrder, const std::shared_ptr<DeviceOperation>& operation, const Calls& calls);
   // After what is on `current` by now (see PointToPoint::post).
   Status post(cudaStream_t current, std::vector<EdgeMessage> messages);
@@ -73,6 +73,7 @@ class GroupOnDevice : public std::enable_shared_from_this<GroupOnDevice> {
 
  private:
   void connectNow();
+  void noteAllHaveCome();  // from now on NCCL alone is waited for
   void adopt(std::shared_ptr<NcclCommunicator> communicator);
   std::shared_ptr<NcclCommunicator> communicator();  // null before connect()
   Result<std::shared_ptr<NcclCommunicator>> makeCommunicator();
@@ -98,6 +99,7 @@ class GroupOnDevice : public std::enable_shared_from_this<GroupOnDevice> {
   std::mutex mutex_;
   std::condition_variable changed_;
   bool isConnecting_ = false;
+  DeviceClock::time_point connectedBy_ = DeviceClock::time_point::max();
   // Until it is connected; null where it is made from nothing.
   std::shared_ptr<GroupOnDevice> parent_;
   std::vector<int> excluded_;

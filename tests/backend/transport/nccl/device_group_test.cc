@@ -188,30 +188,30 @@ TEST(DeviceGroup, AbortComesThroughWhileACallIsStuck) {
 
 TEST(DeviceGroup, ACallThatIsStuckIsLateToo) {
   for (const bool newer : {true, false}) {
-    DeviceGroups ranks(2, 1, 20s, newer);
-    ranks.cluster.setConnectsBlock(true);
-    std::vector<int> data(kCount, 1);
-    // Rank 1 makes the communicator, and never calls the collective.
-    std::thread other([&] {
-      (void)ranks.runtime.cuda.setDevice(1);
-      const auto on = ranks.groups[1]->on(1);
-      EXPECT_TRUE((*on)->connect());
-    });
-    (void)ranks.runtime.cuda.setDevice(0);
-    const auto stuck = ranks.run(0, false, sumOf(ranks, data), "all_reduce 1", 50ms);
-    EXPECT_EQ(stuck->status().toString(), "all_reduce 1: it did not end within its timeout");
-    other.join();
+    for (const bool isCaptured : {false, true}) {
+      DeviceGroups ranks(2, 1, 20s, newer);
+      ranks.cluster.setConnectsBlock(true);
+      ranks.each([&](int rank) {
+        const auto on = ranks.groups[rank]->on(rank);
+        EXPECT_TRUE((*on)->connect());
+      });
+      // Rank 1 never calls the collective.
+      std::vector<int> data(kCount, 1);
+      (void)ranks.runtime.cuda.setDevice(0);
+      if (isCaptured) ranks.cluster.beginCapture(ranks.streams[0]);
+      const auto stuck = ranks.run(0, false, sumOf(ranks, data), "all_reduce 1", 50ms);
+      if (isCaptured) ranks.cluster.endCapture(ranks.streams[0]);
+      EXPECT_EQ(stuck->status().toString(), "all_reduce 1: it did not end within its timeout");
+    }
   }
 }
 
 TEST(DeviceGroup, ARankThatMeetsAndThenStandsStillIsNotWaitedForWithoutEnd) {
-  DeviceGroups ranks(2, 1, 100ms);
+  DeviceGroups ranks(2, 1, 1s);
   std::vector<int> data(kCount, 1);
   std::thread other([&] { EXPECT_TRUE(ranks.meeting->meet("world device 0", 1, 2, DeviceClock::now() + 20s)); });
-  const auto start = DeviceClock::now();
   const auto waiting = ranks.run(0, false, sumOf(ranks, data));
-  EXPECT_EQ(waiting->status().toString(), "world: NCCL has not connected its ranks within 100 ms");
-  EXPECT_LT(DeviceClock::now() - start, 10s);
+  EXPECT_EQ(waiting->status().toString(), "world: NCCL has not connected its ranks within 1000 ms");
   other.join();
   ranks.kill(1);  // else NCCL waits for it to the end
 }
