@@ -108,6 +108,7 @@ class Running:
         self._ends = time.monotonic() + left + GRACE
         self._was_killed = False
         of_gpus = OF_GPUS in test
+        where = {} if of_gpus else {"FARANDOLE_TEST_DEVICE": "cuda"}
         folder = reports / ("pytest" if of_gpus else "pytest-on-gpus")
         folder.mkdir(parents=True, exist_ok=True)
         name = f"{len(list(folder.glob('*.log')))}-" + re.sub(r"\W+", "-", test).strip("-")[-150:]
@@ -118,7 +119,7 @@ class Running:
             self._process = subprocess.Popen(
                 [*command, *limit, *options, test],
                 cwd=ROOT,
-                env=os.environ | clients | ({} if of_gpus else {"FARANDOLE_TEST_DEVICE": "cuda"}),
+                env=os.environ | {"PYTHONFAULTHANDLER": "1"} | clients | where,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

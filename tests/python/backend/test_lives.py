@@ -20,8 +20,9 @@ pytestmark = only_on_cpu("what it counts is the CPU side's")
 NOTHING = Counter()
 TRANSPORTS = {"shm": {}, "ucx": {"FARANDOLE_TRANSPORT": "ucx"}}
 # Nothing of descriptors, threads and maps stays, not even of the first life. But after a failure
-# threads that have called hooks and dumped the flight recorder wait 10 s for more to do.
-AFTER_FAILURE = Counter({"thread farandole-call": 2})
+# threads that have called hooks and dumped the flight recorder wait 10 s for more to do: as many as had to at once,
+# three on a busy machine, but not one for each of 10 lives.
+AFTER_FAILURE = Counter({"thread farandole-call": 6})
 # Of memory, what the process loads and touches once: libraries (UCX's 2 MiB, torch's own code), allocators' arenas.
 ONCE_BYTES = 32 << 20
 # Of the allocators' fragmentation and of torch's stores, for each life: measured 1 to 30 KiB, falling.

@@ -161,7 +161,6 @@ def _seconds_until(deadline: float) -> float | None:
 
 
 def _rank_main(pipe, fn, rank, world_size, backend, store_path, timeout, env, enter, kwargs) -> None:
-    faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     gc.freeze()  # else the first full collection copies every page that this process shares with the server
     os.environ.update(env or {})
