@@ -204,6 +204,8 @@ def run(tests: list[str], options: list[str], reports: pathlib.Path, jobs: int, 
                     running.append(one)
                     while not one.has_ended():
                         time.sleep(0.1)
+                    running.remove(one)
+                    one.kill()
                 is_well &= one.tell()
         finally:
             for one in running:

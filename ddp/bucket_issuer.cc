@@ -7,19 +7,13 @@
 #include <utility>
 
 namespace farandole::ddp {
-namespace {
-
-// What goes over one group must have one order, in both steps.
-bool shareGroup(const DataParallelGroups& groups) {
-  return groups.experts.group == groups.dense.group ||
-         (groups.experts.instances && groups.experts.instances == groups.dense.instances);
-}
-
-}  // namespace
 
 BucketIssuer::BucketIssuer(const DataParallelGroups& groups, const ModelBuffers& buffers, const ReducerOptions& options)
-    : groups_(groups), isOnDevice_(!buffers.device().is_cpu()) {
-  const bool hasOneQueue = shareGroup(groups) || isOnDevice_;
+    : groups_(groups) {
+  // What goes over one group must have one order, in both steps.
+  const bool hasOneQueue = groups.experts.group == groups.dense.group ||
+                           (groups.experts.instances && groups.experts.instances == groups.dense.instances) ||
+                           !buffers.device().is_cpu();
   const double scale = options.isAveraged ? 1.0 / groups_.dense.size() : 1.0;
   for (const Replicas* replicas : {&groups_.dense, &groups_.experts}) {
     reductions_.push_back(
@@ -43,7 +37,8 @@ BucketIssuer::BucketIssuer(const DataParallelGroups& groups, const ModelBuffers&
       waitsFor += buffers.layout().buckets[bucket].parameters.size();
     }
     bucketGroups_.emplace_back(std::move(buckets), waitsFor, queue);
-    staysByIndex_ = staysByIndex_ || (layout.isExpert && hasOneQueue && groups.experts.group != groups.dense.group);
+    // By index: the ranks of several groups have no first one in common to learn from.
+    if (layout.isExpert && hasOneQueue && groups.experts.group != groups.dense.group) isLearned_[0] = true;
     bucketsOf_.push_back(layout.buckets);
     groupsOf[queue].push_back(index);
   }
@@ -82,8 +77,7 @@ void BucketIssuer::issue(const PartsOf& partsOf) {
       }
       bucketGroups_[*group].issue([&](std::size_t i) { return partsOf(bucketsOf_[*group][i]); });
       issued_.push_back(*group);
-      // One order is one of all steps. There it does not wait on the host.
-      if (isOnDevice_) advance(false);
+      advance(false);  // one order is one of all steps
     }
   }
   advance(false);
@@ -126,7 +120,6 @@ void BucketIssuer::await() {
 }
 
 bool BucketIssuer::learnOrder(const RoundReport& report, bool showsOrder) {
-  if (staysByIndex_) return true;
   bool areLearned = true;
   for (std::size_t q = 0; q < queues_.size(); ++q) {
     // Each has other first ranks. All of its ranks have the same queue, and come here as often.

@@ -71,17 +71,15 @@ class BucketIssuer {
   void recordEnds(int bucketGroup);  // of its reductions, whose last step has started
 
   const DataParallelGroups groups_;
-  const bool isOnDevice_;
   std::vector<std::shared_ptr<Reduction>> reductions_;  // of dense buckets, of experts
   std::vector<BucketGroup> bucketGroups_;
   std::vector<std::vector<int>> bucketsOf_;  // by bucket group
   std::vector<int> bucketGroupOf_;           // by parameter
   std::vector<IssueQueue> queues_;           // of dense buckets or of all, of experts
-  std::array<bool, 2> isLearned_{};          // their orders
-  bool staysByIndex_ = false;
-  std::vector<int> issued_;   // bucket groups, in the order of their issue
-  std::size_t advanced_ = 0;  // how many of them have come to their last step
-  std::size_t released_ = 0;  // and how many need no part of theirs any more
+  std::array<bool, 2> isLearned_{};          // of each: nothing is left to learn
+  std::vector<int> issued_;                  // bucket groups, in the order of their issue
+  std::size_t advanced_ = 0;                 // how many of them have come to their last step
+  std::size_t released_ = 0;                 // and how many need no part of theirs any more
   std::shared_ptr<Timeline> timeline_;
   std::vector<std::size_t> events_;  // by bucket: the timeline's, once issued
 };

@@ -20,9 +20,10 @@ pytestmark = only_on_cpu("what it counts is the CPU side's")
 NOTHING = Counter()
 TRANSPORTS = {"shm": {}, "ucx": {"FARANDOLE_TRANSPORT": "ucx"}}
 # Nothing of descriptors, threads and maps stays, not even of the first life. But after a failure
-# threads that have called hooks and dumped the flight recorder wait 10 s for more to do: as many as had to at once,
-# three on a busy machine, but not one for each of 10 lives.
-AFTER_FAILURE = Counter({"thread farandole-call": 6})
+# threads that have called hooks and dumped the flight recorder wait 10 s for more to do: two, or for so long one more
+# where a machine is busy.
+AFTER_FAILURE = Counter({"thread farandole-call": 2})
+SETTLE = 15
 # Of memory, what the process loads and touches once: libraries (UCX's 2 MiB, torch's own code), allocators' arenas.
 ONCE_BYTES = 32 << 20
 # Of the allocators' fragmentation and of torch's stores, for each life: measured 1 to 30 KiB, falling.
@@ -110,7 +111,7 @@ def _abort_and_come_back(rank, world_size, folder, lives):
             dist.all_reduce(torch.ones(8))
         del pending
         dist.destroy_process_group()
-        _check(before, f"life {life}", AFTER_FAILURE, settle=5)
+        _check(before, f"life {life}", AFTER_FAILURE, settle=SETTLE)
     _init(folder, lives, rank, world_size)
     _use(rank, world_size)
     dist.destroy_process_group()
@@ -120,7 +121,7 @@ def _abort_and_come_back(rank, world_size, folder, lives):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_group_can_be_made_again_after_an_abort(transport, tmp_path):
     options = {"folder": str(tmp_path), "lives": 10, "env": TRANSPORTS[transport]}
-    assert all(run_ranks(_abort_and_come_back, 2, None, **options))
+    assert all(run_ranks(_abort_and_come_back, 2, None, timeout=200, **options))
 
 
 def _outlive(rank, world_size, folder, deaths):
@@ -145,18 +146,18 @@ def _outlive(rank, world_size, folder, deaths):
                 dist.all_reduce(torch.ones(1000))
         dist.destroy_process_group()
         del unreceived, unsent
-        _check(before, f"life {life}", AFTER_FAILURE, settle=5)
+        _check(before, f"life {life}", AFTER_FAILURE, settle=SETTLE)
     _init(folder, "last", rank, 2)
     _use(rank, 2)
     dist.destroy_process_group()
-    _check(before, "the last life", AFTER_FAILURE, settle=5)
+    _check(before, "the last life", AFTER_FAILURE, settle=SETTLE)
     return True
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_group_can_be_made_again_after_a_peers_death(transport, tmp_path):
     options = {"folder": str(tmp_path), "deaths": 4, "env": TRANSPORTS[transport]}
-    assert run_ranks(_outlive, 6, None, may_die=range(2, 6), **options)[:2] == [True] * 2
+    assert run_ranks(_outlive, 6, None, timeout=150, may_die=range(2, 6), **options)[:2] == [True] * 2
 
 
 MEMBERS = ((0, 1, 2), (0, 1), (1, 2), (2, 0))
