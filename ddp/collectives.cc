@@ -28,12 +28,12 @@ WorkPtr allGatherBase(ProcessGroup& group, at::Tensor& whole, at::Tensor& part) 
 }
 
 template <typename ProcessGroup>
-WorkPtr allToAllBase(ProcessGroup& group, at::Tensor& received, at::Tensor& sent) {
-  std::vector<int64_t> equal;
-  if constexpr (requires { group.all_to_all_single(received, sent, equal, equal); }) {
-    return group.all_to_all_single(received, sent, equal, equal);
+WorkPtr allToAllBase(ProcessGroup& group, at::Tensor& received, at::Tensor& sent, std::vector<int64_t>& receivedSplits,
+                     std::vector<int64_t>& sentSplits) {
+  if constexpr (requires { group.all_to_all_single(received, sent, receivedSplits, sentSplits); }) {
+    return group.all_to_all_single(received, sent, receivedSplits, sentSplits);
   } else {
-    return group.alltoall_base(received, sent, equal, equal);
+    return group.alltoall_base(received, sent, receivedSplits, sentSplits);
   }
 }
 
@@ -52,8 +52,9 @@ WorkPtr reduceScatter(c10d::ProcessGroup& group, at::Tensor& part, at::Tensor& w
   return reduceScatterBase(group, part, whole, options);
 }
 
-WorkPtr allToAll(c10d::ProcessGroup& group, at::Tensor& received, at::Tensor& sent) {
-  return allToAllBase(group, received, sent);
+WorkPtr allToAll(c10d::ProcessGroup& group, at::Tensor& received, at::Tensor& sent, std::vector<int64_t> receivedSplits,
+                 std::vector<int64_t> sentSplits) {
+  return allToAllBase(group, received, sent, receivedSplits, sentSplits);
 }
 
 WorkPtr allGather(c10d::ProcessGroup& group, at::Tensor& whole, at::Tensor& part) {

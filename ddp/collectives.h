@@ -14,8 +14,9 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 // Collectives by one name for every torch. `part` may lie in `whole`, at this rank's place.
 WorkPtr allReduce(c10d::ProcessGroup& group, at::Tensor& data, const c10d::ReduceOp& op);
 WorkPtr reduceScatter(c10d::ProcessGroup& group, at::Tensor& part, at::Tensor& whole, const c10d::ReduceOp& op);
-// Part r of `sent` goes to rank r, and its part comes to place r of `received`.
-WorkPtr allToAll(c10d::ProcessGroup& group, at::Tensor& received, at::Tensor& sent);
+// Part r of `sent` goes to rank r, and its part comes to place r of `received`. Without splits parts are equal.
+WorkPtr allToAll(c10d::ProcessGroup& group, at::Tensor& received, at::Tensor& sent,
+                 std::vector<int64_t> receivedSplits = {}, std::vector<int64_t> sentSplits = {});
 WorkPtr allGather(c10d::ProcessGroup& group, at::Tensor& whole, at::Tensor& part);
 
 // What each rank says, by rank; waits for it. `device` is one that the group has a backend for.

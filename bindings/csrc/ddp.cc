@@ -11,6 +11,7 @@
 #include "ddp/grad_reducer.h"
 #include "ddp/param_gather.h"
 #include "ddp/row_exchange.h"
+#include "ddp/tensor_exchange.h"
 #include "ddp/timeline.h"
 
 namespace farandole::python {
@@ -249,7 +250,12 @@ void bindReducer(py::module_& module) {
       .def("bucket_group_of", &ddp::ParamGather::bucketGroupOf);
 }
 
-void bindRows(py::module_& module) {
+void bindExchanges(py::module_& module) {
+  py::class_<ddp::TensorExchange>(module, "TensorExchange")
+      .def(py::init<ddp::Group, const std::vector<at::Tensor>&, const ddp::TensorExchange::Splits&,
+                    const ddp::TensorExchange::Splits&>(),
+           py::arg("group"), py::arg("sent"), py::arg("sent_splits"), py::arg("received_splits"), ReleaseGil())
+      .def("wait", &ddp::TensorExchange::wait, ReleaseGil());
   py::class_<ddp::RowExchange>(module, "RowExchange")
       .def(py::init<ddp::Group, c10::Device>(), py::arg("group"), py::arg("device"))
       .def("start", &ddp::RowExchange::start, py::arg("rows"), ReleaseGil())
@@ -287,12 +293,7 @@ void bindDdp(py::module_& module) {
   module.def(
       "abandonment_of", [](const c10::intrusive_ptr<c10d::ProcessGroup>& group) { return ddp::abandonmentOf(*group); },
       py::arg("group"), ReleaseGil());
-  module.def(
-      "await_work",
-      [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, c10::Device device,
-         const c10::intrusive_ptr<c10d::Work>& work) { ddp::await(*group, device.type(), *work); },
-      py::arg("group"), py::arg("device"), py::arg("work"), ReleaseGil());
-  bindRows(module);
+  bindExchanges(module);
   bindOptions(module);
   bindTimeline(module);
   bindTuning(module);

@@ -33,6 +33,16 @@ class ProfilerRange {
   std::optional<at::RecordFunction> recorded_;
 };
 
+// torch.no_grad(), which makes eleven calls.
+class NoGrad {
+ public:
+  void enter() { guard_.emplace(); }
+  void exit(const py::args&) { guard_.reset(); }
+
+ private:
+  std::optional<at::NoGradGuard> guard_;
+};
+
 // The stages as a Python object has them; called with the GIL or without it, by any thread.
 class PythonStages : public sparse::BatchStages {
  public:
@@ -128,6 +138,11 @@ void bindSparse(py::module_& module) {
       .def("__enter__", &ProfilerRange::enter)
       .def("__exit__", &ProfilerRange::exit);
 
+  py::class_<NoGrad>(module, "NoGrad")
+      .def(py::init<>())
+      .def("__enter__", &NoGrad::enter)
+      .def("__exit__", &NoGrad::exit);
+
   py::class_<sparse::AccumulationWindow>(module, "AccumulationWindow")
       .def(py::init<std::int64_t>(), py::arg("size"))
       .def_property_readonly("size", &sparse::AccumulationWindow::size)
@@ -145,7 +160,9 @@ void bindSparse(py::module_& module) {
       .def("begin", &sparse::BatchPipeline::begin, py::arg("is_new_source"), ReleaseGil())
       // With the GIL: threads would take it, and keep the forward or backward waiting that is to follow.
       .def("beside", &sparse::BatchPipeline::beside, py::arg("may_dist_beside"))
-      .def("waited", &sparse::BatchPipeline::waited, py::arg("seconds"))
+      .def(
+          "wait_for_data", [](PythonPipeline& self, const py::function& wait) { self.waitForData([&] { wait(); }); },
+          py::arg("wait"))
       .def("middle", &sparse::BatchPipeline::middle)
       .def("end", &sparse::BatchPipeline::end, ReleaseGil())
       .def("clear", &sparse::BatchPipeline::clear, ReleaseGil())

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <deque>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <optional>
 
@@ -56,8 +57,8 @@ class BatchPipeline {
   void clear();
 
   std::size_t inFlight() const { return slots_.size(); }
-  // So long did a forward wait for data that no thread had waited for before.
-  void waited(double seconds) { times_.distBlocked += seconds; }
+  // In a forward: `wait` waits for data that no thread has waited for before.
+  void waitForData(const std::function<void()>& wait) { timed(times_.distBlocked, wait); }
   const ThreadChoice& threads() const { return threads_; }
 
  private:
@@ -84,8 +85,7 @@ class BatchPipeline {
   void fill();
   void dropAll();
   void dropFirst(bool hasFailed);
-  template <typename Call>
-  void timed(double& blocked, Call&& call);
+  void timed(double& blocked, const std::function<void()>& call);
 
   std::shared_ptr<BatchStages> stages_;
   BatchPipelineOptions options_;

@@ -177,16 +177,26 @@ c10::intrusive_ptr<c10d::Work> ThreadBackend::_allgather_base(at::Tensor& output
   });
 }
 
+namespace {
+
+std::vector<at::Tensor> partsOf(const at::Tensor& whole, const std::vector<int64_t>& splits, int ranks) {
+  const std::vector<int64_t> equal(ranks, whole.size(0) / ranks);
+  return whole.split_with_sizes(splits.empty() ? equal : splits);
+}
+
+}  // namespace
+
 c10::intrusive_ptr<c10d::Work> ThreadBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                                             std::vector<int64_t>& outputSplits,
                                                             std::vector<int64_t>& inputSplits,
                                                             const c10d::AllToAllOptions&) {
-  TORCH_CHECK(outputSplits.empty() && inputSplits.empty(), "splits are not supported");
-  return start({output, input}, [](auto& byRank) {
-    const auto size = static_cast<int64_t>(byRank.size());
-    for (int64_t rank = 0; rank < size; ++rank) {
-      const std::vector<at::Tensor> parts = byRank[rank][1].chunk(size);
-      for (int64_t to = 0; to < size; ++to) byRank[to][0].chunk(size)[rank].copy_(parts[to]);
+  std::vector<at::Tensor> parts = partsOf(output, outputSplits, getSize());
+  const std::vector<at::Tensor> sent = partsOf(input, inputSplits, getSize());
+  parts.insert(parts.end(), sent.begin(), sent.end());
+  return start(std::move(parts), [](auto& byRank) {
+    const std::size_t size = byRank.size();
+    for (std::size_t rank = 0; rank < size; ++rank) {
+      for (std::size_t to = 0; to < size; ++to) byRank[to][rank].copy_(byRank[rank][size + to]);
     }
   });
 }

@@ -15,6 +15,7 @@ from torch import nn
 
 from farandole.sparse._ahead_run import AheadRun
 from farandole.sparse._comparisons import Comparisons
+from farandole.sparse._contexts import NOTHING
 from farandole.sparse._in_flight import InFlight
 from farandole.sparse._input_dist import InputDist
 from farandole.sparse._input_equality import is_alike, is_equal_input, is_same_part, versions_of
@@ -260,7 +261,7 @@ class Attachment:
 
     def _replaying(self, flying: InFlight) -> contextlib.AbstractContextManager[None]:
         if self._post_processing is None or not flying.results:
-            return contextlib.nullcontext()
+            return NOTHING
         return self._post_processing.replaying(flying.results)
 
     # fx takes what a forward asks of a batch (is it None, say) for settled once; hooks have seen one batch.

@@ -16,6 +16,7 @@ from typing_extensions import TypeVar
 from farandole._C import AccumulationWindow, BatchPipeline, ProfilerRange
 from farandole.sparse._arguments import device_of, refuse_no_bool
 from farandole.sparse._caller import Caller
+from farandole.sparse._contexts import NOTHING
 from farandole.sparse._dense_grads import DenseGrads
 from farandole.sparse._precision import Precision
 from farandole.sparse._stages import Stages
@@ -225,7 +226,7 @@ class TrainPipelineBase(Generic[In, Out]):
         """Before the stages of batches after it."""
 
     def _running(self, flying: Any) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
+        return NOTHING
 
     def _compute(self, number: int) -> Any:
         flying = self._stages.take(number)
@@ -234,7 +235,7 @@ class TrainPipelineBase(Generic[In, Out]):
             with ProfilerRange("## zero_grad ##"):
                 self._optimizer.zero_grad()
         self._begin_forward(flying)
-        with self._syncing() if is_training else contextlib.nullcontext():
+        with self._syncing() if is_training else NOTHING:
             losses, output = self._forward(flying)
             del flying  # the batch is gone before the backward, whose memory is the most
             self._middle()

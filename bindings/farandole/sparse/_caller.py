@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import torch
 
+from farandole.sparse._contexts import NOTHING
+
 
 class Caller:
     """The thread that made it: default device, gradient and inference mode, which an iterator or a batch may rely on."""
@@ -19,7 +21,7 @@ class Caller:
 
     def entered(self) -> contextlib.AbstractContextManager[None]:
         """As the caller's thread, on any other."""
-        return contextlib.nullcontext() if threading.get_ident() == self._thread else self._entered()
+        return NOTHING if threading.get_ident() == self._thread else self._entered()
 
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:
@@ -28,6 +30,6 @@ class Caller:
         with (
             torch.inference_mode(self._inference),
             torch.set_grad_enabled(self._grad),
-            torch.device(self._device) if has_device else contextlib.nullcontext(),
+            torch.device(self._device) if has_device else NOTHING,
         ):
             yield

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from farandole.sparse._contexts import NOTHING
 from farandole.sparse._sharded import is_fsdp, is_sharded
 
 _have_begun: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -26,16 +27,16 @@ class DenseGrads:
         self._model: nn.Module | None = None
         self._known: nn.Module | None = None  # whose wrappers have all begun
 
-    def syncing(self, model: nn.Module, is_last: bool) -> contextlib.ExitStack:
+    def syncing(self, model: nn.Module, is_last: bool) -> contextlib.AbstractContextManager[Any]:
         """For a forward and backward: but for the last of a window, wrappers do not synchronize.
 
         torch's DDP with a static graph (torchrec's default) has to in its first backward, and does: gradients are then
         averaged in two parts.
         """
-        stack = contextlib.ExitStack()
         self._begun, self._left = [], []
         if is_last and self._known is model:
-            return stack
+            return NOTHING
+        stack = contextlib.ExitStack()
         self._model = model
         for wrapper in _wrappers(model):
             if getattr(wrapper, "static_graph", False) and wrapper not in _have_begun:

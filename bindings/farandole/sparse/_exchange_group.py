@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
 
 from farandole import _C
+from farandole.sparse._contexts import OnError
+
+Splits = Sequence[Sequence[int]]  # by tensor and rank, along dimension 0
+Tensors = _C.TensorExchange
 
 
 @dataclass(frozen=True)
@@ -44,20 +47,16 @@ class ExchangeGroup:
         self._rows = None if group is None else _C.RowExchange(group, device)
         self._alone: list[int] = []
 
-    def all_to_all(
-        self,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        received_splits: Sequence[int] | None = None,
-        sent_splits: Sequence[int] | None = None,
-    ) -> dist.Work:
-        with self._noting():
-            return dist.all_to_all_single(received, sent, received_splits, sent_splits, self.group, async_op=True)
-
-    def wait(self, work: dist.Work) -> None:
+    def start_tensors(self, sent: Sequence[torch.Tensor], sent_splits: Splits, received_splits: Splits) -> Tensors:
+        """The all-to-all of each of these, which are contiguous."""
         assert self.group is not None
         with self._noting():
-            _C.await_work(self.group, self.device, work)
+            return _C.TensorExchange(self.group, sent, sent_splits, received_splits)
+
+    def finish_tensors(self, exchange: Tensors) -> list[torch.Tensor]:
+        """What has come for them; any number of times."""
+        with self._noting():
+            return exchange.wait()
 
     def start_rows(self, rows: Sequence[int]) -> None:
         """A row of integers for each rank, one after the other and of the same length; one exchange at a time."""
@@ -80,13 +79,11 @@ class ExchangeGroup:
         with self._noting():
             return list(rows) if self._rows is None else self._rows.exchange(rows)
 
-    @contextlib.contextmanager
-    def _noting(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.has_failed = True
-            raise
+    def _noting(self) -> OnError:
+        return OnError(self._note)
+
+    def _note(self, _: BaseException) -> None:
+        self.has_failed = True
 
     def given_up(self) -> GivenUp | None:
         text = "" if self.group is None else _C.abandonment_of(self.group)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from farandole._C import Presence
+from farandole._C import NoGrad, Presence
 from farandole.sparse._exchange import SplitsExchange
 from farandole.sparse._forms import other_forms
 from farandole.sparse._in_flight import InFlight
@@ -130,7 +130,7 @@ class InputDist:
         self._held.clear()
 
     def _calls(self, flying: InFlight, inputs_of: Callable[[InFlight], Inputs]) -> dict[str, Any]:
-        with torch.no_grad():
+        with NoGrad():
             inputs = inputs_of(flying)
             flying.calls = dict(zip(self._modules, inputs, strict=True))
             calls = preprocessed(self._modules, flying.calls)
@@ -190,7 +190,7 @@ class InputDist:
                 self._late[name] = args, kwargs
                 continue
             module: Any = self._modules[name]
-            with torch.no_grad():
+            with NoGrad():
                 context = module.create_context()
                 request = module.input_dist(context, *args, **kwargs)
             flying.contexts[name], flying.requests[name] = context, request
@@ -221,7 +221,7 @@ class InputDist:
         if self._torchrec is None:
             return
         begin = 0
-        with torch.no_grad():
+        with NoGrad():
             parts = [part for _, part in self._unsent]
             for part in parts:
                 end = begin + part.columns
@@ -248,7 +248,7 @@ class InputDist:
         def send(name: str) -> None:
             flying.requests[name] = requests[name].wait()
 
-        with torch.no_grad():
+        with NoGrad():
             self._joint.step_of_modules("input_dist", flying.number, modules, start)
             self._joint.step_of_modules("the wait for its splits", flying.number, modules, send)
 

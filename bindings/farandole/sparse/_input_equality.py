@@ -24,15 +24,18 @@ def is_equal_input(ahead: Any, now: Any) -> bool:
 
 def versions_of(call: Any) -> tuple[int, ...]:
     """How often each tensor in it has been written to."""
-    if isinstance(call, torch.Tensor):
-        return (0 if call.is_inference() else call._version,)
-    if isinstance(call, (list, tuple)):
-        return tuple(version for item in call for version in versions_of(item))
-    if isinstance(call, dict):
-        return tuple(version for item in call.values() for version in versions_of(item))
-    if hasattr(call, "weights_or_none"):  # torchrec's features
-        return versions_of((call.values(), call.weights_or_none(), call.lengths_or_none()))
-    return ()
+    versions, todo = [], [call]
+    while todo:
+        item = todo.pop()
+        if isinstance(item, torch.Tensor):
+            versions.append(0 if item.is_inference() else item._version)
+        elif isinstance(item, (list, tuple)):
+            todo += item
+        elif isinstance(item, dict):
+            todo += item.values()
+        elif hasattr(item, "weights_or_none"):  # torchrec's features
+            todo += item.values(), item.weights_or_none(), item.lengths_or_none()
+    return tuple(versions)
 
 
 def _compared(ahead: Any, now: Any, of_objects: Any) -> bool:

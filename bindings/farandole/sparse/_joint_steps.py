@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 
 from farandole import _C
 from farandole._C import Presence
+from farandole.sparse._contexts import OnError
 from farandole.sparse._exchange import SKIPPED, SplitsExchange
 from farandole.sparse._exchange_group import ExchangeGroup, FailedOnOthers
 from farandole.sparse._gloo_waits import looking_after
@@ -73,22 +74,18 @@ class JointSteps:
                 "and a model sharded over them"
             )
 
-    @contextlib.contextmanager
-    def told(self, stage: str, number: int) -> Iterator[None]:
+    def told(self, stage: str, number: int) -> OnError:
         """Inside, others may come to wait for this rank: an error of it is theirs, for the batch of this number."""
-        try:
-            yield
-        except FailedOnOthers:
-            raise
-        except BaseException as error:
-            if self._device.type != "cpu" or self.group.size == 1:
-                raise
-            first = self.group.give_up(error, f"{stage} of batch {number}")
-            forget_group_of_its_own(self._parent)
-            if first.is_lost:
-                self._lost = f"rank {first.rank} has failed in {first.what}"
-            if first.rank == self.rank:
-                raise
+        return OnError(functools.partial(self._tell, stage, number))
+
+    def _tell(self, stage: str, number: int, error: BaseException) -> None:
+        if isinstance(error, FailedOnOthers) or self._device.type != "cpu" or self.group.size == 1:
+            return
+        first = self.group.give_up(error, f"{stage} of batch {number}")
+        forget_group_of_its_own(self._parent)
+        if first.is_lost:
+            self._lost = f"rank {first.rank} has failed in {first.what}"
+        if first.rank != self.rank:
             raise FailedOnOthers(f"{SKIPPED.format(number)}\nrank {first.rank}, {first.what}") from error
 
     def step(self, stage: str, number: int, call: Callable[[], None]) -> None:

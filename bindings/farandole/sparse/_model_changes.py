@@ -74,12 +74,16 @@ class ModelChanges:
 
     # Not those inside of sharded ones, which make some as they run.
     def _modules(self) -> list[nn.Module]:
-        found, todo, sharded = [], [self._model], self._ids
+        found: list[nn.Module] = []
+        todo: list[nn.Module | None] = [self._model]
+        sharded = self._ids
         while todo:
             module = todo.pop()
+            if module is None:
+                continue
             found.append(module)
-            if id(module) not in sharded:
-                todo += [child for child in module._modules.values() if child is not None]
+            if module._modules and id(module) not in sharded:
+                todo += module._modules.values()
         return found
 
     def _found(self, name: str) -> nn.Module | None:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from farandole.sparse._contexts import NOTHING
+
 
 class Precision:
     """
@@ -51,7 +53,7 @@ class Precision:
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self._dtype is None:
-            return contextlib.nullcontext()
+            return NOTHING
         return torch.autocast(self._device.type, dtype=self._dtype)
 
     def as_now(self) -> Callable[[], contextlib.AbstractContextManager[Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from farandole._C import ProfilerRange
+from farandole._C import NoGrad, ProfilerRange
 from farandole.sparse._arguments import refuse_no_bool
 from farandole.sparse._attachment import Attachment, attach
 from farandole.sparse._base import In, ModelForward, Options, Out, TrainPipelineBase
@@ -213,7 +212,7 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
 
     def _adopt(self, flying: Any) -> None:
         assert self._attachment is not None
-        with self._streams.on(self._streams.dist), self._stages.autocast(), torch.no_grad():
+        with self._streams.on(self._streams.dist), self._stages.autocast(), NoGrad():
             self._attachment.adopt(flying)
 
     def _running(self, flying: Any) -> contextlib.AbstractContextManager[Any]:
@@ -224,9 +223,7 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
     def _complete(self, flying: Any, name: str) -> tuple[Any, Any]:
         """What came ahead for a module: its context and its data."""
         if name in flying.requests:
-            start, computed = time.perf_counter(), time.thread_time()
-            self._stages.complete_one(flying, name)
-            self._engine.waited(time.perf_counter() - start - (time.thread_time() - computed))
+            self._engine.wait_for_data(lambda: self._stages.complete_one(flying, name))
         context, data = flying.contexts.pop(name), flying.data.pop(name)
         self._streams.hand_over(self._streams.dist, context, data)
         return context, data

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from farandole._C import Presence, ProfilerRange
+from farandole._C import NoGrad, Presence, ProfilerRange
 from farandole.sparse._batches import to_device
 from farandole.sparse._caller import Caller
 from farandole.sparse._in_flight import InFlight
@@ -114,7 +114,7 @@ class Stages:
 
     def complete_one(self, flying: InFlight, name: str) -> None:
         """Waits for the data of a module."""
-        with ProfilerRange("## wait_sparse_data_dist ##"), self._streams.on(self._streams.dist), torch.no_grad():
+        with ProfilerRange("## wait_sparse_data_dist ##"), self._streams.on(self._streams.dist), NoGrad():
             flying.data[name] = flying.requests.pop(name).wait()
 
     def next_sent(self) -> InFlight | None:

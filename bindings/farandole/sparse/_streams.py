@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from farandole.sparse._batches import record_stream
+from farandole.sparse._contexts import NOTHING
 
 
 class Streams:
@@ -37,7 +38,7 @@ class Streams:
     def on(self, stream: torch.Stream | None) -> contextlib.AbstractContextManager[Any]:
         """Work of any thread goes to this stream of the device."""
         if self._module is None or stream is None:
-            return contextlib.nullcontext()
+            return NOTHING
         return self._on(stream)
 
     @contextlib.contextmanager

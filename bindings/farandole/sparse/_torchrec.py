@@ -18,9 +18,9 @@ from torchrec.distributed.embedding_sharding import (
 from torchrec.distributed.types import Awaitable, NoWait
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from farandole.sparse._exchange_group import ExchangeGroup
+from farandole._C import NoGrad
+from farandole.sparse._exchange_group import ExchangeGroup, Tensors
 from farandole.sparse._forms import TENSORS, form_of
-from farandole.sparse._packing import PackedExchange, SingleExchanges, can_pack
 
 Groups = Callable[[dist.ProcessGroup], dist.ProcessGroup]
 
@@ -51,7 +51,7 @@ class UnsentSplits(Awaitable[Any]):
 
     def settle(self, rows: list[list[int]]) -> None:
         """Takes what each rank has said in these columns, all of the same form."""
-        _, samples, *sizes = (list(column) for column in zip(*rows, strict=True))
+        _, samples, *sizes = map(list, zip(*rows, strict=True))
         self.output_splits = sizes[: len(self.splits)]
         self._stride_per_rank = samples if self._has_one_stride else None
 
@@ -82,7 +82,8 @@ class ExchangedTensors(KJTAllToAllTensorsAwaitable):
 
     def __init__(
         self,
-        exchange: PackedExchange | SingleExchanges,
+        group: ExchangeGroup,
+        exchange: Tensors,
         tensors: slice,
         pg: dist.ProcessGroup,
         input: KeyedJaggedTensor,
@@ -97,7 +98,7 @@ class ExchangedTensors(KJTAllToAllTensorsAwaitable):
         stride_per_rank: list[int] | None,
     ) -> None:
         Awaitable.__init__(self)  # not the base's, which starts exchanges
-        self._exchange, self._tensors = exchange, tensors
+        self._group, self._exchange, self._tensors = group, exchange, tensors
         self._pg, self._device, self._workers = pg, device, pg.size()
         self._input, self._keys, self._splits, self._stagger = input, keys, splits, stagger
         self._input_splits = dict(zip(labels, input_splits, strict=True))
@@ -107,7 +108,7 @@ class ExchangedTensors(KJTAllToAllTensorsAwaitable):
         self._awaitables: list[Any] = []
 
     def _wait_impl(self) -> KeyedJaggedTensor:
-        self._output_tensors = self._exchange.wait()[self._tensors]
+        self._output_tensors = self._group.finish_tensors(self._exchange)[self._tensors]
         return super()._wait_impl()
 
 
@@ -120,13 +121,12 @@ def send(parts: Sequence[UnsentSplits], group: ExchangeGroup) -> dict[int, KJTAl
         return {id(part): each for part, each in zip(parts, made, strict=True)}
     sent = [split for part in parts for split in part.splits]
     received = [split for part in parts for split in part.output_splits]
-    kind = PackedExchange if can_pack(tensors, group.size) else SingleExchanges
-    exchange = kind(group, tensors, sent, received)
+    exchange = group.start_tensors(tensors, sent, received)
     exchanged: dict[int, KJTAllToAllTensorsAwaitable] = {}
     begin = 0
     for part, each in zip(parts, arguments, strict=True):
         end = begin + len(each["input_tensors"])
-        exchanged[id(part)] = ExchangedTensors(exchange, slice(begin, end), **each)
+        exchanged[id(part)] = ExchangedTensors(group, exchange, slice(begin, end), **each)
         begin = end
     return exchanged
 
@@ -170,7 +170,7 @@ def holding_all(groups: Groups) -> Iterator[None]:
 
 def _holding(part: KJTAllToAll, group: dist.ProcessGroup) -> Callable[[KeyedJaggedTensor], UnsentSplits]:
     def hold(features: KeyedJaggedTensor) -> UnsentSplits:
-        with torch.no_grad():
+        with NoGrad():
             return UnsentSplits(part, group, features)
 
     return hold

@@ -1,0 +1,85 @@
+#include "ddp/tensor_exchange.h"
+
+#include <gtest/gtest.h>
+
+#include <random>
+
+#include "tests/ddp/thread_group.h"
+
+namespace farandole::ddp {
+namespace {
+
+using Splits = TensorExchange::Splits;
+
+// Another number for each sender, receiver and tensor.
+at::Tensor partOf(int from, int to, int tensor, int64_t rows, at::ScalarType type, bool isWide) {
+  const std::vector<int64_t> sizes = isWide ? std::vector<int64_t>{rows, 3} : std::vector<int64_t>{rows};
+  return at::full(sizes, 1 + (from * 4 + to) * 4 + tensor, at::TensorOptions(type));
+}
+
+TEST(TensorExchange, EachRankGetsThePartsThatAreForIt) {
+  const unsigned seed = std::random_device{}();
+  SCOPED_TRACE("seed " + std::to_string(seed));
+  const std::vector<at::ScalarType> types = {at::kLong, at::kFloat, at::kChar, at::kBFloat16};
+  for (int size = 1; size <= 4; ++size) {
+    std::mt19937 random(seed + size);
+    const int tensors = static_cast<int>(random() % 4);
+    std::vector<std::vector<std::vector<int64_t>>> rows(tensors);  // by tensor, sender and receiver
+    for (auto& ofTensor : rows) {
+      ofTensor.assign(size, std::vector<int64_t>(size));
+      for (auto& ofSender : ofTensor) {
+        for (int64_t& count : ofSender) count = static_cast<int64_t>(random() % 5);
+      }
+    }
+    runThreads(size, [&](ThreadRank& self) {
+      std::vector<at::Tensor> sent, expected;
+      Splits sentSplits, receivedSplits;
+      for (int i = 0; i < tensors; ++i) {
+        std::vector<at::Tensor> out, in;
+        std::vector<int64_t> to, by;
+        for (int rank = 0; rank < size; ++rank) {
+          to.push_back(rows[i][self.rank][rank]);
+          by.push_back(rows[i][rank][self.rank]);
+          out.push_back(partOf(self.rank, rank, i, to.back(), types[i], i % 2 == 1));
+          in.push_back(partOf(rank, self.rank, i, by.back(), types[i], i % 2 == 1));
+        }
+        sent.push_back(at::cat(out));
+        expected.push_back(at::cat(in));
+        sentSplits.push_back(to);
+        receivedSplits.push_back(by);
+      }
+      TensorExchange exchange(self.group, sent, sentSplits, receivedSplits);
+      for (int again = 0; again < 2; ++again) {
+        const std::vector<at::Tensor>& received = exchange.wait();
+        ASSERT_EQ(received.size(), expected.size());
+        for (int i = 0; i < tensors; ++i) {
+          EXPECT_EQ(received[i].scalar_type(), types[i]);
+          EXPECT_TRUE(at::equal(received[i], expected[i]));
+        }
+      }
+    });
+  }
+}
+
+TEST(TensorExchange, RefusesTensorsWithoutSplitsOfTheirOwn) {
+  runThreads(2, [](ThreadRank& self) {
+    const at::Tensor tensor = at::zeros({2});
+    EXPECT_THROW(TensorExchange(self.group, {tensor, tensor}, {{1, 1}}, {{1, 1}, {1, 1}}), c10::Error);
+    EXPECT_THROW(TensorExchange(self.group, {at::zeros({})}, {{1, 1}}, {{1, 1}}), c10::Error);
+  });
+}
+
+TEST(TensorExchange, EndsWhenTheGroupIsAborted) {
+  runThreads(2, [](ThreadRank& self) {
+    if (self.rank == 1) return self.backend->abort();
+    EXPECT_THROW(
+        {
+          TensorExchange exchange(self.group, {at::zeros({2})}, {{1, 1}}, {{1, 1}});
+          exchange.wait();
+        },
+        std::exception);
+  });
+}
+
+}  // namespace
+}  // namespace farandole::ddp
