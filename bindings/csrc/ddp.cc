@@ -252,9 +252,9 @@ void bindReducer(py::module_& module) {
 
 void bindExchanges(py::module_& module) {
   py::class_<ddp::TensorExchange>(module, "TensorExchange")
-      .def(py::init<ddp::Group, const std::vector<at::Tensor>&, const ddp::TensorExchange::Splits&,
-                    const ddp::TensorExchange::Splits&>(),
+      .def(py::init<ddp::Group, std::vector<at::Tensor>, ddp::TensorExchange::Splits, ddp::TensorExchange::Splits>(),
            py::arg("group"), py::arg("sent"), py::arg("sent_splits"), py::arg("received_splits"), ReleaseGil())
+      .def("start", &ddp::TensorExchange::start, ReleaseGil())
       .def("wait", &ddp::TensorExchange::wait, ReleaseGil());
   py::class_<ddp::RowExchange>(module, "RowExchange")
       .def(py::init<ddp::Group, c10::Device>(), py::arg("group"), py::arg("device"))

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <future>
 #include <random>
 
 #include "tests/ddp/thread_group.h"
@@ -23,7 +25,7 @@ TEST(TensorExchange, EachRankGetsThePartsThatAreForIt) {
   const std::vector<at::ScalarType> types = {at::kLong, at::kFloat, at::kChar, at::kBFloat16};
   for (int size = 1; size <= 4; ++size) {
     std::mt19937 random(seed + size);
-    const int tensors = static_cast<int>(random() % 4);
+    const int tensors = static_cast<int>(random() % 5);
     std::vector<std::vector<std::vector<int64_t>>> rows(tensors);  // by tensor, sender and receiver
     for (auto& ofTensor : rows) {
       ofTensor.assign(size, std::vector<int64_t>(size));
@@ -49,6 +51,7 @@ TEST(TensorExchange, EachRankGetsThePartsThatAreForIt) {
         receivedSplits.push_back(by);
       }
       TensorExchange exchange(self.group, sent, sentSplits, receivedSplits);
+      exchange.start();
       for (int again = 0; again < 2; ++again) {
         const std::vector<at::Tensor>& received = exchange.wait();
         ASSERT_EQ(received.size(), expected.size());
@@ -61,23 +64,41 @@ TEST(TensorExchange, EachRankGetsThePartsThatAreForIt) {
   }
 }
 
-TEST(TensorExchange, RefusesTensorsWithoutSplitsOfTheirOwn) {
+TEST(TensorExchange, RefusesTensorsAndSplitsThatDoNotFitBeforeAnythingIsSent) {
   runThreads(2, [](ThreadRank& self) {
-    const at::Tensor tensor = at::zeros({2});
-    EXPECT_THROW(TensorExchange(self.group, {tensor, tensor}, {{1, 1}}, {{1, 1}, {1, 1}}), c10::Error);
-    EXPECT_THROW(TensorExchange(self.group, {at::zeros({})}, {{1, 1}}, {{1, 1}}), c10::Error);
+    const at::Tensor tensor = at::zeros({2, 2});
+    const Splits one = {{1, 1}}, two = {{1, 1}, {1, 1}};
+    const auto refuse = [&](const std::vector<at::Tensor>& sent, const Splits& to, const Splits& by) {
+      EXPECT_THROW(TensorExchange(self.group, sent, to, by), c10::Error);
+    };
+    refuse({tensor, tensor}, one, two);
+    refuse({tensor, tensor}, two, one);
+    refuse({at::zeros({})}, one, one);
+    refuse({at::zeros({2, 2}).t()}, one, one);
+    refuse({tensor}, {{1, 2}}, one);
+    refuse({tensor}, {{3, -1}}, one);
+    refuse({tensor}, {{2}}, one);
+    refuse({tensor}, one, {{1, -1}});
+    refuse({tensor}, one, {{1, 1, 0}});
+    TensorExchange exchange(self.group, {tensor}, one, one);
+    EXPECT_THROW(exchange.wait(), c10::Error);
+    exchange.start();
+    EXPECT_THROW(exchange.start(), c10::Error);
+    EXPECT_TRUE(at::equal(exchange.wait().at(0), tensor));
   });
 }
 
 TEST(TensorExchange, EndsWhenTheGroupIsAborted) {
-  runThreads(2, [](ThreadRank& self) {
-    if (self.rank == 1) return self.backend->abort();
-    EXPECT_THROW(
-        {
-          TensorExchange exchange(self.group, {at::zeros({2})}, {{1, 1}}, {{1, 1}});
-          exchange.wait();
-        },
-        std::exception);
+  std::promise<void> started;
+  runThreads(2, [&](ThreadRank& self) {
+    if (self.rank == 1) {
+      ASSERT_EQ(started.get_future().wait_for(std::chrono::seconds(10)), std::future_status::ready);
+      return self.backend->abort();
+    }
+    TensorExchange exchange(self.group, {at::zeros({2})}, {{1, 1}}, {{1, 1}});
+    exchange.start();
+    started.set_value();
+    for (int again = 0; again < 2; ++again) EXPECT_THROW(exchange.wait(), c10::Error);
   });
 }
 

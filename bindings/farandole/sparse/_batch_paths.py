@@ -30,7 +30,7 @@ def path_name(path: Path) -> str:
 
 def parts(value: Any) -> Iterator[tuple[Step, Any]]:
     """Fields of dataclasses and namedtuples, items of dicts, lists and tuples, attributes of plain objects."""
-    if is_constant(value) or isinstance(value, (type, torch.Tensor, torch.nn.Module)):
+    if is_constant(value) or isinstance(value, torch.Tensor):
         return
     if isinstance(value, Mapping):
         for key, item in value.items():
@@ -41,6 +41,8 @@ def parts(value: Any) -> Iterator[tuple[Step, Any]]:
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
             yield (operator.getitem, index), item
+    elif isinstance(value, (type, torch.nn.Module)):
+        return
     elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
             if hasattr(value, field.name):

@@ -13,7 +13,6 @@ from farandole import _C
 from farandole.sparse._contexts import OnError
 
 Splits = Sequence[Sequence[int]]  # by tensor and rank, along dimension 0
-Tensors = _C.TensorExchange
 
 
 @dataclass(frozen=True)
@@ -47,13 +46,17 @@ class ExchangeGroup:
         self._rows = None if group is None else _C.RowExchange(group, device)
         self._alone: list[int] = []
 
-    def start_tensors(self, sent: Sequence[torch.Tensor], sent_splits: Splits, received_splits: Splits) -> Tensors:
+    def start_tensors(
+        self, sent: Sequence[torch.Tensor], sent_splits: Splits, received_splits: Splits
+    ) -> _C.TensorExchange:
         """The all-to-all of each of these, which are contiguous."""
         assert self.group is not None
+        exchange = _C.TensorExchange(self.group, sent, sent_splits, received_splits)  # what it refuses was not sent
         with self._noting():
-            return _C.TensorExchange(self.group, sent, sent_splits, received_splits)
+            exchange.start()
+        return exchange
 
-    def finish_tensors(self, exchange: Tensors) -> list[torch.Tensor]:
+    def finish_tensors(self, exchange: _C.TensorExchange) -> list[torch.Tensor]:
         """What has come for them; any number of times."""
         with self._noting():
             return exchange.wait()

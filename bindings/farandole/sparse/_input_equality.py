@@ -24,12 +24,17 @@ def is_equal_input(ahead: Any, now: Any) -> bool:
 
 def versions_of(call: Any) -> tuple[int, ...]:
     """How often each tensor in it has been written to."""
-    versions, todo = [], [call]
+    versions: list[int] = []
+    todo, seen = [call], set()
     while todo:
         item = todo.pop()
         if isinstance(item, torch.Tensor):
             versions.append(0 if item.is_inference() else item._version)
-        elif isinstance(item, (list, tuple)):
+            continue
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, (list, tuple)):
             todo += item
         elif isinstance(item, dict):
             todo += item.values()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from farandole._C import ProfilerRange
+from farandole._C import NoGrad, ProfilerRange
 from farandole.sparse._base import In, Out
 from farandole.sparse._caches import has_cache, refuse_unlocked
 from farandole.sparse._in_flight import InFlight
@@ -117,7 +117,7 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
         with (
             ProfilerRange(f"## sharded_module_prefetch {flying.number} ##"),
             self._streams.on(self._streams.prefetch),
-            torch.no_grad(),
+            NoGrad(),
         ):
             for name, module in self._cached().items():
                 if name in flying.requests:

@@ -18,8 +18,8 @@ from torchrec.distributed.embedding_sharding import (
 from torchrec.distributed.types import Awaitable, NoWait
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from farandole._C import NoGrad
-from farandole.sparse._exchange_group import ExchangeGroup, Tensors
+from farandole._C import NoGrad, TensorExchange
+from farandole.sparse._exchange_group import ExchangeGroup
 from farandole.sparse._forms import TENSORS, form_of
 
 Groups = Callable[[dist.ProcessGroup], dist.ProcessGroup]
@@ -83,7 +83,7 @@ class ExchangedTensors(KJTAllToAllTensorsAwaitable):
     def __init__(
         self,
         group: ExchangeGroup,
-        exchange: Tensors,
+        exchange: TensorExchange,
         tensors: slice,
         pg: dist.ProcessGroup,
         input: KeyedJaggedTensor,

@@ -86,5 +86,49 @@ TEST(BatchPipeline, RunsLoadAndInputDistBesideTheForwardOnThreads) { runTogether
 
 TEST(BatchPipeline, RunsThemSoWhereNotAllBatchesAreExecuted) { runTogether(false); }
 
+constexpr auto kLong = std::chrono::milliseconds(3);
+
+// Endless batches that compute nothing.
+class Sleeping : public BatchStages {
+ public:
+  explicit Sleeping(bool inLoad) : inLoad_(inLoad) {}
+  Loaded load(BatchNo /*batch*/) override {
+    if (inLoad_) std::this_thread::sleep_for(kLong);
+    return Loaded::kBatch;
+  }
+  void startDist(BatchNo /*batch*/, Presence /*presence*/) override {}
+  Exchanged finishDist(BatchNo /*batch*/) override { return Exchanged::kBatch; }
+  void completeDist(BatchNo /*batch*/) override {}
+  bool agreeOnMore(bool /*hasMore*/) override { return true; }
+  void discard(BatchNo /*batch*/, bool /*hasFailed*/) override {}
+  void checkInterrupts() override {}
+  void onThread(const std::function<void()>& task) override { task(); }
+
+ private:
+  bool inLoad_;
+};
+
+// Whether the stage that waits is tried on a thread.
+void expectThread(bool inLoad) {
+  BatchPipelineOptions options;
+  options.completesAhead = false;
+  BatchPipeline pipeline(std::make_shared<Sleeping>(inLoad), options);
+  const auto isOnThread = [&] {
+    return inLoad ? pipeline.threads().loadOnThread() : pipeline.threads().distOnThread();
+  };
+  for (std::size_t step = 0; step < ThreadChoice::kWarmUp + ThreadChoice::kWindow; ++step) {
+    EXPECT_FALSE(isOnThread());
+    ASSERT_TRUE(pipeline.begin(step == 0));
+    pipeline.beside();
+    if (!inLoad) pipeline.waitForData([] { std::this_thread::sleep_for(kLong); });
+    pipeline.end();
+  }
+  EXPECT_TRUE(isOnThread());
+}
+
+TEST(BatchPipeline, TriesALoadThatWaitsOnAThread) { expectThread(true); }
+
+TEST(BatchPipeline, TriesAnInputDistOnAThreadWhereForwardsWaitForItsData) { expectThread(false); }
+
 }  // namespace
 }  // namespace farandole::pipeline::sparse

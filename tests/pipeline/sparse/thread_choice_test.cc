@@ -43,6 +43,20 @@ TEST(ThreadChoice, PutsAStageThatWaitsOnAThread) {
   EXPECT_TRUE(choice.loadOnThread());
 }
 
+TEST(ThreadChoice, TimesStagesWhileItComparesAndAgainAfterAPeriod) {
+  ThreadChoice choice(kMeasured, kMeasured);
+  for (std::size_t step = 0; step < 2 * kTrial; ++step) {  // inline, then with threads
+    EXPECT_TRUE(choice.isTiming());
+    run(choice, 1, 0.8, 0.0);
+  }
+  for (std::size_t step = 0; step < ThreadChoice::kPeriod; ++step) {
+    EXPECT_FALSE(choice.isTiming());
+    run(choice, 1, 0.8, 0.0);
+  }
+  EXPECT_TRUE(choice.isTiming());
+  EXPECT_FALSE(ThreadChoice(ThreadUse::kAlways, ThreadUse::kNever).isTiming());
+}
+
 TEST(ThreadChoice, TakesAThreadBackThatMadeStepsNoShorter) {
   ThreadChoice choice(kMeasured, kMeasured);
   run(choice, kTrial, 0.3, 0.3, 0.7);

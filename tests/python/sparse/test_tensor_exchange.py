@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from farandole.sparse._exchange_group import ExchangeGroup
-from support.devices import DEVICE
+from support.devices import DEVICE, only_on_cpu
 from support.processes import run_ranks
 
 TYPES = [torch.int64, torch.int32, torch.float32, torch.float64, torch.int8, torch.bool, torch.bfloat16]
@@ -31,8 +31,29 @@ def compare(rank: int, world_size: int, seed: int) -> None:
             assert got.dtype == tensor.dtype and torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("backend", ["farandole", "gloo"])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_tensors_of_one_exchange_are_those_of_single_ones(world_size):
+def test_tensors_of_one_exchange_are_those_of_single_ones(world_size, backend):
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
-    run_ranks(compare, world_size, "farandole", seed=seed)
+    run_ranks(compare, world_size, backend, seed=seed)
+
+
+def lose_a_rank(rank: int, world_size: int) -> None:
+    group = ExchangeGroup(dist.group.WORLD, torch.device(DEVICE))
+    with pytest.raises(RuntimeError, match="tensor 0 has 2 rows"):
+        group.start_tensors([torch.zeros(2)], [[1, 2]], [[1, 1]])
+    assert not group.has_failed
+    if rank == 1:
+        group.give_up(ValueError("broken"), "stage")
+        return
+    exchange = group.start_tensors([torch.zeros(2)], [[1, 1]], [[1, 1]])
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            group.finish_tensors(exchange)
+    assert group.has_failed
+
+
+@only_on_cpu("for a wait on the host that another rank can end")
+def test_an_exchange_that_cannot_end_has_failed_and_one_that_was_refused_has_not():
+    run_ranks(lose_a_rank, 2, "gloo")

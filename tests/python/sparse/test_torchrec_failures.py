@@ -210,3 +210,43 @@ def differ(rank: int, world_size: int, form: str, number: int) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_features_of_another_form_on_one_rank_are_refused_on_all(form, number):
     run_ranks(differ, 2, "farandole", timeout=60, form=form, number=number)
+
+
+def send_too_much(rank: int, world_size: int, number: int) -> None:
+    """More of a tensor than there is."""
+    import torchrec_models as models
+
+    from farandole.sparse._torchrec import UnsentSplits
+
+    kind = models.Kind(("table", "row"), (), "plain", False, False, 1)
+    (model, optimizer), (plain, plain_optimizer) = models.made(kind), models.made(kind)
+    pipeline = TrainPipelineSparseDist(model, optimizer, models.CPU, strict=True, agree_on_inputs=True)
+    batches, again = (models.make_batches(kind, 1, 5, is_even=True) for _ in range(2))
+    original, due = UnsentSplits.settle, []
+
+    def settle(part: UnsentSplits, rows: list[list[int]]) -> None:
+        original(part, rows)
+        if due:
+            part.splits = [[size + due.pop(), *rest] for size, *rest in part.splits[:1]] + part.splits[1:]
+
+    UnsentSplits.settle = settle
+    began = time.monotonic()
+    seen: list[Any] = []
+    iterator = iter(batches)
+    for step in range(len(batches)):
+        if rank == 1 and step == max(0, number - 1):
+            due.append(1)
+        try:
+            seen.append(pipeline.progress(iterator))
+        except RuntimeError as error:
+            seen.append(error)
+    assert time.monotonic() - began < AT_ONCE
+    assert re.search(r"tensor 0 has \d+ rows, and splits .*: expected these to sum to its rows", str(seen.pop(number)))
+    del again[number]
+    assert all(map(torch.equal, seen, plain_loop(plain, plain_optimizer, again)))
+
+
+@pytest.mark.parametrize("backend", ["farandole", "gloo"])
+@pytest.mark.parametrize("number", [0, 2])
+def test_an_exchange_that_is_refused_before_anything_is_sent_costs_that_batch_alone(number, backend):
+    run_ranks(send_too_much, 2, backend, timeout=60, number=number)
