@@ -1,4 +1,4 @@
-"""Context managers of each step: those of contextlib's generators cost three times their calls."""
+"""Context managers of each step: those of contextlib's generators make twice the calls."""
 
 from __future__ import annotations
 

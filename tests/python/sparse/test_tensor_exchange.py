@@ -17,13 +17,13 @@ TYPES = [torch.int64, torch.int32, torch.float32, torch.float64, torch.int8, tor
 
 def compare(rank: int, world_size: int, seed: int) -> None:
     pick = random.Random(seed)  # the same on all ranks
+    group = ExchangeGroup(dist.group.WORLD, torch.device(DEVICE))
     for _ in range(20):
         types = [pick.choice(TYPES) for _ in range(pick.randint(1, 6))]
         counts = [[[pick.choice([0, 1, 3, 100]) for _ in range(world_size)] for _ in range(world_size)] for _ in types]
         sent = [of_type[rank] for of_type in counts]
         received = [[row[rank] for row in of_type] for of_type in counts]
         tensors = [torch.randint(0, 2, (sum(n),)).to(dtype) for n, dtype in zip(sent, types, strict=True)]
-        group = ExchangeGroup(dist.group.WORLD, torch.device(DEVICE))
         arrived = group.finish_tensors(group.start_tensors(tensors, sent, received))
         for tensor, out, into, got in zip(tensors, sent, received, arrived, strict=True):
             expected = tensor.new_empty(sum(into))
