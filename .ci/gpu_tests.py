@@ -89,6 +89,12 @@ def found(arguments: list[str]) -> tuple[list[str], list[str]]:
     for path in paths:
         if not (ROOT / path.split("::")[0]).exists():
             sys.exit(f"test-gpu: there is no {path}; expected files, folders or tests, and then options of pytest")
+    for late in arguments[len(paths) :]:  # pytest would run it once for each of all files
+        if "/" in late and (ROOT / late.split("::")[0]).exists():
+            sys.exit(
+                f"test-gpu: {late} is behind options; expected files, folders or tests, and then options of pytest "
+                "(a path that belongs to one: --option=path)"
+            )
     files: list[str] = []
     for path in paths or [OF_GPUS, *ON_GPUS]:
         inside = sorted((ROOT / path).rglob("test_*.py")) if (ROOT / path).is_dir() else []

@@ -79,6 +79,8 @@ def test_a_file_that_fails_is_shown_and_options_choose_tests(tmp_path):
     assert "test_too.py: 2 deselected" in shown.stdout and len(shown.stdout.splitlines()) == 2
     wrong = run(tmp_path, "tests/no_such")
     assert wrong.returncode == 1 and "there is no tests/no_such" in wrong.stderr
+    late = run(tmp_path, "-k", "device", f"{tmp_path}/tests/test_well.py")
+    assert late.returncode == 1 and "tests/test_well.py is behind options" in late.stderr
 
 
 def test_a_file_without_a_report_gets_one(tmp_path):
