@@ -34,7 +34,7 @@ _LIMITS = {
     "sleeping": {RAW: 0.1},
 }
 _STEPS = {"transformer, 40M": 5, "2000 parameters": 10, "sleeping": 5}  # per round
-# What is exposed there is a two-hundredth of a step, whose time varies by more: many steps, apart from other peers'.
+# What is exposed there is a hundredth of a step, whose time varies by more: many steps, apart from other peers'.
 _SLEEPING_STEPS = 25
 
 

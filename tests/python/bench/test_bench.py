@@ -193,7 +193,7 @@ def test_data_parallelism_is_measured_beside_torchs(tmp_path, capsys):
         assert (case, "farandole", "exposed") in medians
     assert ("sleeping", "hooks over fake", "exposed") in medians
     wrapped, *memory = report["notes"]
-    assert wrapped == "sleeping: farandole's wrapper with bucket_size=4194304, elsewhere with its defaults"
+    assert wrapped == "sleeping: farandole's wrapper with bucket_size=16777216, elsewhere with its defaults"
     assert [note.partition(": ")[0] for note in memory] == ["memory, float32 gradients", "memory, bfloat16 gradients"]
     measured = {target["name"]: target["measured"] for target in report["targets"]}
     for grads in ("float32 gradients", "bfloat16 gradients"):
