@@ -18,7 +18,7 @@ from farandole.sparse._comparisons import Comparisons
 from farandole.sparse._contexts import NOTHING
 from farandole.sparse._in_flight import InFlight
 from farandole.sparse._input_dist import InputDist
-from farandole.sparse._input_equality import is_alike, is_equal_input, is_same_part, versions_of
+from farandole.sparse._input_equality import is_alike, is_equal_input, is_same_part, versions_of, were_written
 from farandole.sparse._input_graph import InputGraph, trace_inputs
 from farandole.sparse._input_hooks import RecordedInputs, record_inputs
 from farandole.sparse._kernels import refuse_dense_sequences
@@ -65,12 +65,14 @@ class Attachment:
                 "create_context, input_dist and compute_and_output_dist; TrainPipelineBase takes any model"
             )
         graph = None
+        self.untraced = ""  # why fx has left it to hooks
         try:
             graph = None if tracing == "hooks" else trace_inputs(self.model, is_sharded)
         except CannotTrace as error:
             if tracing == "fx":
                 raise
             warnings.warn(f"inputs of sharded modules are found by hooks in the first batch\n{error}", stacklevel=4)
+            self.untraced = str(error)
         self.input_dist = InputDist(group, device)
         self.verdicts: tuple[Verdict, ...] | None = None  # until inputs are known
         self.asked = (group, device, tracing)
@@ -99,6 +101,11 @@ class Attachment:
     def pipelined(self) -> dict[str, nn.Module]:
         """Those whose input goes ahead."""
         return dict(self._replaced)
+
+    @property
+    def has_recorded(self) -> bool:
+        """By hooks, in a forward that was not pipelined."""
+        return isinstance(self._graph, RecordedInputs)
 
     def use(self) -> None:
         """One more pipeline."""
@@ -268,7 +275,7 @@ class Attachment:
     def _verify(self, name: str, flying: InFlight, now: tuple[Any, Any]) -> None:
         ahead = flying.calls[name]
         # Of inputs that are the same objects ahead and now, values tell nothing.
-        if versions_of(ahead) != flying.versions[name]:
+        if were_written(flying.versions[name], versions_of(ahead)):
             raise RuntimeError(
                 f"tensors among the inputs of {name} have been written to since these went ahead, maybe by the forward "
                 "a second time: expected nothing that works in place on what a sharded module is given, but in a module "

@@ -30,6 +30,8 @@ Out = TypeVar("Out", default=Any)
 
 ModelForward = Callable[[Any], tuple[torch.Tensor, Any]]
 
+_with_windows: weakref.WeakSet[TrainPipelineBase] = weakref.WeakSet()  # of several batches
+
 
 class Options(TypedDict, total=False):
     """Arguments by name that all pipelines have."""
@@ -111,6 +113,8 @@ class TrainPipelineBase(Generic[In, Out]):
         self._model = model
         self._optimizer = optimizer
         self._window = AccumulationWindow(grad_accum or 1)
+        if self._window.size > 1:
+            _with_windows.add(self)
         self._dense_grads = DenseGrads()
         self._model_fwd = custom_model_fwd
         self._group = process_group
@@ -147,8 +151,8 @@ class TrainPipelineBase(Generic[In, Out]):
             The output of the model for that batch, undivided.
 
         Raises:
-            StopIteration: the data has ended, here or on another rank; what other ranks had left is in
-                ``unused_batches``. The next call asks the iterator again, which may have begun anew.
+            StopIteration: the data has ended, here or, where ranks tell each other, on another rank; what other ranks
+                had left is in ``unused_batches``. The next call asks the iterator again, which may have begun anew.
             Exception: what the iterator, the copy, input_dist, the model or the optimizer raised, for the batch that
                 it is about: those before it have been computed, those after it will be. Other ranks raise a
                 RuntimeError that says so, where the batch had not reached its forward.
@@ -232,6 +236,7 @@ class TrainPipelineBase(Generic[In, Out]):
         flying = self._stages.take(number)
         is_training = self._was_training = self._model.training
         if is_training and self._window.is_first:
+            self._warn_of_windows()
             with ProfilerRange("## zero_grad ##"):
                 self._optimizer.zero_grad()
         self._begin_forward(flying)
@@ -306,6 +311,16 @@ class TrainPipelineBase(Generic[In, Out]):
             "(EvalPipelineSparseDist), or call progress() until the data ends",
             stacklevel=3,
         )
+
+    def _warn_of_windows(self) -> None:
+        for other in _with_windows:
+            if other is not self and other._window.filled and other._model is self._model:
+                warnings.warn(
+                    f"the window of another pipeline of this model is open, after {other._window.filled} of "
+                    f"{other._window.size} batches: its gradients are zeroed. Take turns at the ends of windows, or "
+                    "reset() the other one",
+                    stacklevel=4,
+                )
 
     def _drop_window(self) -> bool:
         """Whether one was open."""

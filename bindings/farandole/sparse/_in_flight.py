@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from farandole.sparse._ahead_run import AheadRun
+from farandole.sparse._input_equality import Versions
 
 
 @dataclass
@@ -19,7 +20,7 @@ class InFlight:
     results: dict[str, list[Any]] = field(default_factory=dict)  # of post-processing modules, by name and call
     run: AheadRun | None = None  # of these modules
     calls: dict[str, tuple[Any, dict[str, Any]]] = field(default_factory=dict)  # what the modules are to be given
-    versions: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of the tensors in these
+    versions: dict[str, Versions] = field(default_factory=dict)  # of the tensors in these
     contexts: dict[str, Any] = field(default_factory=dict)
     requests: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)

@@ -22,14 +22,18 @@ def is_equal_input(ahead: Any, now: Any) -> bool:
     return ahead is now or _compared(ahead, now, _are_equal)
 
 
-def versions_of(call: Any) -> tuple[int, ...]:
-    """How often each tensor in it has been written to."""
-    versions: list[int] = []
+Versions = tuple[int | None, ...]
+
+
+def versions_of(call: Any) -> Versions:
+    """How often each tensor in it has been written to; None for what features do not have, or not yet. Lengths they
+    have from here on: an input_dist would make them of their offsets."""
+    versions: list[int | None] = []
     todo, seen = [call], set()
     while todo:
         item = todo.pop()
         if isinstance(item, torch.Tensor):
-            versions.append(0 if item.is_inference() else item._version)
+            versions.append(_version_of(item))
             continue
         if id(item) in seen:
             continue
@@ -39,8 +43,20 @@ def versions_of(call: Any) -> tuple[int, ...]:
         elif isinstance(item, dict):
             todo += item.values()
         elif hasattr(item, "weights_or_none"):  # torchrec's features
-            todo += item.values(), item.weights_or_none(), item.lengths_or_none()
+            parts = item.values(), item.weights_or_none(), item.lengths(), item.offsets_or_none()
+            versions += [None if part is None else _version_of(part) for part in parts]
     return tuple(versions)
+
+
+def were_written(before: Versions, now: Versions) -> bool:
+    """What has come since is no write: offsets that somebody has asked for."""
+    return len(before) != len(now) or any(
+        one is not None and one != other for one, other in zip(before, now, strict=True)
+    )
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _compared(ahead: Any, now: Any, of_objects: Any) -> bool:

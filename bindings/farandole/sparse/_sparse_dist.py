@@ -101,15 +101,18 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
         self._strict = strict
         self._tracing = tracing
         self._attachment: Attachment | None = None
+        self._refusal: str | None = None  # what hooks have found, which another unpipelined batch would find again
 
     def explain(self) -> str:
         """A line for each sharded module: whether it is pipelined, and if not, what prevents it and what to change.
         Attaches the model, so that all ranks have to call it."""
         self._prepare()
         assert self._attachment is not None
-        if self._attachment.verdicts is None:
-            return "the forward of the first batch will tell"
-        return "\n".join(map(str, self._attachment.verdicts))
+        verdicts, untraced = self._attachment.verdicts, self._attachment.untraced
+        lines = ["the forward of the first batch will tell"] if verdicts is None else [*map(str, verdicts)]
+        if untraced and (verdicts is None or not all(verdict.pipelined for verdict in verdicts)):
+            lines.append(f"by hooks, since {untraced}")
+        return "\n".join(lines)
 
     def attach(
         self,
@@ -137,6 +140,7 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
         if is_other and self._trains:
             _refuse_others_optimizer(model, optimizer)
         self.detach()
+        self._refusal = None
         before = self._model, self._optimizer
         self._model, self._optimizer = model, optimizer
         try:
@@ -196,6 +200,8 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
         return self._attachment.input_dist.may_run_beside(is_promised=self._asked_dist_on_thread is True)
 
     def _prepare(self) -> None:
+        if self._refusal is not None:
+            raise ValueError(self._refusal)
         if self._attachment is None:
             self._attachment = attach(self._model, self._group, self._device, self._strict, self._tracing)
             self._leave = weakref.finalize(self, self._attachment.leave)
@@ -206,7 +212,9 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
         self._attachment.input_dist.renew()
         try:
             self._attachment.prepare()
-        except ValueError:
+        except ValueError as error:
+            if self._attachment.has_recorded:
+                self._refusal = f"{error}\nAfter a change of the model: attach()"
             self.detach()
             raise
 

@@ -16,6 +16,8 @@ from farandole.sparse._in_flight import InFlight
 from farandole.sparse._input_dist import InputDist
 from farandole.sparse._streams import Streams
 
+_END = object()
+
 
 class Stages:
     """What BatchPipeline calls, from the thread of ``progress`` or from its own."""
@@ -60,10 +62,12 @@ class Stages:
                 self._streams.on(self._streams.copy),
             ):
                 with ProfilerRange("## next_batch ##"):
-                    batch = next(self._source, None)
+                    batch = next(self._source, _END)
                 self._yielded = _yielded_by(self._source)
-                if batch is None:
+                if batch is _END:
                     return False
+                if batch is None:  # with which torchrec's pipelines end, and leave the rest
+                    raise TypeError("the iterator gave None: expected a batch")
                 self.flying[number] = InFlight(number, to_device(batch, self._device), self._has_custom_forward)
         except Exception as error:
             self._failed[number] = f"load of batch {number}: {type(error).__name__}: {error}"

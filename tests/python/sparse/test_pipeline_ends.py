@@ -130,6 +130,17 @@ def test_a_second_epoch_over_persistent_workers_has_all_batches():
         assert torch.cat(outputs).tolist() == [float(index) for index in range(12)]
 
 
+def test_none_is_no_batch_and_no_end():
+    model = Mean().to(DEVICE)
+    pipeline = TrainPipelineBase(model, torch.optim.SGD(model.parameters(), lr=0.1), DEVICE)
+    ones = torch.ones(2, 3)
+    batches = iter([ones, ones, None, ones])
+    assert [pipeline.progress(batches) is not None for _ in range(2)] == [True, True]
+    with pytest.raises(TypeError, match="the iterator gave None: expected a batch"):
+        pipeline.progress(batches)
+    assert len(drain(pipeline, batches)) == 1
+
+
 def test_batches_may_be_plain_tensors_and_false():
     model = Mean().to(DEVICE)
     pipeline = TrainPipelineBase(model, torch.optim.SGD(model.parameters(), lr=0.1), DEVICE)

@@ -47,7 +47,9 @@ def find_by_hooks(rank: int, world_size: int, threads: bool, tracing: str | None
     pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, strict=True, tracing=tracing, **options)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        assert pipeline.explain() == "the forward of the first batch will tell"
+        first, *untraced = pipeline.explain().splitlines()
+    assert first == "the forward of the first batch will tell"
+    assert ("float(batch.dense.sum())" in "".join(untraced)) == (tracing is None)
     assert any("found by hooks" in str(warning.message) for warning in seen) == (tracing is None)
     batches = make_batches(3, 7)
     outputs = drain(pipeline, iter(batches))
@@ -110,6 +112,44 @@ def leave_one(rank: int, world_size: int) -> None:
 
 def test_says_what_prevents_a_module_and_goes_on_without_it():
     run_ranks(leave_one, 2, "farandole")
+
+
+class Computed(Untraceable):
+    """Not for fx; and its second table's input is no part of the batch."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed, is_fickle=True)
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        assert batch.ids.shape[1] == 5
+        return super().forward(batch)
+
+
+def refuse_for_good(rank: int, world_size: int) -> None:
+    model = wrapped(Computed(1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = iter(make_batches(3, 9, sizes=(5, 6)))
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, strict=True)
+    with pytest.warns(UserWarning, match="found by hooks"):
+        told = pipeline.explain().splitlines()
+    assert told[0] == "the forward of the first batch will tell"
+    assert told[1].startswith("by hooks, since torch.fx cannot trace the model"), told
+    pipeline.progress(batches)
+    for _ in range(3):
+        with pytest.raises(ValueError, match=r"tables\.1: not pipelined: .*no part of the batch"):
+            pipeline.progress(batches)
+    pipeline.attach()
+    pipeline.progress(batches)  # whose hooks find it again
+    with pytest.raises(ValueError, match=r"tables\.1: not pipelined"):
+        pipeline.progress(batches)
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE)
+    drain(pipeline, batches)
+    told = pipeline.explain()
+    assert told.startswith("tables.0: pipelined\ntables.1: not pipelined") and "by hooks, since torch.fx cannot" in told
+
+
+def test_what_hooks_have_refused_is_refused_for_good():
+    run_ranks(refuse_for_good, 2, "farandole")
 
 
 class AllAtOnce(torch.nn.Module):

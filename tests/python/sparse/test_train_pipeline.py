@@ -278,6 +278,24 @@ def test_another_model_begins_a_window():
     run_ranks(attach_within_a_window, 2, "farandole")
 
 
+def mix_windows(rank: int, world_size: int) -> None:
+    model, optimizer = with_adam(7)
+    one, other = (TrainPipelineSparseDist(model, optimizer, DEVICE, grad_accum=2) for _ in range(2))
+    iterators = iter(make_batches(1, 8)), iter(make_batches(2, 8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for pipeline, iterator in 2 * [*zip((one, other), iterators, strict=True)]:  # at the ends of windows
+            pipeline.progress(iterator)
+            pipeline.progress(iterator)
+        one.progress(iterators[0])
+    with pytest.warns(UserWarning, match="another pipeline of this model is open, after 1 of 2 batches"):
+        other.progress(iterators[1])
+
+
+def test_windows_of_one_model_do_not_mix_unseen():
+    run_ranks(mix_windows, 2, "farandole")
+
+
 def train_base(rank: int, world_size: int, seed: int) -> None:
     for threads in THREADS.values():
         (model, optimizer), (plain, plain_optimizer) = with_adam(seed), with_adam(seed)

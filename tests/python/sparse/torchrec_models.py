@@ -164,6 +164,9 @@ def make_batches(kind: Kind, seed: int, number: int, is_even: bool = False) -> l
         values = torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator)
         weights = torch.rand(len(values), generator=generator) if is_weighted else None
         if not has_vbe:
+            if torch.rand((), generator=sizes) < 0.3:  # as some loaders have them
+                offsets = nn.functional.pad(lengths.cumsum(0), (1, 0))
+                return KeyedJaggedTensor(keys, values, weights, offsets=offsets)
             return KeyedJaggedTensor(keys, values, weights, lengths=lengths)
         inverse = torch.stack([torch.randint(0, each, (size,), generator=generator) for each in given])
         return KeyedJaggedTensor(
