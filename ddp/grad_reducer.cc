@@ -86,6 +86,7 @@ void GradReducer::startSync() {
   for (int parameter = 0; parameter < static_cast<int>(parameters_.size()); ++parameter) {
     const bool isLeftOut =
         options_.unused == UnusedParameters::kSkip && !touched_[parameter] && !gradients_.isReplaced(parameter);
+    noteStale(parameter);
     gradients_.fill(parameter, !isLeftOut);
     if (isLeftOut) {
       keep(parameter);
@@ -222,14 +223,20 @@ void GradReducer::onGradReady(int parameter, const at::Tensor& brought) {
   TORCH_CHECK(!isExplicit_, "farandole.ddp: parameter '", named.name,
               "' got a gradient between start_grad_sync() and finish_grad_sync(), while gradients are reduced: call "
               "finish_grad_sync() before backward. The gradients of this step are not to be used");
-  gradients_.checkAccumulates(parameter);
+  const bool isInRound = requireSync_ && (options_.overlaps || options_.endsWithBackward);
+  if (isInRound) {
+    noteStale(parameter);
+  } else {
+    const std::string stale = gradients_.troubleWithMore(parameter);
+    TORCH_CHECK(stale.empty(), "farandole.ddp: ", stale);
+  }
   isFinished_ = false;
   // A function may give no gradient for a parameter that it was called with.
   const bool isUsed =
       brought.defined() || options_.unused != UnusedParameters::kSkip || gradients_.isAddedByKernel(parameter);
   if (isUsed) touched_[parameter] = 1;
   // Where nothing is issued before finishSync(), that opens the round.
-  if (!requireSync_ || !(options_.overlaps || options_.endsWithBackward)) {
+  if (!isInRound) {
     const bool stays = gradients_.home() == Gradients::Home::kGrad;
     if (named.tensor.grad().defined()) gradients_.accumulate(parameter, stays ? brought : at::Tensor());
     return;
@@ -253,6 +260,11 @@ void GradReducer::onGradReady(int parameter, const at::Tensor& brought) {
     lock.unlock();
     throwWithReason(failure);
   }
+}
+
+// Other ranks come to the collectives of a round: it goes on to its end, where all are told.
+void GradReducer::noteStale(int parameter) {
+  if (finding_.empty()) finding_ = gradients_.troubleWithMore(parameter);
 }
 
 bool GradReducer::borrows(int parameter) const {

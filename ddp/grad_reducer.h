@@ -147,6 +147,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   void lookForChange();
   void checkUsable() const;
   void checkHasMemory() const;
+  void noteStale(int parameter);
   // Whether the gradient that has come need not be in its buffer to be reduced.
   bool borrows(int parameter) const;
   std::string troubleOf(const std::vector<int>& unused, RoundEnd end) const;
@@ -178,7 +179,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   std::size_t readyCount_ = 0;
   bool isCounting_ = false;   // this round finds out what is expected
   bool hasArrivals_ = false;  // the round was driven by gradients
-  std::string finding_;       // of the checks, in this round
+  std::string finding_;       // in this round, of the checks or of gradients that cannot be added
   std::string change_;        // of the model, since it was wrapped
   int lookedInRound_ = -1;
   std::vector<const void*> held_;  // by parameter: where it has to be; empty where anywhere will do

@@ -48,6 +48,7 @@ std::vector<int> GradReducer::markRest(RoundEnd end) {
     if (ready_[p]) continue;
     if (arrived_[p] == 0) {
       unused.push_back(parameter);
+      noteStale(parameter);
       gradients_.fill(parameter, options_.unused != UnusedParameters::kSkip);
       keep(parameter);
     }

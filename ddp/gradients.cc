@@ -108,7 +108,6 @@ void Gradients::copyOrLeave(int parameter, const at::Tensor& grad, const at::Ten
 }
 
 void Gradients::fill(int parameter, bool shown) {
-  checkAccumulates(parameter);
   const at::Tensor& grad = buffers_->parameters()[parameter].tensor.grad();
   if (home_ == Home::kMainGrad) {
     add(parameter);
@@ -184,11 +183,12 @@ void Gradients::forget() {
   for (const ModelParameter& parameter : buffers_->parameters()) parameter.tensor.mutable_grad().reset();
 }
 
-void Gradients::checkAccumulates(int parameter) const {
-  TORCH_CHECK(!isReduced_ || !buffers_->isSharded(), "farandole.ddp: parameter '",
-              buffers_->parameters()[parameter].name,
-              "' gets a gradient while the gradients of the step before are still there, of which each rank has only "
-              "its part: call zero_grad() of the optimizer, or zero_grad_buffer(), before backward");
+std::string Gradients::troubleWithMore(int parameter) const {
+  if (!isReduced_ || !buffers_->isSharded()) return "";
+  return "parameter '" + buffers_->parameters()[parameter].name +
+         "' gets a gradient while the gradients of the step before are still there, of which each rank has only its "
+         "part: "
+         "call zero_grad() of the optimizer, or zero_grad_buffer(), before backward";
 }
 
 void Gradients::checkFits(int parameter, const at::Tensor& grad) const {

@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "ddp/model_buffers.h"
@@ -32,10 +33,10 @@ class Gradients {
   // All are in the buffers until autograd comes with the next ones: with what they hold, or whatever is there.
   void returnAll(bool withValues = true);
 
-  // Throws where what the buffers hold cannot be added to.
-  void checkAccumulates(int parameter) const;
+  // Why what the buffers hold cannot be added to; empty where it can.
+  std::string troubleWithMore(int parameter) const;
 
-  // Takes what autograd has accumulated, after checkAccumulates(). Throws, naming the parameter, what cannot be taken.
+  // Takes what autograd has accumulated. Throws, naming the parameter, what cannot be taken.
   // With `brought`, what autograd came with and is done with, a large gradient that would be copied stays where it is,
   // unless others have its memory, too: for ever with kGrad, else until takeParts().
   void accumulate(int parameter, const at::Tensor& brought = {});

@@ -116,12 +116,18 @@ void checkAgreement(c10d::ProcessGroup& group, c10::Device device, const std::ve
   throwDifference(tables);
 }
 
+// Complex numbers no backend knows, float8 not every one.
+static at::Tensor inKnownType(const at::Tensor& data) {
+  if (data.is_complex()) return at::view_as_real(data);
+  return c10::isFloat8Type(data.scalar_type()) ? data.view(at::kByte) : data;
+}
+
 void broadcastTensors(const Group& group, const std::vector<at::Tensor>& tensors, int rank) {
   std::vector<at::Tensor> real;
   for (const at::Tensor& tensor : tensors) {
     // With a version of its own: buffers change between a forward and its backward, as under torch's DDP.
     const at::Tensor data = tensor.variable_data();
-    if (data.numel() > 0) real.push_back(data.is_complex() ? at::view_as_real(data) : data);
+    if (data.numel() > 0) real.push_back(inKnownType(data));
   }
   if (group && group->getSize() > 1 && !real.empty()) c10d::broadcast_coalesced(group, real, kBroadcastBytes, rank);
 }

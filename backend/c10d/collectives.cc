@@ -8,6 +8,7 @@
 #include "backend/c10d/process_group.h"
 #include "backend/c10d/program_calls.h"
 #include "backend/c10d/tensor_checks.h"
+#include "backend/c10d/written_results.h"
 
 namespace farandole::backend {
 
@@ -77,6 +78,7 @@ WorkPtr ProcessGroupFarandole::runCollective(OpType type, const char* title, con
                         tensor.device(), "; expected one device");
     }
   }
+  if (any.is_cpu()) markWritten(type, results);
   WorkPtr work;
   if (any.is_cuda()) {
     const at::Device device = any.device();

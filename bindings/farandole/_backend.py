@@ -38,6 +38,10 @@ def create_backend(options: Any, backend_options: Any = None) -> Any:
     """
     if backend_options is not None and not isinstance(backend_options, _C.ProcessGroupFarandole.Options):
         raise ValueError(f"pg_options is {backend_options!r}; expected None or ProcessGroupFarandole.Options")
+    if getattr(options, "enable_reconfigure", False):  # torch 2.15's
+        raise NotImplementedError(
+            "farandole: enable_reconfigure=True: expected False, the ranks of a group stay those that it was made of"
+        )
     _leave_with_multiprocessing()
     _settle_devices()
     _flight_recorder.settle_who_records()

@@ -228,6 +228,8 @@ class DistributedOptimizer(MeasuresGradients, torch.optim.Optimizer):
             exchange.gather_grads()
         for run in self._runs if self._exchanges else ():
             run.take_grad()
+        for run in self._runs:
+            run.hold_frozen(self._inner.state)
         self._agree_on_settings()
         if self._parts is not None:
             self._parts.step()

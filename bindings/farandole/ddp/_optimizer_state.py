@@ -75,6 +75,9 @@ class FlatPart(torch.Tensor):
         return f"FlatPart([{self.begin}, {self.begin + self.tensor.numel()}) of {self.whole}, {self.tensor.dtype})"
 
 
+torch.serialization.add_safe_globals([FlatPart])  # of what state_dict() gives, which torch.load would refuse else
+
+
 def take_over(optimizer: torch.optim.Optimizer, runs: list[Run]) -> None:
     """Turns the state of parameters into that of runs: of an optimizer that makes it at once (Adagrad), or has stepped."""
     before = dict(optimizer.state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -105,14 +106,30 @@ def grad_place(options: _C.ReducerOptions) -> str:
     return "main_grad" if options.home == _C.GradHome.main_grad else "grad"
 
 
-def bucket_elements(bucket_size: Any, bucket_cap_mb: float | None, module: torch.nn.Module) -> int | None:
+def is_number(value: Any) -> bool:
+    """Finite."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def largest_grad(norm: Any) -> float:
+    """That of check_for_large_grads; 0 for none."""
+    if not is_number(norm) or norm < 0:
+        raise ValueError(f"check_for_large_grads={norm!r}: expected a 2-norm, or 0 for none")
+    return float(norm)
+
+
+def bucket_elements(bucket_size: Any, bucket_cap_mb: Any, module: torch.nn.Module) -> int | None:
     """Elements of a bucket: torch's mebibytes are counted in the widest gradients of the module."""
     if bucket_cap_mb is None:
-        return bucket_size
+        if bucket_size is None:
+            return None
+        if not is_number(bucket_size) or bucket_size != int(bucket_size):
+            raise ValueError(f"bucket_size={bucket_size!r}: expected a number of elements or 'auto'")
+        return int(bucket_size)  # of 40e6, say
     if bucket_size is not None:
         raise ValueError(f"bucket_cap_mb={bucket_cap_mb} and bucket_size={bucket_size}: expected only one of them")
-    if not bucket_cap_mb > 0:
-        raise ValueError(f"bucket_cap_mb={bucket_cap_mb}: expected more than 0")
+    if not is_number(bucket_cap_mb) or bucket_cap_mb <= 0:
+        raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r}: expected more than 0, mebibytes")
     width = max((parameter.element_size() for parameter in module.parameters() if parameter.requires_grad), default=4)
     return max(1, int(bucket_cap_mb * _MIB) // width)
 

@@ -72,6 +72,8 @@ class Run:
         self._grads = grads
         self._shown = shown
         self._is_copy = False  # what was taken is one of main_grad
+        self._held: list[tuple[Any, Piece | None, torch.Tensor]] = []  # of frozen parameters, during a step
+        self._state: Mapping[Any, Any] = {}
         self.stand_in: dict[str, Any] | None = None  # for the state of one that was never stepped, to be loaded into
         self.has_master = data.dtype in _MASTERED
         master = data.detach().to(torch.float32).contiguous() if self.has_master else data.detach()
@@ -116,8 +118,33 @@ class Run:
         """Releases a copy; a view is there for scalers, which come to it before it is taken."""
         self.tensor.grad = self._grads if self._take_by_view else None
 
+    def hold_frozen(self, state: Mapping[Any, Any]) -> None:
+        """Before a step, which would move parameters that were frozen since (by their last gradient, weight decay or
+        momentum): keeps them, and what the optimizer has of them, for :meth:`publish`. With a frozen one beside others
+        the optimizer counts on."""
+        frozen = [piece for piece in self.pieces if not piece.parameter.requires_grad]
+        if not frozen:
+            return
+        self._state = state
+        pieces = [None] if len(frozen) == len(self.pieces) else frozen
+        for key, value in [(None, self.tensor.detach()), *state.get(self.tensor, {}).items()]:
+            if not isinstance(value, torch.Tensor):
+                continue
+            for piece in pieces:
+                if piece is None:
+                    self._held.append((key, None, value.clone()))
+                elif value.shape == self.tensor.shape:
+                    self._held.append((key, piece, piece.of(value).clone()))
+
+    def _release_frozen(self) -> None:
+        for key, piece, value in self._held:
+            now = self.tensor.detach() if key is None else self._state[self.tensor][key]
+            now.copy_(value) if piece is None else piece.put(now, value)
+        self._held = []
+
     def publish(self) -> None:
         """Brings what the optimizer has made of the float32 copy to the model."""
+        self._release_frozen()
         if self.has_master:
             self._data.copy_(self.tensor.detach())
 

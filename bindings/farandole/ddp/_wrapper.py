@@ -32,6 +32,7 @@ from farandole.ddp._options import (
     group_of,
     home_of,
     input_device,
+    largest_grad,
     parameters_of,
     unused_policy,
 )
@@ -204,13 +205,20 @@ class DistributedDataParallel(HoldsGradients, UnevenInputs, SyncsParameters, Aba
             options.average_in_collective = average_in_collective
             options.accumulates_in_float = reduce_scatter_with_fp32_accumulation
             options.is_averaged = not calculate_per_token_loss
-            options.checks_nan, options.largest_grad = check_for_nan_in_grad, check_for_large_grads
+            options.checks_nan, options.largest_grad = check_for_nan_in_grad, largest_grad(check_for_large_grads)
             options.pads_for_bus_bandwidth = pad_buckets_for_high_nccl_busbw
             experts = group if expert_process_group is None else group_of("expert_process_group", expert_process_group)
+            expert_instances = instances
+            if expert_instance_process_group is not None:
+                if expert_process_group is None:
+                    raise ValueError("expert_instance_process_group: expected expert_process_group with it")
+                expert_instances = group_of("expert_instance_process_group", expert_instance_process_group)
+            elif expert_process_group is not None:
+                expert_instances = None
         self._build(
             module,
             Replicas(group, instances),
-            Replicas(experts, expert_instance_process_group if expert_process_group else instance_process_group),
+            Replicas(experts, expert_instances),
             options,
             overlap_param_gather,
             shares_buffers=shares_buffers,

@@ -3,6 +3,7 @@
 import copy
 import datetime
 import gc
+import inspect
 import os
 import signal
 import threading
@@ -270,6 +271,11 @@ def _options(rank, world_size):
     assert backend.options.backend == "farandole"
     with pytest.raises(ValueError, match=r"pg_options is 'fast'; expected None or ProcessGroupFarandole.Options"):
         dist.new_group(pg_options="fast")
+    if "enable_reconfigure" in inspect.signature(dist.init_process_group).parameters:  # from torch 2.15 on
+        asked = torch._C._distributed_c10d._DistributedBackendOptions()
+        asked.enable_reconfigure = True
+        with pytest.raises(NotImplementedError, match="enable_reconfigure=True: expected False"):
+            farandole.create_backend(asked)
     return True
 
 

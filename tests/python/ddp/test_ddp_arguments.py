@@ -179,6 +179,17 @@ def _arguments(rank: int, world_size: int) -> None:
         ({"dim": 1}, ValueError, "dim=1: expected 0"),
         ({"device_ids": dist.group.WORLD}, TypeError, "device_ids is a ProcessGroup: expected it by its name"),
         ({"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb=0: expected more than 0"),
+        ({"bucket_cap_mb": float("inf")}, ValueError, "bucket_cap_mb=inf: expected more than 0, mebibytes"),
+        ({"bucket_cap_mb": "25"}, ValueError, "bucket_cap_mb='25': expected more than 0, mebibytes"),
+        ({"bucket_size": True}, ValueError, "bucket_size=True: expected a number of elements or 'auto'"),
+        ({"bucket_size": 2.5}, ValueError, "bucket_size=2.5: expected a number of elements or 'auto'"),
+        ({"check_for_large_grads": -1.0}, ValueError, "check_for_large_grads=-1.0: expected a 2-norm, or 0 for none"),
+        ({"check_for_large_grads": "x"}, ValueError, "check_for_large_grads='x': expected a 2-norm, or 0 for none"),
+        (
+            {"expert_instance_process_group": dist.group.WORLD},
+            ValueError,
+            "expert_instance_process_group: expected expert_process_group with it",
+        ),
         ({"bucket_cap_mb": 1, "bucket_size": 5}, ValueError, "bucket_cap_mb=1 and bucket_size=5: expected only one"),
         (
             {"find_unused_parameters": True, "unused_parameters": "error"},

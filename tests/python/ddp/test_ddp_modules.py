@@ -150,3 +150,22 @@ def _two_forwards(rank: int, world_size: int) -> None:
 
 def test_two_forwards_may_come_before_one_backward_though_buffers_change():
     run_ranks(_two_forwards, 2, "gloo", timeout=60)
+
+
+def _with_bytes(rank: int, world_size: int) -> None:
+    """float8, which gloo does not know, in what is not trained."""
+    module = torch.nn.Linear(3, 2)
+    module.quantized = torch.nn.Parameter(torch.full((2, 3), rank + 1.0).to(torch.float8_e4m3fn), requires_grad=False)
+    module.register_buffer("scales", torch.full((3,), rank + 1.0).to(torch.float8_e5m2))
+    model = DistributedDataParallel(module)
+    for _ in range(2):  # buffers before each forward
+        assert model.module.quantized.float().unique().tolist() == [1.0]
+        assert model.module.scales.float().unique().tolist() == [1.0]
+        model(torch.ones(2, 3)).sum().backward()
+        model.module.scales.copy_(torch.full((3,), rank + 1.0))
+        model(torch.ones(2, 3)).sum().backward()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_values_of_one_byte_are_those_of_rank_0(backend):
+    run_ranks(_with_bytes, 2, backend, timeout=60)

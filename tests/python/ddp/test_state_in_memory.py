@@ -76,7 +76,7 @@ def _pickled(value: Any) -> Any:
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)
-    return torch.load(file, weights_only=False)
+    return torch.load(file)
 
 
 def _copied(rank: int, world_size: int) -> None:
