@@ -9,20 +9,29 @@ std::optional<at::Scalar> factorOn(const at::Tensor& tensor, const ::c10d::Reduc
   return tensor.is_cuda() ? std::nullopt : premulFactor(op);
 }
 
+// ATen multiplies no float8.
+void scaleBy(const at::Tensor& tensor, const at::Scalar& factor) {
+  const at::AutoDispatchBelowADInplaceOrView noAutograd;
+  if (c10::isFloat8Type(tensor.scalar_type())) {
+    tensor.copy_(tensor.to(at::kFloat).mul_(factor));
+  } else {
+    tensor.mul_(factor);
+  }
+}
+
 }  // namespace
 
 void premultiply(const ::c10d::ReduceOp& op, const at::Tensor& tensor) {
   const auto factor = factorOn(tensor, op);
-  if (!factor) return;
-  const at::AutoDispatchBelowADInplaceOrView noAutograd;
-  tensor.mul_(*factor);
+  if (factor) scaleBy(tensor, *factor);
 }
 
 at::Tensor premultiplied(const ::c10d::ReduceOp& op, const at::Tensor& tensor) {
   const auto factor = factorOn(tensor, op);
   if (!factor) return tensor;
-  const at::AutoDispatchBelowADInplaceOrView noAutograd;
-  return tensor.clone().mul_(*factor);
+  at::Tensor result = tensor.detach().clone();
+  scaleBy(result, *factor);
+  return result;
 }
 
 std::vector<at::Tensor> premultiplied(const ::c10d::ReduceOp& op, const std::vector<at::Tensor>& tensors) {

@@ -190,7 +190,7 @@ Kernels kernelsFor(ReduceOp::RedOpType op) {
   switch (op) {
     case ReduceOp::SUM: return &reduceBlocks<T, Sum, false>;
     case ReduceOp::PREMUL_SUM:
-      if constexpr (!kBitwise && !kIsByteFloat<T>) return &reduceBlocks<T, Sum, false>;
+      if constexpr (!kBitwise) return &reduceBlocks<T, Sum, false>;
       return {};
     case ReduceOp::PRODUCT: return &reduceBlocks<T, Product, false>;
     case ReduceOp::AVG:

@@ -45,6 +45,18 @@ def group_of(name: str, group: Any) -> dist.ProcessGroup:
     return group
 
 
+def replicas_of_experts(others: Replicas, group: Any, instances: Any) -> Replicas:
+    """Those of expert_process_group and expert_instance_process_group; ``others`` without."""
+    if group is None and instances is not None:
+        raise ValueError("expert_instance_process_group: expected expert_process_group with it")
+    if group is None:
+        return others
+    return Replicas(
+        group_of("expert_process_group", group),
+        None if instances is None else group_of("expert_instance_process_group", instances),
+    )
+
+
 def group_in(process_group: Any, device_mesh: Any, module: torch.nn.Module) -> dist.ProcessGroup:
     """``process_group``, or a mesh's. Parameters that are sharded over the rest of a larger one become local, as torch's."""
     if device_mesh is None:

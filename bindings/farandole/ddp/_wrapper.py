@@ -34,6 +34,7 @@ from farandole.ddp._options import (
     input_device,
     largest_grad,
     parameters_of,
+    replicas_of_experts,
     unused_policy,
 )
 from farandole.ddp._outputs import tensors_in
@@ -207,22 +208,9 @@ class DistributedDataParallel(HoldsGradients, UnevenInputs, SyncsParameters, Aba
             options.is_averaged = not calculate_per_token_loss
             options.checks_nan, options.largest_grad = check_for_nan_in_grad, largest_grad(check_for_large_grads)
             options.pads_for_bus_bandwidth = pad_buckets_for_high_nccl_busbw
-            experts = group if expert_process_group is None else group_of("expert_process_group", expert_process_group)
-            expert_instances = instances
-            if expert_instance_process_group is not None:
-                if expert_process_group is None:
-                    raise ValueError("expert_instance_process_group: expected expert_process_group with it")
-                expert_instances = group_of("expert_instance_process_group", expert_instance_process_group)
-            elif expert_process_group is not None:
-                expert_instances = None
-        self._build(
-            module,
-            Replicas(group, instances),
-            Replicas(experts, expert_instances),
-            options,
-            overlap_param_gather,
-            shares_buffers=shares_buffers,
-        )
+            replicas = Replicas(group, instances)
+            experts = replicas_of_experts(replicas, expert_process_group, expert_instance_process_group)
+        self._build(module, replicas, experts, options, overlap_param_gather, shares_buffers=shares_buffers)
         if tunes:
             self._tuner = BucketTuner(self, options)
 
@@ -339,6 +327,15 @@ class DistributedDataParallel(HoldsGradients, UnevenInputs, SyncsParameters, Aba
         finally:
             self._no_sync_depth -= 1
             self.require_backward_grad_sync = before
+
+    @property
+    def is_last_microbatch(self) -> bool:
+        """Megatron-core's name: whether the next forward's backward averages. False inside :meth:`no_sync`."""
+        return self.require_backward_grad_sync
+
+    @is_last_microbatch.setter
+    def is_last_microbatch(self, value: bool) -> None:
+        self.require_backward_grad_sync = value
 
     def _set_require_sync(self, require: bool) -> None:
         """Decides whether the next backward averages: for callers that run several per step. no_sync wins over it."""

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import farandole
-from support.devices import DEVICE, backend_for, only_on_cpu, seeded
+from support.devices import DEVICE, ON_CPU, backend_for, only_on_cpu, seeded
 from support.hosts import PretendHost
 from support.processes import run_ranks
 
@@ -97,22 +97,33 @@ def test_eight_bit_floats_are_reduced_as_torch_does_it_through_float_and_nan_sta
 
 
 def _premul(rank, world_size):
-    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+    def wide(x):  # in which float8 can be compared
+        return x if x.is_complex() else x.double()
+
+    def same(x, y):
+        return x.dtype == y.dtype and torch.equal(wide(x), wide(y))
+
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64, *(BYTE_FLOATS if ON_CPU else ())):
+
+        def full(value, numel=1000, dtype=dtype):
+            return torch.full((numel,), value).to(dtype)
+
+        given = [full(0.5 * (r + 1) ** 2) for r in range(world_size)]
+        expected = sum(map(wide, given)).to(dtype)
         for factor in (0.5 * (rank + 1), torch.tensor([0.5 * (rank + 1)])):
             op = dist._make_nccl_premul_sum(factor)  # each rank's own factor, for what it gives
-            expected = torch.full((1000,), sum((r + 1) * 0.5 * (r + 1) for r in range(world_size)), dtype=dtype)
-            x = torch.full((1000,), float(rank + 1), dtype=dtype)
+            x = full(rank + 1.0)
             dist.all_reduce(x, op)
-            assert torch.equal(x, expected)
-            x = torch.full((1000,), float(rank + 1), dtype=dtype)
+            assert same(x, expected), dtype
+            x = full(rank + 1.0)
             dist.reduce(x, 1, op)
-            assert torch.equal(x, expected if rank == 1 else torch.full_like(x, float(rank + 1)))
-            source = torch.full((1000 * world_size,), float(rank + 1), dtype=dtype)
-            kept, into = source.clone(), torch.empty(1000, dtype=dtype)
+            assert same(x, expected if rank == 1 else full(rank + 1.0)), dtype
+            source = full(rank + 1.0, 1000 * world_size)
+            kept, into = source.clone(), full(0.0)
             dist.reduce_scatter_tensor(into, source, op)
-            assert torch.equal(into, expected) and torch.equal(source, kept)
+            assert same(into, expected) and same(source, kept), dtype
             dist.reduce_scatter(into.zero_(), list(source.chunk(world_size)), op)
-            assert torch.equal(into, expected) and torch.equal(source, kept)
+            assert same(into, expected) and same(source, kept), dtype
     return True
 
 

@@ -211,6 +211,15 @@ def _arguments(rank: int, world_size: int) -> None:
     hints = {"skip_all_reduce_unused_params": True, "batched_grad_copy": True, "lazy_bucket_allocation": True}
     model = DistributedDataParallel(_Branches(), device_ids=[], find_unused_parameters=True, **hints)
     assert model.device.type == DEVICE
+    with model.no_sync():
+        assert not model.is_last_microbatch
+    for model.is_last_microbatch in (False, True):
+        model.zero_grad()
+        model(torch.full((2, 3), rank + 1.0), [0]).backward()
+        grad = model.module.branches[0].weight.grad
+        of_ranks = [torch.empty_like(grad) for _ in range(world_size)]
+        dist.all_gather(of_ranks, grad)
+        assert torch.equal(*of_ranks) == model.is_last_microbatch
     assert (model.find_unused_parameters, model.static_graph, model.gradient_as_bucket_view) == (True, False, False)
 
 
