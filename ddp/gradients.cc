@@ -187,8 +187,7 @@ std::string Gradients::troubleWithMore(int parameter) const {
   if (!isReduced_ || !buffers_->isSharded()) return "";
   return "parameter '" + buffers_->parameters()[parameter].name +
          "' gets a gradient while the gradients of the step before are still there, of which each rank has only its "
-         "part: "
-         "call zero_grad() of the optimizer, or zero_grad_buffer(), before backward";
+         "part: call zero_grad() of the optimizer, or zero_grad_buffer(), before backward";
 }
 
 void Gradients::checkFits(int parameter, const at::Tensor& grad) const {

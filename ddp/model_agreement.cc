@@ -45,6 +45,12 @@ std::vector<Fact> parse(std::string_view table) {
   return facts;
 }
 
+// Complex numbers no backend knows, float8 not every one.
+at::Tensor inKnownType(const at::Tensor& data) {
+  if (data.is_complex()) return at::view_as_real(data);
+  return c10::isFloat8Type(data.scalar_type()) ? data.view(at::kByte) : data;
+}
+
 int64_t digestOf(std::string_view text) {
   Digest digest;
   digest.add(text);
@@ -114,12 +120,6 @@ void checkAgreement(c10d::ProcessGroup& group, c10::Device device, const std::ve
     }
   }
   throwDifference(tables);
-}
-
-// Complex numbers no backend knows, float8 not every one.
-static at::Tensor inKnownType(const at::Tensor& data) {
-  if (data.is_complex()) return at::view_as_real(data);
-  return c10::isFloat8Type(data.scalar_type()) ? data.view(at::kByte) : data;
 }
 
 void broadcastTensors(const Group& group, const std::vector<at::Tensor>& tensors, int rank) {

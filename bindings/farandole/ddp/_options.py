@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -119,8 +120,8 @@ def grad_place(options: _C.ReducerOptions) -> str:
 
 
 def is_number(value: Any) -> bool:
-    """Finite."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """A finite one, numpy's too."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def largest_grad(norm: Any) -> float:

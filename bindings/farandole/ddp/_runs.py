@@ -122,8 +122,9 @@ class Run:
         """Before a step, which would move parameters that were frozen since (by their last gradient, weight decay or
         momentum): keeps them, and what the optimizer has of them, for :meth:`publish`. With a frozen one beside others
         the optimizer counts on."""
+        self._held = []
         frozen = [piece for piece in self.pieces if not piece.parameter.requires_grad]
-        if not frozen:
+        if not frozen or self._shown is not None:  # a missing ``grad`` says so
             return
         self._state = state
         pieces = [None] if len(frozen) == len(self.pieces) else frozen
