@@ -245,12 +245,22 @@ Kernels lookUp(ReduceOp::RedOpType op, at::ScalarType dtype) {
 
 constexpr const char* kNames[] = {"SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"};
 
+std::string namesFor(at::ScalarType dtype) {
+  std::string names;
+  for (std::size_t op = 0; op < std::size(kNames); ++op) {
+    if (lookUp(static_cast<ReduceOp::RedOpType>(op), dtype).function == nullptr) continue;
+    names += (names.empty() ? "" : ", ") + std::string(kNames[op]);
+  }
+  return names.empty() ? "a dtype that can be reduced" : names;
+}
+
 }  // namespace
 
 collective::Reduction reductionFor(const ReduceOp& op, at::ScalarType dtype) {
   const Kernels kernels = lookUp(op.op_, dtype);
   TORCH_CHECK_TYPE(kernels.function != nullptr, "farandole: ReduceOp.",
-                   op.op_ < std::size(kNames) ? kNames[op.op_] : "UNUSED", " is not defined for dtype ", dtype);
+                   op.op_ < std::size(kNames) ? kNames[op.op_] : "UNUSED", " is not defined for dtype ", dtype,
+                   "; expected ", namesFor(dtype));
   return {kernels.function, c10::elementSize(dtype), static_cast<std::uint16_t>(op.op_ << 8 | static_cast<int>(dtype)),
           kernels.partial, kernels.finish};
 }

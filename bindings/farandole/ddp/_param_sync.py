@@ -12,6 +12,7 @@ import torch
 
 from farandole import _C
 from farandole.ddp._copying import HookOfOne
+from farandole.ddp._ignored import named_parameters
 from farandole.ddp._outputs import tensors_in
 from farandole.ddp._reads import ReadRecorder
 from farandole.ddp._stale_reads import GraphReads, Suspects, Waits
@@ -331,6 +332,18 @@ class SyncsParameters:
         if self._param_sync is None:
             raise RuntimeError("start_param_sync(): nothing is sharded: expected use_distributed_optimizer=True")
         self._param_sync.start(force_sync=force_sync, force_dispatch=force_dispatch)
+
+    @torch.no_grad()
+    def broadcast_params(self: Any) -> None:
+        """Gives every replica the parameters of rank 0, once all have come. A collective. An optimizer's float32 copies
+        stay as they are (``reload_model_params``)."""
+        if self._param_sync is not None:
+            self._param_sync.finish()
+        named = [*named_parameters(self.module, self.parameters_to_ignore)]
+        for replicas, is_dense in ((self.replicas, True), (self.experts, False)):
+            tensors = [parameter for _, parameter in named if getattr(parameter, "allreduce", True) == is_dense]
+            for group in filter(None, (replicas.instances, replicas.group)):
+                _C.broadcast_tensors(group, tensors, 0)
 
     def enable_forward_pre_hook(self) -> None:
         """Forwards wait for the parameters that they need, as after construction with overlap_param_gather."""

@@ -48,7 +48,7 @@ def _misuse(rank, world_size):
         (ValueError, r"recv: src is -3; expected a rank from 0 to 1", lambda: pg.recv([x], -3, 0)),
         (ValueError, r"send: tag is -1; expected 0 or more", lambda: pg.send([x], 1 - rank, -1)),
         (ValueError, r"broadcast: src is 9; expected a rank", lambda: pg.broadcast(x, 9)),
-        (TypeError, r"ReduceOp.BAND is not defined for dtype Float", lambda: dist.all_reduce(x, dist.ReduceOp.BAND)),
+        (TypeError, r"BAND is not defined for dtype Float; expected SUM, AVG, PRODUCT, MIN, MAX, PREMUL_SUM", lambda: dist.all_reduce(x, dist.ReduceOp.BAND)),
         (ValueError, r"output_tensor has 3 elements; expected 2 ranks x 4",
          lambda: pg._allgather_base(torch.zeros(3), x)),
         (ValueError, r"split sizes of input sum to 3; expected its 4 rows",

@@ -211,6 +211,10 @@ def _arguments(rank: int, world_size: int) -> None:
     hints = {"skip_all_reduce_unused_params": True, "batched_grad_copy": True, "lazy_bucket_allocation": True}
     model = DistributedDataParallel(_Branches(), device_ids=[], find_unused_parameters=True, **hints)
     assert model.device.type == DEVICE
+    for each in (model, DistributedDataParallel(_Branches(), use_distributed_optimizer=True)):
+        each.module.branches[1].weight.data.fill_(rank)
+        each.broadcast_params()
+        assert each.module.branches[1].weight.unique().tolist() == [0]
     with model.no_sync():
         assert not model.is_last_microbatch
     for model.is_last_microbatch in (False, True):
