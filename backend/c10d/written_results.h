@@ -7,8 +7,8 @@
 
 namespace farandole::backend {
 
-// Tells autograd of the operations whose results gloo copies to their places, that it refuses what it has saved of
-// these. Of the others it sees nothing, as over gloo.
+// Counts a write to the results that gloo copies to their places, so that autograd refuses what it has saved of them.
+// The other operations write unseen, as over gloo.
 void markWritten(::c10d::OpType type, const std::vector<at::Tensor>& results);
 
 }  // namespace farandole::backend

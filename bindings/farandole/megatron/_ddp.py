@@ -209,14 +209,6 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
         if synchronize and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    @torch.no_grad()
-    def broadcast_params(self) -> None:
-        """Gives every replica the parameters of the first, which has all of them once gathers have ended."""
-        self.free_overlap_buffers()
-        for parameter in self.module.parameters():
-            group = self.dp_cp_group if getattr(parameter, "allreduce", True) else self.expt_dp_group
-            dist.broadcast(parameter.data, group=group, group_src=0)
-
     def __getstate__(self) -> dict[str, Any]:
         raise RuntimeError(
             f"copying or pickling a {type(self).__name__} of Megatron's: copy its module and wrap the copy"

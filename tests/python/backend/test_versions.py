@@ -11,7 +11,7 @@ import torch.distributed as dist
 from support.devices import DEVICE, backend_for, only_on_cpu
 from support.processes import run_ranks
 
-pytestmark = only_on_cpu("NCCL's write as nothing that autograd sees, also torch's")
+pytestmark = only_on_cpu("gloo is what says which writes are seen")
 
 
 def _calls(rank: int, group: dist.ProcessGroup) -> dict[str, Callable[[torch.Tensor], object]]:
