@@ -1,7 +1,5 @@
 #include "backend/c10d/work.h"
 
-#include <ATen/ThreadLocalState.h>
-
 #include <algorithm>
 #include <thread>
 #include <torch/csrc/distributed/c10d/Types.hpp>
@@ -43,7 +41,9 @@ WorkOf<Base>::WorkOf(std::shared_ptr<Communicator> communicator, WorkOptions opt
 template <typename Base>
 void WorkOf<Base>::launch() {
   // Asks this thread's copy of who listens; at::hasCallbacks() takes a lock.
-  if (auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE)) record(std::move(*callbacks));
+  if (auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE)) {
+    range_ = std::make_unique<ProfiledRange>(std::move(*callbacks), title_, Base::results());
+  }
   std::chrono::steady_clock::time_point started;
   if (onDone_) started = std::chrono::steady_clock::now();
   {
@@ -52,9 +52,7 @@ void WorkOf<Base>::launch() {
     // Now that it is under way, whoever waits for what it sends need not wait for this too.
     if (flight_ != nullptr) beginFlight();
   }
-  if (recordFunctionEndCallback_) {
-    Base::whenDone([work = self()] { work->recordFunctionEndCallback_(); });
-  }
+  if (Base::isDone()) endRange();
   if (!onDone_) return;
   if (Base::isDone()) {
     report(started);
@@ -103,16 +101,11 @@ float WorkOf<Base>::getDuration() const {
   return duration;
 }
 
-// c10d::Work's own recording allocates for every operation; this only while somebody listens.
 template <typename Base>
-void WorkOf<Base>::record(at::StepCallbacks callbacks) {
-  auto recording = std::make_shared<at::RecordFunction>(std::move(callbacks));
-  if (!recording->isActive()) return;
-  recording->_setAsync();
-  const std::vector<at::Tensor> tensors = Base::results();
-  const std::vector<c10::IValue> inputs(tensors.begin(), tensors.end());
-  recording->before(title_, c10::ArrayRef<const c10::IValue>(inputs.data(), inputs.size()));
-  recordFunctionEndCallback_ = at::wrapPropagateTLSState([recording] { recording->end(); });
+bool WorkOf<Base>::isCompleted() {
+  if (!Base::isDone()) return false;
+  endRange();
+  return true;
 }
 
 template <typename Base>
@@ -129,6 +122,7 @@ bool WorkOf<Base>::wait(milliseconds timeout) {
     const auto deadline = isOwn ? Base::deadline() : std::min(Base::deadline(), deadlineIn(timeout));
     if (!Base::wait(deadline)) Base::communicator_->timeOut(*this, isOwn ? timeout_ : timeout);
   }
+  endRange();
   if (hasFuture_) {  // who has waited for the work finds its future complete
     completeFuture();
     while (!future_->completed()) std::this_thread::yield();
@@ -145,6 +139,7 @@ void WorkOf<Base>::abort() {
 
 template <typename Base>
 c10::intrusive_ptr<c10::ivalue::Future> WorkOf<Base>::getFuture() {
+  endRange();  // who waits for a future is not seen here
   std::lock_guard lock(futureMutex_);
   if (future_ == nullptr) {
     // It wants to know where its value lies, unless that is the CPU.

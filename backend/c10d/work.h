@@ -1,14 +1,14 @@
 #pragma once
 
-#include <ATen/record_function.h>
-
 #include <atomic>
 #include <chrono>
+#include <memory>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 #include <vector>
 
 #include "backend/c10d/flight_log.h"
+#include "backend/c10d/profiled_range.h"
 #include "backend/c10d/work_hooks.h"
 #include "backend/collective/communicator.h"
 #include "backend/collective/program.h"
@@ -40,7 +40,7 @@ class WorkOf : public ::c10d::Work, public Base {
   // Starts the operation, with the transport held for as short as can be.
   void launch();
 
-  bool isCompleted() override { return Base::isDone(); }
+  bool isCompleted() override;
   bool isSuccess() const override { return Base::isDone() && Base::status().isOk(); }
   std::exception_ptr exception() const override;
   std::vector<at::Tensor> result() override { return Base::results(); }
@@ -63,8 +63,9 @@ class WorkOf : public ::c10d::Work, public Base {
   void release() override { c10::raw::intrusive_ptr::decref(this); }
 
  private:
-  // For the profiler: begins now, ends with the operation.
-  void record(at::StepCallbacks callbacks);
+  void endRange() {
+    if (range_ != nullptr) range_->end();
+  }
   void report(std::chrono::steady_clock::time_point started);
   // For the flight recorder. With the transport held.
   void beginFlight();
@@ -78,6 +79,7 @@ class WorkOf : public ::c10d::Work, public Base {
   const milliseconds timeout_;
   const WorkHooks::OnDone onDone_;
   const GroupFlight* const flight_;
+  std::unique_ptr<ProfiledRange> range_;          // only while somebody listens
   std::uint64_t flightNumber_ = 0;                // of its first entry in the recorder
   std::atomic<float> duration_{-1};               // milliseconds, or negative
   const std::uint32_t forks_ = ForkCount::now();  // as it was begun
