@@ -16,6 +16,7 @@ from farandole.ddp._measures import MeasuresGradients
 from farandole.ddp._model_values import values_of
 from farandole.ddp._norms import NormGroups, norm_groups_of, uncounted
 from farandole.ddp._options import group_of as checked_group
+from farandole.ddp._other_optimizers import OtherOptimizers
 from farandole.ddp._overflow import OverflowFlag
 from farandole.ddp._runs import Cut, GradShard, Run, whole_runs_of
 from farandole.ddp._settings import agree_on_settings, copy_settings, settings_of
@@ -147,6 +148,7 @@ class DistributedOptimizer(MeasuresGradients, torch.optim.Optimizer):
         with self._raising_together():
             saved.check_counts(optimizer, self._runs)
         saved.take_over(optimizer, self._runs)
+        self._others = OtherOptimizers(self, models, group_of)
         for one in models:
             one._reducer.hold_parameters()  # the runs have their memory
             one._optimizers.add(self)
@@ -213,13 +215,15 @@ class DistributedOptimizer(MeasuresGradients, torch.optim.Optimizer):
         """Updates this rank's part, and brings all ranks' parts together: a collective.
 
         Raises:
-            RuntimeError: gradients were not reduced: there was no backward, or it was inside of no_sync.
+            RuntimeError: gradients were not reduced: there was no backward, or it was inside of no_sync. Or another one
+                has updated parameters since of which this one has float32 copies.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._take_grads("step()")
+        self._others.check()
         self._finish_params()  # what is under way reads what changes now
         if self._is_provisional:
             self._inner.state.clear()
@@ -240,6 +244,8 @@ class DistributedOptimizer(MeasuresGradients, torch.optim.Optimizer):
         self._drop_grads()
         if self._parts is None:
             self._publish()
+        else:
+            self._others.are_outdated()
         return loss
 
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
@@ -253,13 +259,14 @@ class DistributedOptimizer(MeasuresGradients, torch.optim.Optimizer):
             ValueError: it lacks a parameter, or has it in another shape. Then nothing has changed.
         """
         self._finish_params()
-        if state_dict is None:
-            for run in self._runs:
-                run.reload()
-            return
-        values = values_of(self._models, state_dict, {piece.parameter for run in self._runs for piece in run.pieces})
+        values = None
+        if state_dict is not None:
+            values = values_of(
+                self._models, state_dict, {piece.parameter for run in self._runs for piece in run.pieces}
+            )
         for run in self._runs:
             run.reload(values)
+        self._others.is_reloaded()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, by the names of parameters: for torch.distributed.checkpoint, or in memory.
@@ -310,6 +317,7 @@ class DistributedOptimizer(MeasuresGradients, torch.optim.Optimizer):
                 model._param_sync.finish()
 
     def _publish(self) -> None:
+        self._others.are_outdated()
         with torch.no_grad():
             for run in self._runs:
                 run.publish()

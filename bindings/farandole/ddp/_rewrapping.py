@@ -54,3 +54,9 @@ def take_over(wrapper: DistributedDataParallel) -> None:
     _wrappers.add(wrapper)
     if wrapper._param_sync is not None:
         _syncs.add(wrapper._param_sync)
+
+
+def wrapped_name_of(parameter: torch.Tensor) -> str | None:
+    """In the wrapper that has it; None where none has."""
+    named = (item for wrapper in list(_wrappers) for item in wrapper._trainable.items())
+    return next((name for name, one in named if one is parameter), None)

@@ -15,7 +15,7 @@ from farandole.ddp._options import grad_place
 from farandole.ddp._whole import WholeParameters
 from farandole.ddp._wrapper import DistributedDataParallel
 
-_MASTERED = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+MASTERED = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Run:
         self._held: list[tuple[Any, Piece | None, torch.Tensor]] = []  # of frozen parameters, during a step
         self._state: Mapping[Any, Any] = {}
         self.stand_in: dict[str, Any] | None = None  # for the state of one that was never stepped, to be loaded into
-        self.has_master = data.dtype in _MASTERED
+        self.has_master = data.dtype in MASTERED
         master = data.detach().to(torch.float32).contiguous() if self.has_master else data.detach()
         self.tensor = torch.nn.Parameter(master)
         self._take_by_view = grads.dtype == self.tensor.dtype

@@ -16,6 +16,7 @@ from farandole import _C
 from farandole._default_device import default_device
 from farandole.ddp._abandonment import AbandonsGroup
 from farandole.ddp._agreement import refusing_together
+from farandole.ddp._blind_steps import refuse_blind_steps
 from farandole.ddp._changes import ParameterWatch
 from farandole.ddp._comm_hook import builtin_comm_hook, checked_comm_hook
 from farandole.ddp._copying import build_again, state_of
@@ -263,6 +264,8 @@ class DistributedDataParallel(HoldsGradients, UnevenInputs, SyncsParameters, Aba
         )
         self._param_sync = ParamSync(self, self._reducer, overlap_param_gather) if options.is_sharded else None
         take_over(self)
+        if options.home == _C.GradHome.main_grad:
+            refuse_blind_steps()
 
     def __getstate__(self) -> dict[str, Any]:
         """To copy or pickle it, which is no collective: over the default group only, as torch's. Gradients stay behind."""

@@ -40,12 +40,13 @@ def compare_backends(
     world_size: int = 2,
     tolerance: float = 1e-6,
     is_checked: bool = False,
+    timeout: float = 60,
 ) -> None:
     """Runs ``module.program(rank, world_size, folder)`` for each program, on every rank, in one launch per backend.
 
     A program returns tensors in lists, tuples and dicts, or values that compare
     with ``==``; farandole's must be gloo's, floats within ``tolerance``.
-    ``is_checked`` sets torch's debug level to DETAIL.
+    ``is_checked`` sets torch's debug level to DETAIL. ``timeout`` is for each backend, in seconds.
     """
     results = {}
     for backend in ("farandole", "gloo"):
@@ -53,9 +54,9 @@ def compare_backends(
         place.mkdir()
         work = {"module": module, "programs": programs, "folder": str(place)}
         if is_checked:
-            saved = run_ranks(_run_checked, world_size, None, timeout=60, name=backend, **work)
+            saved = run_ranks(_run_checked, world_size, None, timeout=timeout, name=backend, **work)
         else:
-            saved = run_ranks(_run, world_size, backend, timeout=60, **work)
+            saved = run_ranks(_run, world_size, backend, timeout=timeout, **work)
         results[backend] = [torch.load(io.BytesIO(data), weights_only=False) for data in saved]
     for rank in range(world_size):
         for program in programs:

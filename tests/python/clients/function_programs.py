@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 
@@ -56,10 +59,10 @@ def functional_collectives(rank, world_size, folder):
     return [r.clone() for r in results] + [y.grad, z.grad]
 
 
-def compiled(rank, world_size, folder):
+def compiled(rank, world_size, folder, backend="aot_eager"):
     import torch.distributed._functional_collectives as fc
 
-    @torch.compile(fullgraph=True, backend="aot_eager")
+    @torch.compile(fullgraph=True, backend=backend)
     def step(x):
         y = fc.all_reduce(x.sin(), "sum", dist.group.WORLD)
         dist.all_reduce(y)
@@ -68,6 +71,12 @@ def compiled(rank, world_size, folder):
         return fc.reduce_scatter_tensor(gathered * 2, "sum", 0, dist.group.WORLD).cos()
 
     return [step(torch.arange(6.0) + rank + i) for i in range(3)]
+
+
+def compiled_to_code(rank, world_size, folder):
+    """By inductor, whose code calls collectives in buffers that it uses again."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder).parent / "code")
+    return compiled(rank, world_size, folder, "inductor")
 
 
 def objects(rank, world_size, folder):
