@@ -20,8 +20,6 @@ class FlatBuffer {
   // The elements [begin, end), flat.
   at::Tensor range(int64_t begin, int64_t end) const;
 
-  bool holds(const at::Tensor& view) const { return view.is_alias_of(data_); }
-
   // Its memory is free for others until restore(), after which it is zero; views stay what they are, and must not be
   // touched meanwhile.
   void free();

@@ -37,6 +37,7 @@ Gradients::Gradients(std::shared_ptr<ModelBuffers> buffers, Home home, IsAdded i
 
 void Gradients::accumulate(int parameter, const at::Tensor& brought) {
   isReduced_ = isZero_ = false;
+  remakeMainGrad(parameter);
   home_ == Home::kMainGrad ? add(parameter, brought) : adopt(parameter, brought);
 }
 
@@ -75,6 +76,7 @@ bool Gradients::isReplaced(int parameter) const {
 Parts Gradients::takeParts(int bucket) {
   const bool stays = home_ == Home::kGrad;
   const std::vector<int>& parameters = buffers_->layout().buckets[bucket].parameters;
+  for (int parameter : parameters) remakeMainGrad(parameter);
   if (stays) {
     at::AutoDispatchBelowADInplaceOrView untracked;
     for (int parameter : parameters) {
@@ -108,6 +110,7 @@ void Gradients::copyOrLeave(int parameter, const at::Tensor& grad, const at::Ten
 }
 
 void Gradients::fill(int parameter, bool shown) {
+  remakeMainGrad(parameter);
   const at::Tensor& grad = buffers_->parameters()[parameter].tensor.grad();
   if (home_ == Home::kMainGrad) {
     add(parameter);
@@ -122,6 +125,13 @@ void Gradients::fill(int parameter, bool shown) {
 void Gradients::zeroMainGrad(int parameter) {
   buffers_->forgetMoved(parameter);
   buffers_->mainGrads()[parameter].zero_();
+}
+
+// With its values. What it has become would be written to as what it was.
+void Gradients::remakeMainGrad(int parameter) {
+  if (buffers_->isAsMade(parameter)) return;
+  checkFits(parameter, buffers_->mainGrads()[parameter]);
+  buffers_->returnGrad(parameter);
 }
 
 void Gradients::show(int parameter) {
@@ -194,9 +204,9 @@ void Gradients::checkFits(int parameter, const at::Tensor& grad) const {
   const auto& [name, tensor, isExpert, isShared] = buffers_->parameters()[parameter];
   TORCH_CHECK(grad.layout() == at::kStrided, "farandole.ddp: the gradient of parameter '", name,
               "' is sparse: expected a dense one (sparse=False in the embedding)");
-  const at::Tensor& view = buffers_->mainGrads()[parameter];
-  TORCH_CHECK(grad.sizes() == view.sizes(), "farandole.ddp: the gradient of parameter '", name, "' has the shape ",
-              grad.sizes(), ": expected ", view.sizes(), ", the parameter's when it was wrapped");
+  TORCH_CHECK(grad.sizes() == buffers_->shapeOf(parameter), "farandole.ddp: the gradient of parameter '", name,
+              "' has the shape ", grad.sizes(), ": expected ", buffers_->shapeOf(parameter),
+              ", the parameter's when it was wrapped");
 }
 
 }  // namespace farandole::ddp

@@ -77,6 +77,7 @@ class Gradients {
   void add(int parameter, const at::Tensor& brought = {});
   bool isMainGrad(int parameter) const;
   void zeroMainGrad(int parameter);
+  void remakeMainGrad(int parameter);
   void copyOrLeave(int parameter, const at::Tensor& grad, const at::Tensor& brought);
   void checkFits(int parameter, const at::Tensor& grad) const;
 

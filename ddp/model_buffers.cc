@@ -123,6 +123,7 @@ ModelBuffers::ModelBuffers(const Model& model, const DataParallelGroups& groups,
     const Slot& slot = layout_.slots[p];
     // Parts of parameters are known by their place in the flattened one, whoever has which strides.
     mainGrads_.push_back(grads_[slot.buffer].like(tensor, slot.offset, sharded_));
+    places_.push_back(grads_[slot.buffer].like(tensor, slot.offset, sharded_));
     if (!sharded_) continue;
     at::Tensor data = data_[slot.buffer].like(tensor, slot.offset, true).view(tensor.scalar_type());
     data.copy_(tensor.detach());
@@ -140,19 +141,27 @@ at::Tensor ModelBuffers::parametersOf(int bucket) const {
   return data_.at(range.buffer).range(range.begin, range.end);
 }
 
-at::Tensor ModelBuffers::placeOf(int parameter) const {
-  const Slot& slot = layout_.slots[parameter];
-  return grads_[slot.buffer].range(slot.offset, slot.offset + slot.numel);
-}
-
 void ModelBuffers::moveGrad(int parameter, const at::Tensor& grad) { place(mainGrads_[parameter], grad); }
 
 void ModelBuffers::forgetMoved(int parameter) {
-  if (hasMoved(parameter)) place(mainGrads_[parameter], placeOf(parameter));
+  if (!isAsMade(parameter)) {
+    mainGrads_[parameter].set_data(places_[parameter]);
+  } else if (hasMoved(parameter)) {
+    place(mainGrads_[parameter], places_[parameter]);
+  }
 }
 
 bool ModelBuffers::hasMoved(int parameter) const {
-  return !grads_[layout_.slots[parameter].buffer].holds(mainGrads_[parameter]);
+  const at::Tensor& grad = mainGrads_[parameter];
+  const at::Tensor& place = places_[parameter];
+  return !grad.is_alias_of(place) || grad.storage_offset() != place.storage_offset() || !isAsMade(parameter);
+}
+
+bool ModelBuffers::isAsMade(int parameter) const {
+  const at::Tensor& grad = mainGrads_[parameter];
+  const at::Tensor& place = places_[parameter];
+  return grad.scalar_type() == place.scalar_type() && grad.sizes() == place.sizes() &&
+         grad.strides() == place.strides() && grad.device() == place.device();
 }
 
 void ModelBuffers::returnGrad(int parameter) {

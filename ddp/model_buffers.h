@@ -41,7 +41,13 @@ class ModelBuffers {
   c10::Device device() const { return parameters_.empty() ? c10::Device(at::kCPU) : parameters_[0].tensor.device(); }
 
   // Gradients by parameter, with its shape: views of the buffers, but for those that have moved.
+  // Whoever has `.grad` has the same tensors.
   const std::vector<at::Tensor>& mainGrads() const { return mainGrads_; }
+
+  // False where somebody has made it another tensor, with `.grad.data = ...` as module.double() does: of another type,
+  // device or form, until forgetMoved() or returnGrad(). The shape is that of the parameter when it was wrapped.
+  bool isAsMade(int parameter) const;
+  at::IntArrayRef shapeOf(int parameter) const { return places_[parameter].sizes(); }
 
   // All of a bucket's buffer, flat, padding included.
   at::Tensor gradsOf(int bucket) const;
@@ -65,8 +71,6 @@ class ModelBuffers {
   void scaleGrads(double factor);
 
  private:
-  at::Tensor placeOf(int parameter) const;  // in the buffer, flat
-
   std::vector<ModelParameter> parameters_;
   bool sharded_;
   Layout layout_;
@@ -74,6 +78,7 @@ class ModelBuffers {
   std::vector<FlatBuffer> grads_;
   std::vector<FlatBuffer> data_;
   std::vector<at::Tensor> mainGrads_;
+  std::vector<at::Tensor> places_;  // by parameter: what main_grad is in the buffer; nobody else has these
 };
 
 // As the layout sees them, in registration order.

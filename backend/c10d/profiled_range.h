@@ -19,8 +19,8 @@ class ProfiledRange {
   ProfiledRange(const ProfiledRange&) = delete;
   ProfiledRange& operator=(const ProfiledRange&) = delete;
 
-  // Once; again, or from elsewhere, it does nothing. A range that nobody ends lasts as long as the one around it, which is
-  // that of the call that began it.
+  // Once; again, or from elsewhere, it does nothing. A range that nobody ends lasts as long as the one around it, which
+  // is that of the call that began it.
   void end();
 
  private:

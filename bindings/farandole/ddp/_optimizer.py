@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from farandole.ddp._other_optimizers import OtherOptimizers
 from farandole.ddp._overflow import OverflowFlag
 from farandole.ddp._runs import Cut, GradShard, Run, whole_runs_of
 from farandole.ddp._settings import agree_on_settings, copy_settings, settings_of
+from farandole.ddp._stands_for import StandsFor
 from farandole.ddp._state_names import expert_suffix, on_all_stages, told_apart, trainable_of
 from farandole.ddp._step_parts import StepParts
 from farandole.ddp._tuning import TUNED_ROUNDS
@@ -28,7 +28,7 @@ from farandole.ddp._wrapped import groups_of, is_elementwise_of
 from farandole.ddp._wrapper import DistributedDataParallel
 
 
-class DistributedOptimizer(MeasuresGradients, torch.optim.Optimizer):
+class DistributedOptimizer(StandsFor, MeasuresGradients, torch.optim.Optimizer):
     """A torch optimizer of whose state each rank keeps its part, as Megatron-core's DistributedOptimizer (ZeRO-1).
 
     Over a model that is wrapped with ``use_distributed_optimizer=True`` each rank updates its part of every bucket,
@@ -167,29 +167,6 @@ class DistributedOptimizer(MeasuresGradients, torch.optim.Optimizer):
         self._flag = OverflowFlag(self._device, [*self._replica_groups, model_parallel_group], self._unscale_rest)
         self.param_groups[-1]["params"].append(self._flag)
         self._settings = settings_of(self.param_groups)
-
-    @property
-    def state(self) -> Any:
-        """That of the optimizer that it was made of."""
-        if sys._getframe(1).f_globals.get("__name__") == saved.BY_PARAMETER:
-            raise NotImplementedError(
-                f"{saved.BY_PARAMETER}: expected an optimizer of the model's own parameters, a DistributedOptimizer has "
-                "parts of them: pass it itself to torch.distributed.checkpoint's save() and load(), "
-                '{"optimizer": optimizer}, or call its state_dict() or full_state_dict(), which have the names already'
-            )
-        return self._inner.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        if hasattr(self, "_settings"):  # else torch's constructor, which makes an empty one
-            self._inner.state = state
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refused: its runs are parts of the wrapper's buffers."""
-        raise NotImplementedError(
-            "a DistributedOptimizer cannot be copied or pickled: make another one over a copy of the model, and give it "
-            "state_dict() or full_state_dict()"
-        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: what each rank updates was settled when this was made."""

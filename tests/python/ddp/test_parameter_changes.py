@@ -20,10 +20,10 @@ from support.processes import run_ranks
 
 
 class Layers(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, hidden: int = 4) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.front, self.back = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.front, self.back = torch.nn.Linear(4, hidden), torch.nn.Linear(hidden, 4)
         self.frozen = torch.nn.Linear(4, 4).requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -142,6 +142,83 @@ def _right(rank: int, world_size: int) -> None:
 
 def test_what_changes_and_can_be_right_is_right():
     run_ranks(_right, 2, BACKENDS[-1], timeout=60)
+
+
+# Large gradients stay where autograd computed them, small ones are in buckets.
+HELD: list[dict[str, Any]] = [
+    {"hidden": 4},
+    {"hidden": 1100},
+    {"hidden": 1100, "gradient_as_bucket_view": True},
+    {"hidden": 1100, "overlap_grad_reduce": False},
+    {"hidden": 4, "find_unused_parameters": True},
+]
+
+
+def _convert(model: Layers, dtype: torch.dtype) -> None:
+    """With ``.grad``, as `double()` and `bfloat16()` do, which are main_grad."""
+    model.to(dtype)
+
+
+def _turn(model: Layers, dtype: torch.dtype) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None and parameter.grad.dim() == 2:
+            parameter.grad.data = parameter.grad.detach().t().contiguous().t()
+
+
+def _shorten(model: Layers, dtype: torch.dtype) -> None:
+    grad = model.back.weight.grad
+    assert grad is not None
+    grad.data = grad.detach()[:2].clone()
+
+
+def _with_gradients(rank: int, world_size: int) -> list[str]:
+    errors = []
+    for options in HELD:
+        hidden = options["hidden"]
+        given = {name: value for name, value in options.items() if name != "hidden"}
+        for zeroes in (False, True):
+            for dtype in (torch.float64, torch.bfloat16):
+                model = DistributedDataParallel(Layers(hidden), bucket_size=10, **given)
+                model(_input(rank)).backward()
+                _convert(model.module, dtype)
+                if zeroes:
+                    model.zero_grad()
+                for _ in range(2):
+                    errors.append(_error_of(lambda: model(_input(rank)).backward()))  # noqa: B023
+            model, plain = DistributedDataParallel(Layers(hidden), bucket_size=10, **given), Layers(hidden)
+            for _ in range(2):
+                model(_input(rank)).backward()
+                sum(plain(_input(other)) for other in range(world_size)).div(world_size).backward()
+                for one in (model.module, plain):
+                    _turn(one, torch.float32)
+                    if zeroes:
+                        one.zero_grad()
+            model(_input(rank)).backward()
+            sum(plain(_input(other)) for other in range(world_size)).div(world_size).backward()
+            for ours, theirs in zip(model.module.parameters(), plain.parameters(), strict=True):
+                if theirs.requires_grad:
+                    assert torch.allclose(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+                    assert torch.equal(ours.main_grad, ours.grad)
+    return errors
+
+
+def test_gradients_that_are_converted_with_their_model_are_not_written_to_as_what_they_were():
+    for errors in run_ranks(_with_gradients, 2, BACKENDS[-1], timeout=120):
+        assert len(errors) == len(HELD) * 2 * 2 * 2
+        for error in errors:
+            assert re.search(r"rank 1 of the group: [^\n]*" + re.escape(_RETYPED), error), error
+
+
+def _other_shape(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(Layers(), bucket_size=10)
+    model(_input(rank)).backward()
+    _shorten(model.module, torch.float32)
+    with pytest.raises(RuntimeError, match=r"the gradient of parameter 'back.weight' has the shape \[2, 4\]"):
+        model.start_grad_sync()
+
+
+def test_a_gradient_of_another_shape_is_refused_by_name():
+    run_ranks(_other_shape, 2, BACKENDS[-1], timeout=60)
 
 
 def _whole_copies(rank: int, world_size: int) -> None:
