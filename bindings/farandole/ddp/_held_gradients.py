@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -52,6 +53,8 @@ class HoldsGradients(torch.nn.Module):
 
     def scale_gradients(self, scaling_factor: float) -> None:
         """Multiplies every ``main_grad``: e.g. by one over the number of tokens."""
+        if not isinstance(scaling_factor, numbers.Real):
+            raise TypeError(f"scaling_factor={scaling_factor!r}: expected a number")
         self._reducer.scale_grads(scaling_factor)
         self._scale_copies(scaling_factor)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,6 +13,15 @@ from farandole.ddp._runs import GradShard, Run
 from farandole.ddp._wrapper import DistributedDataParallel
 
 _CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
+
+
+def _is_limit(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and float(value) >= 0
+
+
+def _check_norm_type(norm_type: object) -> None:
+    if not _is_limit(norm_type) or norm_type == 0:
+        raise ValueError(f"norm_type={norm_type!r}: expected a number above 0, infinity too")
 
 
 class MeasuresGradients:
@@ -36,6 +46,9 @@ class MeasuresGradients:
         Megatron-core parameters with a ``grad_norm_group`` ("mtp") do not count in it, and are scaled by the norm of
         their group, which ``grad_norms_by_group`` has then.
         """
+        if not isinstance(max_norm, torch.Tensor) and not _is_limit(max_norm):
+            raise ValueError(f"max_norm={max_norm!r}: expected a number, at least 0")
+        _check_norm_type(norm_type)
         self._take_grads("clip_grad_norm_()")
         totals = self._total_norms(float(norm_type))
         if error_if_nonfinite:
@@ -46,6 +59,7 @@ class MeasuresGradients:
 
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of the gradients over all ranks, but for those with a ``grad_norm_group``. A collective."""
+        _check_norm_type(norm_type)
         with torch.no_grad():
             self._take_grads("grad_norm()")
             return self._total_norms(float(norm_type))[0]

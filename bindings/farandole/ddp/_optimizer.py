@@ -272,6 +272,7 @@ class DistributedOptimizer(StandsFor, MeasuresGradients, torch.optim.Optimizer):
         """
         self._finish_params()
         with self._raising_together():
+            saved.check_form(state_dict)
             self._check_names("load_state_dict()")
             self._is_provisional = saved.initialize(self._inner, self._runs) or self._is_provisional
             made = saved.initialize_lacking(self._inner, self._runs, state_dict)

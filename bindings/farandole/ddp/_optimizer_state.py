@@ -234,6 +234,13 @@ def collect(
     return {"state": state, "param_groups": groups}
 
 
+def check_form(state_dict: Any) -> None:
+    """Of what is loaded."""
+    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
+        has = f"has {sorted(map(str, state_dict))}" if isinstance(state_dict, dict) else f"is {state_dict!r}"
+        raise ValueError(f"state_dict {has}: expected 'state' and 'param_groups', as state_dict() makes it")
+
+
 def has_stepped(state_dict: dict[str, Any]) -> bool:
     """Of the optimizer that it was saved of."""
     return all(group.get(_HAS_STEPPED, True) for group in state_dict["param_groups"])
@@ -284,9 +291,22 @@ def match(
     return todo
 
 
+_REMEDY = (
+    "Was it saved by another number of ranks, or with another bucket size? Take full_state_dict(), or "
+    "torch.distributed.checkpoint"
+)
+
+
 def _value_in(state: dict[str, Any], piece: Piece, key: str) -> Any:
-    if piece.name not in state or key not in state[piece.name]:
-        raise ValueError(f"state_dict has no {key!r} of parameter '{piece.name}'")
+    if piece.name not in state:
+        raise ValueError(
+            f"state_dict has nothing of parameter '{piece.name}', of which this rank owns the elements "
+            f"[{piece.begin}, {piece.begin + piece.numel}). {_REMEDY}"
+        )
+    if key not in state[piece.name]:
+        raise ValueError(
+            f"state_dict has no {key!r} of parameter '{piece.name}': expected the state of the same kind of optimizer"
+        )
     return state[piece.name][key]
 
 
@@ -304,8 +324,7 @@ def _part_in(source: Any, piece: Piece, key: str) -> torch.Tensor:
     if first < 0 or first + piece.numel > tensor.numel():
         raise ValueError(
             f"state_dict has the elements [{begin}, {begin + tensor.numel()}) of {key!r} of parameter '{piece.name}': "
-            f"expected [{piece.begin}, {piece.begin + piece.numel}), which this rank owns. Was it saved by another "
-            "number of ranks? Take full_state_dict(), or torch.distributed.checkpoint"
+            f"expected [{piece.begin}, {piece.begin + piece.numel}), which this rank owns. {_REMEDY}"
         )
     return tensor[first : first + piece.numel]
 

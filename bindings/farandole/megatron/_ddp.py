@@ -12,7 +12,7 @@ import torch.distributed as dist
 from farandole import _C, ddp
 from farandole.ddp._agreement import refusing_together
 from farandole.ddp._fused import reset_added
-from farandole.megatron._ddp_config import check, value_of
+from farandole.megatron._ddp_config import check, instances_of, value_of
 from farandole.megatron._ddp_groups import DataParallelGroups, groups_of
 
 __all__ = ["DistributedDataParallel"]
@@ -54,7 +54,6 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
         torch.nn.Module.__init__(self)
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"module is a {type(module).__name__}: expected a torch.nn.Module")
-        check(ddp_config)
         self._input_device = None
         self._hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []  # of optimizers: gradients without memory
         self.broadcast_buffers = False
@@ -62,12 +61,9 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
         self.ddp_config = ddp_config
         self.full_param_layout = full_param_layout
         self.force_all_reduce = False
-        groups = groups_of(
-            pg_collection,
-            getattr(config, "context_parallel_size", 1),
-            value_of(ddp_config, "num_distributed_optimizer_instances"),
-        )
+        groups = groups_of(pg_collection, getattr(config, "context_parallel_size", 1), instances_of(ddp_config))
         with refusing_together(module, (groups.dense.group, groups.dense.instances)):
+            check(ddp_config)
             self._take_groups(groups, module)
             self.bucket_size = _bucket_size(ddp_config, module, groups, disable_bucketing)
             options = _options(config, ddp_config, self.bucket_size)
@@ -236,9 +232,9 @@ def _bucket_size(
         return None
     buckets = value_of(ddp_config, "num_buckets")
     if buckets is not None:
-        return max(1, sum(p.numel() for p in module.parameters() if p.requires_grad) // buckets)
+        return max(1, sum(p.numel() for p in module.parameters() if p.requires_grad) // int(buckets))
     size = value_of(ddp_config, "bucket_size")
-    return max(40_000_000, 1_000_000 * groups.dp.size()) if size is None else size
+    return max(40_000_000, 1_000_000 * groups.dp.size()) if size is None else int(size)
 
 
 def _options(config: Any, ddp_config: Any, bucket_size: int | None) -> _C.ReducerOptions:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from farandole.ddp._options import is_number
+
 
 @dataclass
 class DistributedDataParallelConfig:
@@ -84,9 +86,19 @@ _SUPPORTED = frozenset(
 )
 
 
+_WHOLE = ("num_distributed_optimizer_instances", "bucket_size", "num_buckets")
+
+
 def value_of(config: Any, name: str) -> Any:
     """A field, or its default where the object has none."""
     return getattr(config, name, _DEFAULTS[name])
+
+
+def instances_of(config: Any) -> int:
+    """How many optimizer instances there are groups for, also in a config that is to be refused on all ranks."""
+    instances = value_of(config, "num_distributed_optimizer_instances")
+    is_used = value_of(config, "use_distributed_optimizer") is True and isinstance(instances, int)
+    return instances if is_used else 1
 
 
 def check(config: Any) -> None:
@@ -94,8 +106,11 @@ def check(config: Any) -> None:
 
     Raises:
         NotImplementedError: a value that is not supported; the field is named.
+        TypeError: a value of another type, or no config at all.
         ValueError: values that do not fit each other.
     """
+    if config is None or isinstance(config, (str, dict)):
+        raise TypeError(f"ddp_config is {config!r}: expected a DistributedDataParallelConfig")
     for name, default in _DEFAULTS.items():
         value = value_of(config, name)
         if name not in _SUPPORTED and value != default:
@@ -109,6 +124,9 @@ def check(config: Any) -> None:
             raise NotImplementedError(
                 f"ddp_config.{field.name} is {getattr(config, field.name)!r}, expected {default!r}: it is not known"
             )
+    for name in _SUPPORTED:
+        if expected := _expected_instead(name, value_of(config, name)):
+            raise TypeError(f"ddp_config.{name} is {value_of(config, name)!r}, expected {expected}")
     if value_of(config, "check_for_large_grads") is True:
         raise NotImplementedError(
             "ddp_config.check_for_large_grads is True, expected False or the largest 2-norm of a parameter's gradient"
@@ -123,8 +141,24 @@ def check(config: Any) -> None:
             raise ValueError(
                 f"ddp_config.{name} is {value_of(config, name)!r}: expected use_distributed_optimizer=True with it"
             )
+    if value_of(config, "num_distributed_optimizer_instances") < 1:
+        raise ValueError(
+            f"ddp_config.num_distributed_optimizer_instances is {config.num_distributed_optimizer_instances}, expected "
+            "at least 1"
+        )
     buckets, size = value_of(config, "num_buckets"), value_of(config, "bucket_size")
     if buckets is not None and (size is not None or buckets < 1):
         raise ValueError(
             f"ddp_config.num_buckets is {buckets} and bucket_size {size}: expected one of them, at least 1"
         )
+
+
+def _expected_instead(name: str, value: Any) -> str:
+    """Empty where the value has a type that the field can have."""
+    if name in _WHOLE:
+        is_whole = is_number(value) and value == int(value)
+        return "" if is_whole or (value is None and _DEFAULTS[name] is None) else "a whole number"
+    if name == "check_for_large_grads":
+        is_norm = is_number(value) and value >= 0
+        return "" if is_norm or isinstance(value, bool) else "False or the largest 2-norm of a parameter's gradient"
+    return "" if isinstance(value, bool) else "True or False"

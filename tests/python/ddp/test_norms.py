@@ -278,3 +278,26 @@ def test_what_is_not_finite_is_gone_in_the_next_step(backend, spoils):
     """A gradient that is NaN when it is clipped, or one that is multiplied by infinity: neither it nor what lies between
     gradients in a bucket counts afterwards."""
     run_ranks(_after_nan, 2, backend, timeout=60, spoils=spoils)
+
+
+def _wrong_arguments(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(torch.nn.Linear(3, 2), use_distributed_optimizer=True)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    model(torch.ones(1, 3)).sum().backward()
+    for limit in ("x", None, True, -1, float("nan")):
+        with pytest.raises(ValueError, match=f"max_norm={limit!r}: expected a number, at least 0"):
+            optimizer.clip_grad_norm_(limit)
+    for norm_type in ("inf", None, 0, -2.0, float("nan")):
+        for measure in (lambda: optimizer.clip_grad_norm_(1, norm_type), lambda: optimizer.grad_norm(norm_type)):  # noqa: B023
+            with pytest.raises(ValueError, match=f"norm_type={norm_type!r}: expected a number above 0"):
+                measure()
+    with pytest.raises(TypeError, match="scaling_factor='a': expected a number"):
+        model.scale_gradients("a")
+    before = optimizer.grad_norm()
+    for limit in (float("inf"), torch.tensor(1e9)):  # to measure
+        assert torch.equal(optimizer.clip_grad_norm_(limit), before)
+    assert torch.equal(optimizer.grad_norm(), before)
+
+
+def test_norms_and_limits_that_are_none_are_refused_by_name():
+    run_ranks(_wrong_arguments, 2, BACKENDS[-1])

@@ -22,6 +22,58 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+# Of any object with some of a config's fields.
+WRONG_CONFIGS: list[tuple[Any, str]] = [
+    (SimpleNamespace(overlap_param_gather=True), "ddp_config.overlap_param_gather is True: expected use_distributed"),
+    (SimpleNamespace(nccl_ub=True), "ddp_config.nccl_ub is True, expected False: it is not supported"),
+    (SimpleNamespace(bucket_size="a"), "ddp_config.bucket_size is 'a', expected a whole number"),
+    (SimpleNamespace(bucket_size=True), "ddp_config.bucket_size is True, expected a whole number"),
+    (SimpleNamespace(bucket_size=0, overlap_grad_reduce=True), "bucket_size=0: expected at least 1 element"),
+    (SimpleNamespace(num_buckets=1.5), "ddp_config.num_buckets is 1.5, expected a whole number"),
+    (
+        SimpleNamespace(num_buckets=0),
+        "ddp_config.num_buckets is 0 and bucket_size None: expected one of them, at least 1",
+    ),
+    (SimpleNamespace(num_distributed_optimizer_instances=0), "num_distributed_optimizer_instances is 0"),
+    (
+        SimpleNamespace(num_distributed_optimizer_instances=2),
+        "num_distributed_optimizer_instances is 2: expected use_d",
+    ),
+    (SimpleNamespace(grad_reduce_in_fp32="yes"), "ddp_config.grad_reduce_in_fp32 is 'yes', expected True or False"),
+    (SimpleNamespace(overlap_grad_reduce=None), "ddp_config.overlap_grad_reduce is None, expected True or False"),
+    (SimpleNamespace(use_distributed_optimizer=3), "ddp_config.use_distributed_optimizer is 3, expected True or False"),
+    (
+        SimpleNamespace(check_for_large_grads="a"),
+        "ddp_config.check_for_large_grads is 'a', expected False or the largest",
+    ),
+    (None, "ddp_config is None: expected a DistributedDataParallelConfig"),
+    ({"bucket_size": 1}, "ddp_config is {'bucket_size': 1}: expected a DistributedDataParallelConfig"),
+]
+
+
+def _wrap_for_megatron(ddp_config: Any) -> str:
+    groups = SimpleNamespace(dp=dist.group.WORLD, dp_cp=dist.group.WORLD)
+    try:
+        megatron.DistributedDataParallel(SimpleNamespace(), ddp_config, torch.nn.Linear(2, 2), pg_collection=groups)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        return str(error)
+    return ""
+
+
+def _refuse_configs(rank: int, world_size: int) -> None:
+    for culprits in ([1], range(world_size)):
+        for wrong, text in WRONG_CONFIGS:
+            said = _wrap_for_megatron(wrong if rank in culprits else SimpleNamespace(bucket_size=40e6))
+            assert text in said, (rank, culprits, wrong, said)
+            assert rank in culprits or f"rank {culprits[0]}: " in said, (rank, culprits, said)
+    assert _wrap_for_megatron(SimpleNamespace()) == ""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_config_that_one_rank_is_refused_is_an_error_on_all(backend):
+    run_ranks(_refuse_configs, 3, backend, timeout=60)
+
+
 def _wrap(wrong: dict[str, Any]) -> str:
     try:
         DistributedDataParallel(torch.nn.Linear(2, 2), **wrong)

@@ -138,6 +138,35 @@ def test_the_state_of_a_larger_parameter_is_refused():
     run_ranks(_of_another_shape, 2, "gloo", timeout=60)
 
 
+def _of_other_forms(rank: int, world_size: int) -> None:
+    model, optimizer = _pair()
+    _step(model, optimizer)
+    for wrong, text in (
+        ({}, r"state_dict has \[\]: expected 'state' and 'param_groups'"),
+        (None, "state_dict is None: expected 'state' and 'param_groups'"),
+        (model.state_dict(), r"state_dict has \['module.*\]: expected 'state' and 'param_groups'"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            optimizer.load_state_dict(wrong)
+    # Other buckets have other parts of parameters: of some that this rank owns it saved nothing.
+    module = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    others = []
+    for bucket_size in (10, 1_000_000):
+        wrapped = DistributedDataParallel(
+            copy.deepcopy(module), bucket_size=bucket_size, use_distributed_optimizer=True
+        )
+        others.append(DistributedOptimizer(torch.optim.Adam(wrapped.parameters()), wrapped))
+    with pytest.raises(
+        ValueError, match=r"another bucket size\? Take full_state_dict\(\), or torch.distributed.checkp"
+    ):
+        others[1].load_state_dict(others[0].state_dict())
+    others[1].load_state_dict(others[0].full_state_dict())
+
+
+def test_what_is_no_state_or_of_other_buckets_is_refused_with_what_to_do():
+    run_ranks(_of_other_forms, 2, "farandole", timeout=60)
+
+
 def _of_unequal_steps(rank: int, world_size: int) -> None:
     module = torch.nn.Sequential(torch.nn.Linear(40, 4), torch.nn.Linear(40, 4))
     inner = torch.optim.Adam(module.parameters())
