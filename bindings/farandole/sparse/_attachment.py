@@ -16,6 +16,7 @@ from torch import nn
 from farandole.sparse._ahead_run import AheadRun
 from farandole.sparse._comparisons import Comparisons
 from farandole.sparse._contexts import NOTHING
+from farandole.sparse._draws_ahead import DrawsAhead
 from farandole.sparse._in_flight import InFlight
 from farandole.sparse._input_dist import InputDist
 from farandole.sparse._input_equality import is_alike, is_equal_input, is_same_part, versions_of, were_written
@@ -83,6 +84,7 @@ class Attachment:
         self._post_processing: PostProcessing | None = None
         self._written: frozenset[str] | None = None  # by post-processing
         self._run: AheadRun | None = None  # the last one
+        self._draws = DrawsAhead(device)
         self._changes = ModelChanges(self.model, is_sharded)
         self._comparisons: Comparisons | None = None
         self._compares = False  # values, in this forward
@@ -243,10 +245,13 @@ class Attachment:
     def _inputs_of(self, flying: InFlight) -> Inputs:
         assert self._graph is not None and self._post_processing is not None
         modules = self._processing()
-        run = AheadRun(modules, self._written) if modules else None
-        with self._post_processing.noting() as flying.results:
-            inputs = self._computed(self._graph, flying)
-        if run is not None:
+        if not modules:
+            with self._post_processing.noting() as flying.results:
+                return self._computed(self._graph, flying)
+        run = AheadRun(modules, self._written)
+        with self._draws.looked_for(modules, self.model.training, self._strict):
+            with self._post_processing.noting() as flying.results:
+                inputs = self._computed(self._graph, flying)
             self._written = run.has_run()
             flying.run = self._run = run
         return inputs

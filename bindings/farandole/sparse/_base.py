@@ -16,7 +16,7 @@ from typing_extensions import TypeVar
 from farandole._C import AccumulationWindow, BatchPipeline, ProfilerRange
 from farandole.sparse._arguments import device_of, refuse_no_bool
 from farandole.sparse._caller import Caller
-from farandole.sparse._contexts import NOTHING
+from farandole.sparse._contexts import ENDS_NOTHING, NOTHING
 from farandole.sparse._dense_grads import DenseGrads
 from farandole.sparse._precision import Precision
 from farandole.sparse._stages import Stages
@@ -155,7 +155,8 @@ class TrainPipelineBase(Generic[In, Out]):
                 had left is in ``unused_batches``. The next call asks the iterator again, which may have begun anew.
             Exception: what the iterator, the copy, input_dist, the model or the optimizer raised, for the batch that
                 it is about: those before it have been computed, those after it will be. Other ranks raise a
-                RuntimeError that says so, where the batch had not reached its forward.
+                RuntimeError that says so, where the batch had not reached its forward. A StopIteration of any but the
+                iterator is a RuntimeError, as in generators.
             BaseException: what has interrupted a load, KeyboardInterrupt say, after the step that was under way; the
                 batch that is lost by it raises a RuntimeError in its turn.
         """
@@ -173,7 +174,8 @@ class TrainPipelineBase(Generic[In, Out]):
         self._stages.autocast = self._precision.as_now()
         self._stages.caller = Caller()
         try:
-            number = self._engine.begin(is_new or has_ended)
+            with ENDS_NOTHING:
+                number = self._engine.begin(is_new or has_ended)
         except RuntimeError as error:
             self._stages.raise_interrupt(error)
             raise
@@ -185,7 +187,8 @@ class TrainPipelineBase(Generic[In, Out]):
         if has_ended:
             del self._stages.unused[:before]
         try:
-            output: Out = self._compute(number)
+            with ENDS_NOTHING:
+                output: Out = self._compute(number)
         finally:
             self._engine.end()
         self._stages.raise_interrupt()
@@ -283,9 +286,15 @@ class TrainPipelineBase(Generic[In, Out]):
         forward = self._model_fwd or self._model
         with ProfilerRange(f"## forward {flying.number} ##"), self._running(flying), self._precision.autocast():
             result = forward(flying.batch)
-        if not isinstance(result, (tuple, list)) or len(result) != 2 or not isinstance(result[0], torch.Tensor):
+        if not isinstance(result, (tuple, list)) or len(result) != 2:
             raise TypeError(f"the model returned {_described(result)}: expected (losses, output), losses a tensor")
-        return result[0], result[1]
+        losses, output = result
+        if not isinstance(losses, torch.Tensor) and self._trains and self._model.training:
+            raise TypeError(
+                f"the model returned (losses, output), losses a {type(losses).__name__}: expected a tensor, one for each "
+                "sample, or one for all"
+            )
+        return losses, output
 
     def _backward(self, losses: torch.Tensor) -> None:
         if losses.shape[1:].numel() != 1:  # on a rank with one sample torch would take some of these

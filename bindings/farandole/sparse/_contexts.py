@@ -25,3 +25,14 @@ class OnError:
     ) -> None:
         if error is not None:
             self._call(error)
+
+
+def _refuse_end(error: BaseException) -> None:
+    if isinstance(error, StopIteration):
+        raise RuntimeError(
+            "a stage or the model raised StopIteration, which only the iterator's __next__ may: it would pass for the end "
+            "of the data"
+        ) from error
+
+
+ENDS_NOTHING = OnError(_refuse_end)

@@ -39,7 +39,7 @@ class DenseGrads:
         stack = contextlib.ExitStack()
         self._model = model
         for wrapper in _wrappers(model):
-            if getattr(wrapper, "static_graph", False) and wrapper not in _have_begun:
+            if getattr(wrapper, "static_graph", False) and not _has_begun(wrapper):
                 self._begun.append(wrapper)
             elif not is_last:
                 stack.enter_context(wrapper.no_sync())
@@ -76,6 +76,11 @@ class DenseGrads:
                     "left cannot be synchronized outside a backward: expected torch's DDP or farandole's, or batches "
                     "that fill their windows"
                 )
+
+
+def _has_begun(wrapper: Any) -> bool:
+    """Here, or, as torch's DDP notes, elsewhere."""
+    return wrapper in _have_begun or getattr(wrapper, "_static_graph_delay_allreduce_enqueued", False)
 
 
 def _average(wrapper: DistributedDataParallel) -> None:

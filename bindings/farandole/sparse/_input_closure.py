@@ -83,7 +83,8 @@ class InputClosures:
             reason = f"its input goes through {what}, a function that may do more than to return something"
             return Refusal(node.name, reason, _MAKE_IT_A_MODULE)
         if is_random(node.target, node.args, node.kwargs):
-            return Refusal(node.name, f"{what} is random, and would be drawn twice for a batch", _MAKE_IT_A_MODULE)
+            remedy = f"{_MAKE_IT_A_MODULE}; let it have a torch.Generator of its own"
+            return Refusal(node.name, f"{what} is random, and would be drawn twice for a batch", remedy)
         return None
 
     def _module_objection(self, node: Node) -> Refusal | None:

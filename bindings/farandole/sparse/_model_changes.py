@@ -48,7 +48,9 @@ class ModelChanges:
         for name, forward in forwards.items():
             expected = self._processing[name] if name in self._processing else self._sharded[name]
             if self._found(name) is not expected or vars(expected).get("forward") is not forward:
-                raise _changed(name, "the module and the forward that were attached")
+                raise _changed(
+                    name, "the module and the forward that were attached, and no pipeline of another model that has it"
+                )
         for name, module in self._sharded.items():
             if _sharding_of(module) is not self._shardings[name]:
                 raise _changed(name, "the sharding that was attached")

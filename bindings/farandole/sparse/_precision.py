@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from farandole.sparse._arguments import refuse_no_bool
 from farandole.sparse._contexts import NOTHING
 
 
@@ -31,6 +32,7 @@ class Precision:
         scaler: torch.amp.GradScaler | None,
         group: dist.ProcessGroup | None,
     ) -> None:
+        refuse_no_bool("enable_grad_scaling", enable_grad_scaling)
         self._device = device
         self._dtype: torch.dtype | None = None
         if enable_amp is True:

@@ -257,6 +257,8 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
     ) -> None:
         names = ("apply_jit", "enable_inplace_copy_batch")
         super().__init__(model, optimizer, device, **by_name(type(self).__name__, names, positional, options))
+        if self._window.size > 1:
+            raise ValueError(f"grad_accum={self._window.size}: expected None, an evaluation has no windows")
 
     def _compute(self, number: int) -> Any:
         flying = self._stages.take(number)

@@ -142,12 +142,14 @@ class HeldSplits:
     def __init__(self, all_to_alls: Sequence[KJTAllToAll], groups: Groups) -> None:
         self._held = all_to_alls
         self.groups = [groups(part._pg) for part in self._held]
-        for part, group in zip(self._held, self.groups, strict=True):
-            part.forward = _holding(part, group)
+        self._forwards = [_holding(part, group) for part, group in zip(self._held, self.groups, strict=True)]
+        for part, forward in zip(self._held, self._forwards, strict=True):
+            part.forward = forward
 
     def release(self) -> None:
-        for part in self._held:
-            del part.forward
+        for part, forward in zip(self._held, self._forwards, strict=True):
+            if vars(part).get("forward") is forward:  # else another model has the same module, and a pipeline
+                del part.forward
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from farandole.ddp import DistributedDataParallel as OurDdp
 from farandole.sparse import TrainPipelineSparseDist
 from support.devices import DEVICE
 from support.processes import run_ranks
-from support.recommenders import Recommender, assert_same, make_batches, on_device
+from support.recommenders import Recommender, assert_same, drain, make_batches, on_device, plain_loop
 
 
 class WithHead(Recommender):
@@ -91,3 +91,24 @@ def count_reductions(rank: int, world_size: int, how: str, grad_accum: int) -> N
 )
 def test_gradients_are_reduced_once_in_a_window(how, grad_accum):
     run_ranks(count_reductions, 2, "farandole", how=how, grad_accum=grad_accum)
+
+
+def begin_elsewhere(rank: int, world_size: int) -> None:
+    """Steps without a pipeline have had the backward that a static graph needs."""
+    models, optimizers = [], []
+    for _ in range(2):
+        inner = Recommender(3)
+        names = [name for name, _ in inner.named_parameters() if name.startswith("tables")]
+        TorchsDdp._set_params_and_buffers_to_ignore_for_model(inner, names)
+        models.append(TorchsDdp(inner, static_graph=True))
+        optimizers.append(torch.optim.SGD(models[-1].parameters(), lr=0.5))
+        plain_loop(models[-1], optimizers[-1], make_batches(2, 2))
+    batches = make_batches(1, 6)
+    pipeline = TrainPipelineSparseDist(models[0], optimizers[0], DEVICE, strict=True, grad_accum=3)
+    outputs = drain(pipeline, iter(batches))
+    assert all(map(torch.equal, outputs, plain_loop(models[1], optimizers[1], batches, 3)))
+    assert_same(*models)
+
+
+def test_a_static_graph_that_has_begun_elsewhere_is_reduced_once_in_its_first_window():
+    run_ranks(begin_elsewhere, 2, "farandole")

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from farandole.sparse import TrainPipelineSparseDist
+from farandole.sparse import EvalPipelineSparseDist, TrainPipelineSparseDist
 from farandole.sparse._exchange import SplitsExchange
 from sparse.torchrec_needed import needs_torchrec
 from support.processes import run_ranks
@@ -272,3 +272,30 @@ def test_tables_are_resharded_between_detach_and_attach():
     seed = random.randrange(1 << 20)
     print(f"seed {seed}")
     run_ranks(reshard, 2, "farandole", timeout=60, seed=seed)
+
+
+def share_tables(rank: int, world_size: int) -> None:
+    """Two models around the same sharded modules, each with a pipeline."""
+    import torchrec_models as models
+
+    kind = models.Kind(("table", "row"), (), "plain", False, False, 3)
+    (model, optimizer), (plain, plain_optimizer) = models.made(kind), models.made(kind)
+    batches = models.make_batches(kind, 1, 6)
+    iterator = iter(batches)
+    training = TrainPipelineSparseDist(model, optimizer, "cpu")
+    outputs = [training.progress(iterator)]
+    around = torch.nn.Sequential(model.module)
+    evaluation = EvalPipelineSparseDist(around, optimizer, "cpu")
+    evaluation.progress(iter(models.make_batches(kind, 2, 3)))
+    with pytest.raises(
+        RuntimeError, match="has changed under its pipeline: .*no pipeline of another model that has it"
+    ):
+        training.progress(iterator)
+    evaluation.detach()
+    training.detach()
+    outputs += drain(training, iterator)
+    assert all(map(torch.equal, outputs, plain_loop(plain, plain_optimizer, batches)))
+
+
+def test_pipelines_of_models_that_share_tables_take_turns_by_detach():
+    run_ranks(share_tables, 2, "farandole")
