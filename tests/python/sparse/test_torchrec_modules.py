@@ -288,7 +288,7 @@ def share_tables(rank: int, world_size: int) -> None:
     evaluation = EvalPipelineSparseDist(around, optimizer, "cpu")
     evaluation.progress(iter(models.make_batches(kind, 2, 3)))
     with pytest.raises(
-        RuntimeError, match="has changed under its pipeline: .*no pipeline of another model that has it"
+        RuntimeError, match=r"has changed under its pipeline: .*no pipeline of another model that has it"
     ):
         training.progress(iterator)
     evaluation.detach()
