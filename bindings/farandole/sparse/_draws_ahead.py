@@ -48,6 +48,6 @@ class DrawsAhead:
 
     def _states(self) -> list[torch.Tensor]:
         states = [torch.default_generator.get_state()]
-        if self._device.type == "cuda":
+        if self._device.type == "cuda" and torch.cuda.is_initialized():
             states.append(torch.cuda.get_rng_state(self._device))
         return states
