@@ -51,11 +51,13 @@ class HoldsGradients(torch.nn.Module):
         if self._options.home == _C.GradHome.main_grad:
             self.forget_grads() if set_to_none else self.zero_grad_buffer()
 
-    def scale_gradients(self, scaling_factor: float) -> None:
-        """Multiplies every ``main_grad``: e.g. by one over the number of tokens."""
+    def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
+        """Multiplies every ``main_grad``: e.g. by one over the number of tokens. A tensor has one element."""
+        if isinstance(scaling_factor, torch.Tensor) and scaling_factor.numel() == 1:
+            scaling_factor = scaling_factor.item()
         if not isinstance(scaling_factor, numbers.Real):
             raise TypeError(f"scaling_factor={scaling_factor!r}: expected a number")
-        self._reducer.scale_grads(scaling_factor)
+        self._reducer.scale_grads(float(scaling_factor))
         self._scale_copies(scaling_factor)
 
     @torch.no_grad()

@@ -291,8 +291,11 @@ def _wrong_arguments(rank: int, world_size: int) -> None:
         for measure in (lambda: optimizer.clip_grad_norm_(1, norm_type), lambda: optimizer.grad_norm(norm_type)):  # noqa: B023
             with pytest.raises(ValueError, match=f"norm_type={norm_type!r}: expected a number above 0"):
                 measure()
-    with pytest.raises(TypeError, match="scaling_factor='a': expected a number"):
-        model.scale_gradients("a")
+    for factor in ("a", None, torch.ones(2)):
+        with pytest.raises(TypeError, match=r"scaling_factor=.*: expected a number"):
+            model.scale_gradients(factor)
+    for factor in (0.5, torch.tensor([4.0]), torch.tensor(0.5)):
+        model.scale_gradients(factor)
     before = optimizer.grad_norm()
     for limit in (float("inf"), torch.tensor(1e9)):  # to measure
         assert torch.equal(optimizer.clip_grad_norm_(limit), before)
