@@ -173,6 +173,13 @@ void GradReducer::forgetGrads() {
   isFinished_ = false;
 }
 
+void GradReducer::forgetSomeGrads(const std::vector<int>& parameters, bool zeroes) {
+  std::lock_guard lock(mutex_);
+  checkHasMemory();
+  gradients_.forgetSome(parameters, zeroes);
+  isFinished_ = false;
+}
+
 bool GradReducer::isReduced() {
   std::lock_guard lock(mutex_);
   return gradients_.isReduced();

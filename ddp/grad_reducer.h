@@ -97,6 +97,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   // As Gradients'.
   void zeroGrads();
   void forgetGrads();
+  void forgetSomeGrads(const std::vector<int>& parameters, bool zeroes);
   void scaleGrads(double factor);
 
   // The memory of main_grads, which nothing else may be in (GradHome::kMainGrad), is free for others; until it is

@@ -33,10 +33,12 @@ Gradients::Gradients(std::shared_ptr<ModelBuffers> buffers, Home home, IsAdded i
       home_(home),
       isAdded_(std::move(isAdded)),
       isForgotten_(buffers_->parameters().size(), 0),
+      isStale_(buffers_->parameters().size(), 0),
       borrowed_(buffers_->parameters().size()) {}
 
 void Gradients::accumulate(int parameter, const at::Tensor& brought) {
   isReduced_ = isZero_ = false;
+  isStale_[parameter] = 0;
   remakeMainGrad(parameter);
   home_ == Home::kMainGrad ? add(parameter, brought) : adopt(parameter, brought);
 }
@@ -162,7 +164,9 @@ void Gradients::add(int parameter, const at::Tensor& brought) {
                 "the step where kernels add to main_grad");
   } else if (grad.defined()) {
     checkFits(parameter, grad);
-    isForgotten ? copyOrLeave(parameter, grad, brought) : static_cast<void>(mainGrad.add_(grad));
+    // There is no sum of float8 and another type.
+    const at::Tensor added = at::isFloat8Type(grad.scalar_type()) ? grad.to(mainGrad.scalar_type()) : grad;
+    isForgotten ? copyOrLeave(parameter, grad, brought) : static_cast<void>(mainGrad.add_(added));
   } else if (isForgotten) {
     mainGrad.zero_();
   }
@@ -182,6 +186,7 @@ void Gradients::zero() {
   returnAll(false);
   buffers_->zeroGrads();
   std::fill(isForgotten_.begin(), isForgotten_.end(), 0);
+  std::fill(isStale_.begin(), isStale_.end(), 0);
   isReduced_ = false;
   isZero_ = true;
 }
@@ -189,12 +194,35 @@ void Gradients::zero() {
 void Gradients::forget() {
   if (isZero_) return;
   std::fill(isForgotten_.begin(), isForgotten_.end(), 1);
+  std::fill(isStale_.begin(), isStale_.end(), 0);
   isReduced_ = false;
   for (const ModelParameter& parameter : buffers_->parameters()) parameter.tensor.mutable_grad().reset();
 }
 
+void Gradients::forgetSome(const std::vector<int>& parameters, bool zeroes) {
+  c10::NoGradGuard noGrad;
+  isZero_ = isZero_ && zeroes;
+  for (int parameter : parameters) {
+    isStale_[parameter] = 0;
+    at::Tensor& grad = buffers_->parameters()[parameter].tensor.mutable_grad();
+    if (!zeroes || home_ == Home::kMainGrad) {
+      grad.reset();
+    } else if (grad.defined()) {
+      grad.zero_();
+    }
+    isForgotten_[parameter] = zeroes ? 0 : 1;
+    if (zeroes && home_ == Home::kMainGrad) zeroMainGrad(parameter);
+  }
+}
+
+void Gradients::markReduced() {
+  isReduced_ = true;
+  isZero_ = false;
+  if (buffers_->isSharded()) std::fill(isStale_.begin(), isStale_.end(), 1);
+}
+
 std::string Gradients::troubleWithMore(int parameter) const {
-  if (!isReduced_ || !buffers_->isSharded()) return "";
+  if (isStale_[parameter] == 0) return "";
   return "parameter '" + buffers_->parameters()[parameter].name +
          "' gets a gradient while the gradients of the step before are still there, of which each rank has only its "
          "part: call zero_grad() of the optimizer, or zero_grad_buffer(), before backward";

@@ -65,11 +65,11 @@ class Gradients {
   // over the buffers. With Home::kGrad `.grad` is emptied. Nothing where they hold zero.
   void forget();
 
+  // So those of some parameters, whoever has the others; or what they hold is zero, `.grad` too. isReduced() stays.
+  void forgetSome(const std::vector<int>& parameters, bool zeroes);
+
   // What the buffers hold is reduced and, where sharded, no longer a sum that could be added to.
-  void markReduced() {
-    isReduced_ = true;
-    isZero_ = false;
-  }
+  void markReduced();
   bool isReduced() const { return isReduced_; }
 
  private:
@@ -85,6 +85,7 @@ class Gradients {
   Home home_;
   const IsAdded isAdded_;
   std::vector<char> isForgotten_;     // by parameter: what main_grad holds does not count
+  std::vector<char> isStale_;         // by parameter: it cannot be added to
   std::vector<at::Tensor> borrowed_;  // by parameter: what is reduced from where it is, while it is not main_grad
   bool isReduced_ = false;
   bool isZero_ = false;

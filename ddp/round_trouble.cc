@@ -42,7 +42,7 @@ std::string describeChange(const std::vector<ModelParameter>& parameters, const 
                            const std::vector<int>& moved) {
   if (!retyped.empty()) {
     return nameFirst(parameters, retyped, "changed its type or device") +
-           " (double(), to(...)): expected the module to be wrapped again after that";
+           " (double(), to(...), set_()): expected the module to be wrapped again after that";
   }
   if (!moved.empty()) {
     return nameFirst(parameters, moved, "got other memory") +

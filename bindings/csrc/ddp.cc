@@ -217,6 +217,8 @@ void bindReducer(py::module_& module) {
       .def("finish_sync", &ddp::GradReducer::finishSync, ReleaseGil())
       .def("zero_grads", &ddp::GradReducer::zeroGrads, ReleaseGil())
       .def("forget_grads", &ddp::GradReducer::forgetGrads, ReleaseGil())
+      .def("forget_some_grads", &ddp::GradReducer::forgetSomeGrads, py::arg("parameters"), py::arg("zeroes"),
+           ReleaseGil())
       .def("scale_grads", &ddp::GradReducer::scaleGrads, py::arg("factor"), ReleaseGil())
       .def("check_grads", &ddp::GradReducer::checkGrads, ReleaseGil())
       .def("free_grads", &ddp::GradReducer::freeGrads, ReleaseGil())

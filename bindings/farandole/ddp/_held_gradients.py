@@ -45,6 +45,16 @@ class HoldsGradients(torch.nn.Module):
         else:
             self._reducer.forget_grads()
 
+    def _begin_grads(self, indices: list[int] | None, set_to_none: bool) -> None:
+        """Of the trainable parameters with these indices, or all: :meth:`forget_grads`, or zeroes them."""
+        if indices is None:
+            self.forget_grads() if set_to_none else self.zero_grad_buffer()
+            return
+        if self._is_added is not None:
+            trainable = list(self._trainable.values())
+            reset_added([trainable[index] for index in indices])
+        self._reducer.forget_some_grads(indices, zeroes=not set_to_none or self._is_added is not None)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, also where gradients are in ``main_grad``: then by :meth:`forget_grads` or :meth:`zero_grad_buffer`."""
         super().zero_grad(set_to_none)

@@ -160,6 +160,7 @@ class DistributedOptimizer(StandsFor, MeasuresGradients, torch.optim.Optimizer):
         if not is_flat:
             self._graded = [shard for cut in cuts for shard in cut.shards()]
         self._is_provisional = False  # the state was made to be loaded into, and was not
+        self._begun = [-1] * len(models)  # the rounds, by model, at the last zero_grad()
         self._taken: list[int] | None = None  # the rounds, by model, whose gradients the runs have
         super().__init__([dict(group) for group in optimizer.param_groups], optimizer.defaults)
         for index, group in enumerate(self.param_groups):
@@ -178,14 +179,15 @@ class DistributedOptimizer(StandsFor, MeasuresGradients, torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Begins a step: gradients of the last one do not count any more.
+        """Begins a step: gradients of the last one do not count any more, but those of other optimizers' parameters.
 
         With ``set_to_none`` the next gradient of each parameter replaces what ``main_grad`` holds, which spares a pass
         over the buffers; else they are zeroed (``zero_grad_buffer``).
         """
         self._drop_grads()
         for model in self._models:
-            model.forget_grads() if set_to_none else model.zero_grad_buffer()
+            model._begin_grads(self._others.left_to_this(model), set_to_none)
+        self._begun = [model._reducer.rounds() for model in self._models]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -334,14 +336,14 @@ class DistributedOptimizer(StandsFor, MeasuresGradients, torch.optim.Optimizer):
         self._settings = settings_of(self.param_groups)
 
     def _take_grads(self, what: str) -> None:
-        for model in self._models:
-            if not model._reducer.is_reduced():
+        rounds = [model._reducer.rounds() for model in self._models]
+        for model, round_, begun in zip(self._models, rounds, self._begun, strict=True):
+            if not model._reducer.is_reduced() or round_ == begun:
                 raise RuntimeError(
                     f"{what}: gradients were not reduced: expected a backward outside of no_sync(), or "
                     "finish_grad_sync(), since the last zero_grad()"
                 )
         # Not whether there was a zero_grad() since: that of the model's buffers does as well.
-        rounds = [model._reducer.rounds() for model in self._models]
         if self._taken == rounds:
             return
         if not self._exchanges:

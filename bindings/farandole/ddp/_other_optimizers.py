@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class OtherOptimizers:
-    """Those of the same parameters, of which each may keep float32 copies: a step of one makes the others' too old."""
+    """Those over the same models. Of the same parameters each may keep float32 copies: a step of one makes the others'
+    too old. Gradients of other parameters are theirs, until they begin a step."""
 
     def __init__(
         self,
@@ -24,6 +25,7 @@ class OtherOptimizers:
         models: Sequence[DistributedDataParallel],
         parameters: Iterable[torch.Tensor],
     ) -> None:
+        self._optimizer = weakref.ref(optimizer)
         self._parameters = set(parameters)
         self._names = {parameter: name for model in models for name, parameter in model._trainable.items()}
         self._copied_too: weakref.WeakKeyDictionary[DistributedOptimizer, str] = weakref.WeakKeyDictionary()
@@ -33,6 +35,17 @@ class OtherOptimizers:
             name = next((self._names[one] for one in self._names if one in shared and one.dtype in MASTERED), None)
             if name is not None:
                 self._copied_too[other] = other._others._copied_too[optimizer] = name
+
+    def left_to_this(self, model: DistributedDataParallel) -> list[int] | None:
+        """Whose gradients this one begins a step with, by index: of its parameters and those that nobody has; None where
+        these are all of the model's."""
+        others = [other._others._parameters for other in model._optimizers if other is not self._optimizer()]
+        theirs = set[torch.Tensor]().union(*others) - self._parameters
+        if not theirs:
+            return None
+        named = list(model._trainable.values())
+        left = [index for index, parameter in enumerate(named) if parameter not in theirs]
+        return left
 
     def check(self) -> None:
         if self._updated_elsewhere is not None:

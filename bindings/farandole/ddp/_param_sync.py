@@ -64,8 +64,9 @@ class ParamSync:
         # All have started theirs, so that one rank may do this alone.
         self._state_handles: list[Any] = []
         for module in {self._root, *filter(_can_have_hooks, self._root.modules())}:  # whose state may be wanted alone
-            for register in (module.register_state_dict_pre_hook, module.register_load_state_dict_pre_hook):
-                self._state_handles.append(register(HookOfOne(self._before_state_dict)))
+            saves, loads = module.register_state_dict_pre_hook, module.register_load_state_dict_pre_hook
+            self._state_handles.append(saves(HookOfOne(self._before_state_dict)))
+            self._state_handles.append(loads(HookOfOne(self._before_load_state_dict)))
         if self.overlaps:
             self.enable()
 
@@ -174,6 +175,9 @@ class ParamSync:
 
     def _before_state_dict(self, *unused: Any) -> None:
         self.finish()
+
+    def _before_load_state_dict(self, *unused: Any) -> None:  # what would not come is loaded
+        self.finish_unless_abandoned()
 
     def before_forward(self) -> None:
         """Where no hook waits, this does."""

@@ -56,7 +56,7 @@ def take_over(wrapper: DistributedDataParallel) -> None:
         _syncs.add(wrapper._param_sync)
 
 
-def wrapped_name_of(parameter: torch.Tensor) -> str | None:
-    """In the wrapper that has it; None where none has."""
-    named = (item for wrapper in list(_wrappers) for item in wrapper._trainable.items())
-    return next((name for name, one in named if one is parameter), None)
+def wrapper_of(parameter: torch.Tensor) -> tuple[DistributedDataParallel | None, str]:
+    """Which has it, and by what name; None where none has."""
+    named = ((wrapper, item) for wrapper in list(_wrappers) for item in wrapper._trainable.items())
+    return next(((wrapper, name) for wrapper, (name, one) in named if one is parameter), (None, ""))

@@ -115,8 +115,12 @@ class Run:
             self.tensor.grad.mul_(factor)
 
     def drop_grad(self) -> None:
-        """Releases a copy; a view is there for scalers, which come to it before it is taken."""
-        self.tensor.grad = self._grads if self._take_by_view else None
+        """Releases a copy; a view is there for scalers, which come to it before it is taken.
+
+        Not one that was converted with the model, of which the next backward tells.
+        """
+        is_view = self._take_by_view and self._grads.dtype == self.tensor.dtype
+        self.tensor.grad = self._grads if is_view and self._grads.device == self.tensor.device else None
 
     def hold_frozen(self, state: Mapping[Any, Any]) -> None:
         """Before a step, which would move parameters that were frozen since (by their last gradient, weight decay or
@@ -230,7 +234,12 @@ class Cut:
             for index, offset, numel in sorted(bucket.slots, key=lambda slot: slot[1])
             if max(offset, begin) < min(offset + numel, end)
         ]
-        for wanted, slots in itertools.groupby(mine, key=lambda slot: self._group_of.get(self._trainable[slot[0]][1])):
+
+        def kind(slot: tuple[int, int, int, int]) -> tuple[int | None, torch.dtype]:
+            parameter = self._trainable[slot[0]][1]
+            return self._group_of.get(parameter), parameter.dtype  # several of 8 bits share a bucket
+
+        for (wanted, _), slots in itertools.groupby(mine, key=kind):
             if wanted is None:
                 continue
             parts = list(slots)

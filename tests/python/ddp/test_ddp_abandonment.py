@@ -228,3 +228,34 @@ def test_a_rank_that_fails_between_two_backwards_of_a_step_does_not_leave_the_ot
         assert "MemoryError: too much" in error, (rank, error)
         assert rank == CULPRIT or f"rank {CULPRIT}" in error, (rank, error)
         assert seconds < AT_ONCE, (rank, error, seconds)
+
+
+def _load_after(rank: int, world_size: int) -> None:
+    """Parameters of ranks that had stepped will not come any more; what is loaded is in their place."""
+    group, next_group = dist.new_group(), dist.new_group()
+    module = _Model()
+    saved = {name: value.clone() for name, value in module.state_dict().items()}
+    model = DistributedDataParallel(
+        module, process_group=group, use_distributed_optimizer=True, overlap_param_gather=True, bucket_size=10
+    )
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+
+    def step(raises: bool) -> None:
+        with model.abandon_on_error():
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).backward()
+            if raises:
+                raise MemoryError("too much")
+            optimizer.step()
+
+    step(False)
+    assert _error_of(lambda: step(rank == CULPRIT))[0] or rank != CULPRIT
+    module.load_state_dict(saved)
+    again = DistributedDataParallel(module, process_group=next_group, use_distributed_optimizer=True)
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, saved[name]), name
+    again(torch.ones(1, 2)).backward()
+
+
+def test_a_checkpoint_is_loaded_after_an_abandonment():
+    run_ranks(_load_after, RANKS, "farandole")

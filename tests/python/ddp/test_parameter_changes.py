@@ -209,6 +209,27 @@ def test_gradients_that_are_converted_with_their_model_are_not_written_to_as_wha
             assert re.search(r"rank 1 of the group: [^\n]*" + re.escape(_RETYPED), error), error
 
 
+def _converted_under_an_optimizer(rank: int, world_size: int) -> list[str]:
+    errors = []
+    for options in ({}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}):
+        for everywhere in (True, False):
+            model = DistributedDataParallel(Layers(), bucket_size=10, **options)
+            optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+            model(_input(rank)).backward()
+            optimizer.step()
+            if everywhere or rank == 1:
+                _convert(model.module, torch.bfloat16)
+            optimizer.zero_grad()
+            errors.append(_error_of(lambda: model(_input(rank)).backward()))  # noqa: B023
+    return errors
+
+
+def test_a_model_that_is_converted_under_an_optimizer_is_refused_by_name_on_all_ranks():
+    for errors in run_ranks(_converted_under_an_optimizer, 2, BACKENDS[-1], timeout=60):
+        for error in errors:
+            assert re.search(r"rank 1 of the group: [^\n]*" + re.escape(_RETYPED), error), error
+
+
 def _other_shape(rank: int, world_size: int) -> None:
     model = DistributedDataParallel(Layers(), bucket_size=10)
     model(_input(rank)).backward()

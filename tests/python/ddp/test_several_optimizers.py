@@ -140,3 +140,83 @@ def _independent(rank, world_size):
 
 def test_optimizers_that_leave_each_others_copies_alone_go_on():
     assert run_ranks(_independent, 2, "farandole") == [True] * 2
+
+
+def _turns(rank, world_size, layout, order):
+    """Of different parameters, each with its own turns; against torch's optimizers of one process."""
+    accumulates = order == "every other step"
+    for zeroes in (False, True):
+        model, plain = _wrapped(torch.float32, bucket_size=10, **layout), _wrapped(torch.float32).module
+        sets = [[list(module[layer].parameters()) for layer in (0, 2)] for module in (model.module, plain)]
+        ours = [DistributedOptimizer(torch.optim.SGD(part, lr=0.1, momentum=0.9), model) for part in sets[0]]
+        theirs = [torch.optim.SGD(part, lr=0.1, momentum=0.9) for part in sets[1]]
+        stands_in = {"zero_grad": lambda one: one.zero_grad(set_to_none=not zeroes)}  # noqa: B023
+        for step in range(4):
+            if accumulates:
+                for both in (ours, theirs):
+                    for one in both if step % 2 == 0 else both[:1]:
+                        stands_in["zero_grad"](one)
+            refused = accumulates and step % 2 == 1 and "use_distributed_optimizer" in layout
+            if refused:
+                with pytest.raises(
+                    RuntimeError, match=r"'2\.(weight|bias)' gets a gradient while the gradients of the step"
+                ):
+                    _backward(model, rank, step)
+                break
+            _backward(model, rank, step)
+            for other in range(world_size):
+                inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + other))
+                (plain(inputs).square().sum() / world_size).backward()
+            for both in (ours, theirs):
+                for index, one in enumerate(both):
+                    if accumulates and index == 1 and step % 2 == 0:
+                        continue
+                    one.step()
+                    if not accumulates:
+                        stands_in["zero_grad"](one)
+                        if one in ours:
+                            with pytest.raises(RuntimeError, match="gradients were not reduced"):
+                                one.step()
+            if "use_distributed_optimizer" in layout:
+                model.start_param_sync(force_sync=True)
+            assert torch.allclose(_values(model), _values(plain), rtol=1e-5, atol=1e-6), step
+    return True
+
+
+@pytest.mark.parametrize("order", ["every other step", "one after another"])
+@pytest.mark.parametrize("layout", [{}, {"gradient_as_bucket_view": True}, *LAYOUTS], ids=str)
+def test_each_optimizer_begins_its_own_steps(layout, order):
+    assert run_ranks(_turns, 2, "farandole", layout=layout, order=order) == [True] * 2
+
+
+def _nobodys(rank, world_size):
+    """Gradients that no optimizer has do not keep others from the next step."""
+    model = _wrapped(use_distributed_optimizer=True)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.module[0].parameters(), lr=0.5), model)
+    for step in range(3):
+        optimizer.zero_grad()
+        _backward(model, rank, step)
+        optimizer.step()
+    return True
+
+
+def test_gradients_of_nobodys_parameters_begin_with_any_step():
+    assert run_ranks(_nobodys, 2, "farandole") == [True] * 2
+
+
+def _with_others(rank, world_size):
+    """Parameters of another model do not hide that a wrapped one is left as it is; nor is who has nothing to step."""
+    model, head = _wrapped(grad_reduce_in_fp32=True), torch.nn.Linear(2, 2)
+    both = torch.optim.SGD([*head.parameters(), *model.parameters()], lr=0.5)
+    both.step()  # nothing has come yet
+    head(torch.ones(1, 2)).sum().backward()
+    _backward(model, rank)
+    with pytest.raises(RuntimeError, match=r"'0\.weight' is in its main_grad"):
+        both.step()
+    model.requires_grad_(False)
+    both.step()
+    return True
+
+
+def test_what_is_left_as_it_is_is_seen_beside_what_is_stepped():
+    assert run_ranks(_with_others, 2, "farandole") == [True] * 2
