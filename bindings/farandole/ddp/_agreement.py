@@ -63,6 +63,8 @@ def _device_of(module: torch.nn.Module, group: dist.ProcessGroup) -> torch.devic
     devices = group._device_types
     if not devices or _has_cpu(group):
         return torch.device("cpu")
+    if not isinstance(module, torch.nn.Module):  # which is refused
+        return devices[0]
     named = named_parameters(module, ignored_in(module))
     first = next((parameter for _, parameter in named if parameter.requires_grad), None)
     return devices[0] if first is None or first.is_meta else first.device

@@ -93,8 +93,6 @@ class DistributedOptimizer(StandsFor, MeasuresGradients, torch.optim.Optimizer):
             raise ValueError("model=[]: expected at least one DistributedDataParallel")
         for one in models:
             one._reducer.check_grads()
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"optimizer is a {type(optimizer).__name__}: expected a torch.optim.Optimizer")
         if any(one._tuner is not None and one._tuner.is_pending for one in models):
             raise ValueError(
                 "model has bucket_size='auto' and has not chosen a size yet, which gives parameters another main_grad: "
@@ -106,6 +104,8 @@ class DistributedOptimizer(StandsFor, MeasuresGradients, torch.optim.Optimizer):
         is_member = isinstance(model_parallel_group, dist.ProcessGroup)
         self._model_parallel_group = model_parallel_group if is_member else None
         with self._raising_together() as facts:
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise TypeError(f"optimizer is a {type(optimizer).__name__}: expected a torch.optim.Optimizer")
             for name, group in (
                 ("model_parallel_group", model_parallel_group),
                 ("tensor_parallel_group", tensor_parallel_group),
@@ -274,8 +274,8 @@ class DistributedOptimizer(StandsFor, MeasuresGradients, torch.optim.Optimizer):
         """
         self._finish_params()
         with self._raising_together():
-            saved.check_form(state_dict)
             self._check_names("load_state_dict()")
+            saved.check_form(state_dict)
             self._is_provisional = saved.initialize(self._inner, self._runs) or self._is_provisional
             made = saved.initialize_lacking(self._inner, self._runs, state_dict)
             try:

@@ -168,12 +168,13 @@ class DistributedDataParallel(HoldsGradients, UnevenInputs, SyncsParameters, Aba
         expert_instance_process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(module, torch.nn.Module):
-            raise TypeError(f"module is a {type(module).__name__}: expected a torch.nn.Module")
         group = group_in(process_group, device_mesh, module)
-        instances = (
-            None if instance_process_group is None else group_of("instance_process_group", instance_process_group)
-        )
+        with refusing_together(module, (group,)):
+            if not isinstance(module, torch.nn.Module):
+                raise TypeError(f"module is a {type(module).__name__}: expected a torch.nn.Module")
+            instances = instance_process_group
+            if instances is not None:
+                instances = group_of("instance_process_group", instances)
         with refusing_together(module, (group, instances)):
             for name, is_asked in (
                 ("overlap_param_gather", overlap_param_gather),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ddp_models import BACKENDS
 
 from farandole import megatron
-from farandole.ddp import DistributedDataParallel
+from farandole.ddp import DistributedDataParallel, DistributedOptimizer
 from support.processes import await_all, run_ranks
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -100,7 +100,18 @@ def _refuse(rank: int, world_size: int) -> None:
         megatron.DistributedDataParallel(
             SimpleNamespace(), megatron.DistributedDataParallelConfig(), module, pg_collection=groups
         )
+    with pytest.raises((TypeError, ValueError), match=r"module is a int: expected a torch.nn.Module"):
+        DistributedDataParallel(3 if rank == 1 else torch.nn.Linear(2, 2))
+    no_group = dist.GroupMember.NON_GROUP_MEMBER if rank == 1 else None
+    with pytest.raises(
+        ValueError, match=r"instance_process_group=.*: expected a ProcessGroup that this rank .1. is in"
+    ):
+        DistributedDataParallel(torch.nn.Linear(2, 2), instance_process_group=no_group)
     model = DistributedDataParallel(torch.nn.Linear(2, 2))  # the group is usable
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises((TypeError, ValueError), match=r"optimizer is a int: expected a torch.optim.Optimizer"):
+        DistributedOptimizer(3 if rank == 1 else plain, model)
+    DistributedOptimizer(plain, model)
     model(torch.ones(1, 2)).sum().backward()
     await_all(rank, world_size)
 
