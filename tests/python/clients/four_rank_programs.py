@@ -14,13 +14,27 @@ def _layers():
     return nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2)], nn.Linear(8, 4))
 
 
-def _sharded(mesh, **options):
+def sharded(mesh, **options):
     from torch.distributed.fsdp import fully_shard
 
     model = _layers()
     for layer in model:
         fully_shard(layer, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
+
+
+def reloaded(model, where):
+    """The weights, once they were zero and loaded from a checkpoint."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    state = {"model": get_model_state_dict(model)}
+    dcp.load(state, checkpoint_id=where)
+    set_model_state_dict(model, state["model"])
+    return [p.full_tensor().detach() for p in model.parameters()]
 
 
 def hybrid_shards(rank, world_size, folder):
@@ -31,7 +45,7 @@ def hybrid_shards(rank, world_size, folder):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     results = []
     for options in ({}, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}):
-        model = _sharded(mesh, **options)
+        model = sharded(mesh, **options)
         losses = _train(model, rank, torch.optim.AdamW(model.parameters(), lr=0.01), steps=3)
         results.append(([loss.float() for loss in losses], [p.full_tensor().detach() for p in model.parameters()]))
     return results
@@ -40,10 +54,10 @@ def hybrid_shards(rank, world_size, folder):
 def resharded_checkpoint(rank, world_size, folder):
     """Saved in the background by four shards, loaded by two replicas of two."""
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
     from torch.distributed.device_mesh import init_device_mesh
 
-    model = _sharded(init_device_mesh("cpu", (4,)))
+    model = sharded(init_device_mesh("cpu", (4,)))
     _train(model, rank, torch.optim.SGD(model.parameters(), lr=0.1), steps=1)
     before = [p.full_tensor().detach() for p in model.parameters()]
     # The thread that saves calls collectives of its own, in a group of its own.
@@ -54,14 +68,8 @@ def resharded_checkpoint(rank, world_size, folder):
     dist.all_reduce(x)  # meanwhile
     saving.result()
     dist.barrier()
-    other = _sharded(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")))
-    with torch.no_grad():
-        for p in other.parameters():
-            p.zero_()
-    state = {"model": get_model_state_dict(other)}
-    dcp.load(state, checkpoint_id=where)
-    set_model_state_dict(other, state["model"])
-    after = [p.full_tensor().detach() for p in other.parameters()]
+    other = sharded(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")))
+    after = reloaded(other, where)
     assert all(map(torch.equal, before, after))
     return x, after
 

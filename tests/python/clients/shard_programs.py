@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from clients.data_parallel_programs import _batch, _train
-from clients.four_rank_programs import _layers
+from clients.four_rank_programs import reloaded, sharded
 
 
 def _losses_and_weights(model, losses):
@@ -17,13 +17,8 @@ def _losses_and_weights(model, losses):
 
 def _sharded(**options):
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = _layers()
-    for layer in model:
-        fully_shard(layer, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
+    return sharded(init_device_mesh("cpu", (dist.get_world_size(),)), **options)
 
 
 def fsdp_kept_whole(rank, world_size, folder):
@@ -90,14 +85,7 @@ def checkpoint_by_a_process(rank, world_size, folder):
     saving.result()
     dist.barrier()
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.zero_()
-    state = {"model": get_model_state_dict(model)}
-    dcp.load(state, checkpoint_id=where)
-    set_model_state_dict(model, state["model"])
-    loaded = [p.full_tensor().detach() for p in model.parameters()]
-    assert all(map(torch.equal, before, loaded))
+    assert all(map(torch.equal, before, reloaded(model, where)))
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
