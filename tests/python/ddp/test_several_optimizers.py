@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from farandole.ddp import DistributedDataParallel, DistributedOptimizer
+from support.devices import seeded
 from support.processes import run_ranks
 
 LAYOUTS = [{"grad_reduce_in_fp32": True}, {"use_distributed_optimizer": True}]
@@ -18,7 +19,7 @@ def _wrapped(dtype=torch.bfloat16, **layout):
 
 
 def _backward(model, rank, seed=0):
-    generator = torch.Generator().manual_seed(10 * seed + rank)
+    generator = seeded(10 * seed + rank)
     inputs = torch.randn(4, 6, generator=generator).to(next(model.parameters()))
     model(inputs).float().square().sum().backward()
 
@@ -150,12 +151,11 @@ def _turns(rank, world_size, layout, order):
         sets = [[list(module[layer].parameters()) for layer in (0, 2)] for module in (model.module, plain)]
         ours = [DistributedOptimizer(torch.optim.SGD(part, lr=0.1, momentum=0.9), model) for part in sets[0]]
         theirs = [torch.optim.SGD(part, lr=0.1, momentum=0.9) for part in sets[1]]
-        stands_in = {"zero_grad": lambda one: one.zero_grad(set_to_none=not zeroes)}  # noqa: B023
         for step in range(4):
             if accumulates:
                 for both in (ours, theirs):
                     for one in both if step % 2 == 0 else both[:1]:
-                        stands_in["zero_grad"](one)
+                        one.zero_grad(set_to_none=not zeroes)
             refused = accumulates and step % 2 == 1 and "use_distributed_optimizer" in layout
             if refused:
                 with pytest.raises(
@@ -165,7 +165,7 @@ def _turns(rank, world_size, layout, order):
                 break
             _backward(model, rank, step)
             for other in range(world_size):
-                inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + other))
+                inputs = torch.randn(4, 6, generator=seeded(10 * step + other))
                 (plain(inputs).square().sum() / world_size).backward()
             for both in (ours, theirs):
                 for index, one in enumerate(both):
@@ -173,7 +173,7 @@ def _turns(rank, world_size, layout, order):
                         continue
                     one.step()
                     if not accumulates:
-                        stands_in["zero_grad"](one)
+                        one.zero_grad(set_to_none=not zeroes)
                         if one in ours:
                             with pytest.raises(RuntimeError, match="gradients were not reduced"):
                                 one.step()
