@@ -164,9 +164,13 @@ void Gradients::add(int parameter, const at::Tensor& brought) {
                 "the step where kernels add to main_grad");
   } else if (grad.defined()) {
     checkFits(parameter, grad);
-    // There is no sum of float8 and another type.
-    const at::Tensor added = at::isFloat8Type(grad.scalar_type()) ? grad.to(mainGrad.scalar_type()) : grad;
-    isForgotten ? copyOrLeave(parameter, grad, brought) : static_cast<void>(mainGrad.add_(added));
+    if (isForgotten) {
+      copyOrLeave(parameter, grad, brought);
+    } else if (at::isFloat8Type(grad.scalar_type())) {  // which torch adds to no other type
+      mainGrad.add_(grad.to(mainGrad.scalar_type()));
+    } else {
+      mainGrad.add_(grad);
+    }
   } else if (isForgotten) {
     mainGrad.zero_();
   }

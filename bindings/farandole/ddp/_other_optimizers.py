@@ -1,4 +1,4 @@
-"""Several optimizers of the same parameters."""
+"""Several optimizers over the same models."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ class OtherOptimizers:
         theirs = set[torch.Tensor]().union(*others) - self._parameters
         if not theirs:
             return None
-        named = list(model._trainable.values())
-        left = [index for index, parameter in enumerate(named) if parameter not in theirs]
-        return left
+        return [index for index, parameter in enumerate(model._trainable.values()) if parameter not in theirs]
 
     def check(self) -> None:
         if self._updated_elsewhere is not None:
