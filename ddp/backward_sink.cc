@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <memory>
 
+#include "ddp/compiled_backward.h"
+
 namespace farandole::ddp {
 namespace {
 
@@ -20,6 +22,8 @@ class PreHook : public torch::autograd::FunctionPreHook {
     reached_();
     return grads;
   }
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { refuseCompiledBackward(); }
 
  private:
   std::function<void()> reached_;

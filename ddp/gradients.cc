@@ -229,7 +229,8 @@ std::string Gradients::troubleWithMore(int parameter) const {
   if (isStale_[parameter] == 0) return "";
   return "parameter '" + buffers_->parameters()[parameter].name +
          "' gets a gradient while the gradients of the step before are still there, of which each rank has only its "
-         "part: call zero_grad() of the optimizer, or zero_grad_buffer(), before backward";
+         "part: call zero_grad() of the optimizer, or zero_grad_buffer(), before backward, or put all backwards of a "
+         "step but the last in no_sync()";
 }
 
 void Gradients::checkFits(int parameter, const at::Tensor& grad) const {

@@ -6,6 +6,8 @@
 #include <memory>
 #include <utility>
 
+#include "ddp/compiled_backward.h"
+
 namespace farandole::ddp {
 namespace {
 
@@ -18,6 +20,8 @@ class PostHook : public torch::autograd::FunctionPostHook {
     onReady_(inputs.empty() ? at::Tensor() : inputs[0]);
     return outputs;
   }
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { refuseCompiledBackward(); }
 
  private:
   ReadyHook::OnReady onReady_;

@@ -30,7 +30,17 @@ def checked_comm_hook(hook: Any) -> Hook:
     result = signature.return_annotation
     if result is not inspect.Signature.empty and not isinstance(result, str) and result != _RESULT:
         raise ValueError(f"hook={hook!r} returns {result}: expected torch.futures.Future[torch.Tensor]")
-    return hook
+
+    def checked(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        future = hook(state, bucket)
+        if not isinstance(future, torch._C.Future):  # torch would read None as one
+            raise TypeError(
+                f"hook={hook!r} returned {type(future).__name__} for bucket {bucket.index()}: expected "
+                "torch.futures.Future[torch.Tensor], as dist.all_reduce(..., async_op=True).get_future() gives it"
+            )
+        return future
+
+    return checked
 
 
 def builtin_comm_hook(kind: Any) -> Hook:

@@ -22,6 +22,7 @@ class HoldsGradients(torch.nn.Module):
     _options: _C.ReducerOptions
     _reducer: _C.GradReducer
     _trainable: dict[str, torch.nn.Parameter]
+    module: torch.nn.Module
     _is_added: Callable[[int], bool] | None
     _optimizers: weakref.WeakSet[DistributedOptimizer]  # that may have copies of gradients
 
@@ -57,7 +58,7 @@ class HoldsGradients(torch.nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, also where gradients are in ``main_grad``: then by :meth:`forget_grads` or :meth:`zero_grad_buffer`."""
-        super().zero_grad(set_to_none)
+        torch.nn.Module.zero_grad(self.module, set_to_none)
         if self._options.home == _C.GradHome.main_grad:
             self.forget_grads() if set_to_none else self.zero_grad_buffer()
 

@@ -11,6 +11,7 @@ import torch
 from farandole._paper import FAINT, FONT, LETTER, LINE, MARGIN, Paper, explain, number_text, ticks
 
 if TYPE_CHECKING:
+    from farandole.ddp._tuning import BucketTuner
     from farandole.ddp._wrapper import DistributedDataParallel
 
 # Modules, in turn; the second and later parameters of one are paler.
@@ -60,6 +61,8 @@ class LaidBucket:
 class ShowsLayout:
     """The part of the wrapper that shows its buckets."""
 
+    _tuner: BucketTuner | None
+
     def bucket_layout(self) -> str:
         """One line per bucket: buffer, range in elements, padding, this rank's part, parameters with theirs."""
         return layout_text(buckets_of(cast("DistributedDataParallel", self)))
@@ -67,6 +70,10 @@ class ShowsLayout:
     def draw_bucket_layout(self, *, width: int = 1200) -> str:
         """The same as a picture, ``width`` pixels wide: the text of an SVG file. Boxes tell more when pointed at."""
         return layout_svg(buckets_of(cast("DistributedDataParallel", self)), width)
+
+    def bucket_tuning(self) -> str | None:
+        """Which bucket size was chosen and why; None before that, and without ``bucket_size="auto"``."""
+        return self._tuner.reason if self._tuner is not None else None
 
 
 def buckets_of(model: DistributedDataParallel) -> list[LaidBucket]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from farandole.ddp._agreement import Facts, raising_together
 from farandole.ddp._measures import MeasuresGradients
 from farandole.ddp._model_values import values_of
 from farandole.ddp._norms import NormGroups, norm_groups_of, uncounted
-from farandole.ddp._options import group_of as checked_group
 from farandole.ddp._other_optimizers import OtherOptimizers
 from farandole.ddp._overflow import OverflowFlag
 from farandole.ddp._runs import Cut, GradShard, Run, whole_runs_of
@@ -22,9 +21,15 @@ from farandole.ddp._settings import agree_on_settings, copy_settings, settings_o
 from farandole.ddp._stands_for import StandsFor
 from farandole.ddp._state_names import expert_suffix, on_all_stages, told_apart, trainable_of
 from farandole.ddp._step_parts import StepParts
-from farandole.ddp._tuning import TUNED_ROUNDS
 from farandole.ddp._whole import WholeParameters
-from farandole.ddp._wrapped import groups_of, is_elementwise_of
+from farandole.ddp._wrapped import (
+    check_models,
+    check_optimizer,
+    facts_of,
+    facts_of_groups,
+    groups_of,
+    is_elementwise_of,
+)
 from farandole.ddp._wrapper import DistributedDataParallel
 
 
@@ -83,37 +88,22 @@ class DistributedOptimizer(StandsFor, MeasuresGradients, torch.optim.Optimizer):
         is_elementwise: bool | None = None,
         overlap_param_gather_with_optimizer_step: bool = False,
     ) -> None:
-        models = [model] if isinstance(model, torch.nn.Module) else list(model)
-        for one in models:
-            if not isinstance(one, DistributedDataParallel):
-                raise TypeError(
-                    f"model has a {type(one).__name__}: expected farandole.ddp.DistributedDataParallel, or several"
-                )
-        if not models:
-            raise ValueError("model=[]: expected at least one DistributedDataParallel")
-        for one in models:
-            one._reducer.check_grads()
-        if any(one._tuner is not None and one._tuner.is_pending for one in models):
-            raise ValueError(
-                "model has bucket_size='auto' and has not chosen a size yet, which gives parameters another main_grad: "
-                f"expected {2 * TUNED_ROUNDS + 1} steps before, or a bucket_size in elements"
-            )
+        is_one = isinstance(model, torch.nn.Module) or not isinstance(model, Iterable)
+        given: list[Any] = [model] if is_one else list(model)
+        models = self._models = [one for one in given if isinstance(one, DistributedDataParallel)]
+        if not models:  # nor a group whose ranks could be told
+            check_models(given)
         self._is_sharded = any(one._param_sync is not None for one in models)
-        self._models = models
         self._inner = optimizer
-        is_member = isinstance(model_parallel_group, dist.ProcessGroup)
-        self._model_parallel_group = model_parallel_group if is_member else None
+        self._model_parallel_group = None
+        with self._raising_together() as facts:  # before a group that others may not have
+            facts += facts_of_groups(
+                model_parallel_group=model_parallel_group, tensor_parallel_group=tensor_parallel_group
+            )
+        self._model_parallel_group = model_parallel_group
         with self._raising_together() as facts:
-            if not isinstance(optimizer, torch.optim.Optimizer):
-                raise TypeError(f"optimizer is a {type(optimizer).__name__}: expected a torch.optim.Optimizer")
-            for name, group in (
-                ("model_parallel_group", model_parallel_group),
-                ("tensor_parallel_group", tensor_parallel_group),
-            ):
-                if group is not None:
-                    checked_group(name, group)
-            if self._is_sharded and any(one._param_sync is None for one in models):
-                raise ValueError("model: expected all with use_distributed_optimizer=True, or none")
+            check_models(given)
+            check_optimizer(optimizer)
             is_flat = not self._is_sharded or is_elementwise_of(optimizer, is_elementwise)
             if overlap_param_gather_with_optimizer_step and not (self._is_sharded and is_flat):
                 needed = (
@@ -125,9 +115,9 @@ class DistributedOptimizer(StandsFor, MeasuresGradients, torch.optim.Optimizer):
             prefixes = ["" if len(models) == 1 else f"{index}." for index in range(len(models))]
             group_of, self._names = groups_of(optimizer, models, prefixes)
             norm_group_of = norm_groups_of(models)
-            facts += [("optimizer", type(optimizer).__name__)]
+            facts += facts_of(optimizer, self._names)
             facts += [("parameters' grad_norm_group", ", ".join(sorted(set(norm_group_of.values()))))]
-            facts += [(f"param group {index}", ", ".join(names)) for index, names in enumerate(self._names)]
+            facts += [("is_elementwise", str(is_flat))]
         self._expert_suffix = expert_suffix(models)
         self._uncounted = uncounted(models, model_parallel_group, tensor_parallel_group)
         self._norm_groups = NormGroups(norm_group_of, model_parallel_group)
@@ -168,6 +158,7 @@ class DistributedOptimizer(StandsFor, MeasuresGradients, torch.optim.Optimizer):
         self._flag = OverflowFlag(self._device, [*self._replica_groups, model_parallel_group], self._unscale_rest)
         self.param_groups[-1]["params"].append(self._flag)
         self._settings = settings_of(self.param_groups)
+        self._begin_its_steps()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: what each rank updates was settled when this was made."""
@@ -212,6 +203,7 @@ class DistributedOptimizer(StandsFor, MeasuresGradients, torch.optim.Optimizer):
         for run in self._runs if self._exchanges else ():
             run.take_grad()
         for run in self._runs:
+            run.take_writes()
             run.hold_frozen(self._inner.state)
         self._agree_on_settings()
         if self._parts is not None:
@@ -225,6 +217,7 @@ class DistributedOptimizer(StandsFor, MeasuresGradients, torch.optim.Optimizer):
             self._publish()
         else:
             self._others.are_outdated()
+            self._note_writes()
         return loss
 
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
@@ -245,6 +238,7 @@ class DistributedOptimizer(StandsFor, MeasuresGradients, torch.optim.Optimizer):
             )
         for run in self._runs:
             run.reload(values)
+        self._note_writes()
         self._others.is_reloaded()
 
     def state_dict(self) -> dict[str, Any]:
@@ -258,6 +252,8 @@ class DistributedOptimizer(StandsFor, MeasuresGradients, torch.optim.Optimizer):
         self._check_names("state_dict()")
         if self._exchanges:
             self._finish_params()  # making the state steps in memory that is gathered into
+        for run in self._runs:
+            run.take_writes()
         self._agree_on_settings()
         self._is_provisional = saved.initialize(self._inner, self._runs) or self._is_provisional
         return saved.collect(self._inner, self._runs, self._names, self._has_stepped)
@@ -306,6 +302,11 @@ class DistributedOptimizer(StandsFor, MeasuresGradients, torch.optim.Optimizer):
         for model in self._models:
             if model._param_sync is not None:
                 model._param_sync.updated()
+        self._note_writes()
+
+    def _note_writes(self) -> None:
+        for run in self._runs:
+            run.note_writes()
 
     def full_state_dict(self) -> dict[str, Any]:
         """As :meth:`state_dict`, with whole tensors, flat, of all parameters on every rank. A collective."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+from torch.distributed.tensor import DTensor
 
 from farandole import _C
 from farandole.ddp._ignored import named_parameters
@@ -42,7 +42,13 @@ def group_of(name: str, group: Any) -> dist.ProcessGroup:
         if group is None:
             raise ValueError(f"{name}=None: expected a group, or init_process_group to have been called")
     if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(f"{name}={group!r}: expected a ProcessGroup that this rank ({dist.get_rank()}) is in")
+        is_left_out = isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER
+        given = (
+            "GroupMember.NON_GROUP_MEMBER, as new_group() gives it to ranks that it leaves out"
+            if is_left_out
+            else repr(group)
+        )
+        raise ValueError(f"{name}={given}: expected a ProcessGroup that this rank ({dist.get_rank()}) is in")
     return group
 
 
@@ -58,16 +64,14 @@ def replicas_of_experts(others: Replicas, group: Any, instances: Any) -> Replica
     )
 
 
-def group_in(process_group: Any, device_mesh: Any, module: torch.nn.Module) -> dist.ProcessGroup:
-    """``process_group``, or a mesh's. Parameters that are sharded over the rest of a larger one become local, as torch's."""
+def group_in(process_group: Any, device_mesh: Any) -> dist.ProcessGroup:
+    """``process_group``, or a mesh's."""
     if device_mesh is None:
         return group_of("process_group", process_group)
     if process_group is not None:
         raise ValueError(f"process_group={process_group} and device_mesh={device_mesh}: expected only one of them")
     if device_mesh.ndim != 1:
         raise ValueError(f"device_mesh={device_mesh}: expected one dimension, as mesh['replicas'] has")
-    if device_mesh._get_root_mesh() != device_mesh:
-        _pre_dp_module_transform(module)
     return device_mesh.get_group(0)
 
 
@@ -154,6 +158,11 @@ def parameters_of(module: torch.nn.Module, ignored: Collection[str]) -> list[tup
         if isinstance(parameter, torch.nn.UninitializedParameter):
             raise ValueError(
                 f"parameter '{name}' is uninitialized: expected a forward before, which gives it its shape"
+            )
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"parameter '{name}' is a DTensor over {parameter.device_mesh}: expected device_mesh=, a dimension of the "
+                "mesh over whose other ones it is sharded"
             )
     return [
         (

@@ -81,6 +81,8 @@ class Run:
         self._take_by_view = grads.dtype == self.tensor.dtype
         if self._take_by_view:
             self.tensor.grad = grads
+        self._versions: list[int] = []  # of parameters when the float32 copy was the same
+        self.note_writes()
 
     @property
     def may_be_unused(self) -> bool:
@@ -121,6 +123,21 @@ class Run:
         """
         is_view = self._take_by_view and self._grads.dtype == self.tensor.dtype
         self.tensor.grad = self._grads if is_view and self._grads.device == self.tensor.device else None
+
+    def note_writes(self) -> None:
+        """The float32 copy and the model are the same now."""
+        if self.has_master:
+            self._versions = [piece.parameter._version for piece in self.pieces]
+
+    def take_writes(self) -> None:
+        """What was written to the model's parameters since, by ``load_state_dict`` or in place, counts: the float32 copy
+        takes elements of which it is not the longer form. Writes to ``.data`` are not seen."""
+        if not self.has_master or self._versions == [piece.parameter._version for piece in self.pieces]:
+            return
+        copy = self.tensor.detach()
+        written = self._data.to(copy.dtype)
+        copy.copy_(torch.where(copy.to(self._data.dtype).to(copy.dtype) == written, copy, written))
+        self.note_writes()
 
     def hold_frozen(self, state: Mapping[Any, Any]) -> None:
         """Before a step, which would move parameters that were frozen since (by their last gradient, weight decay or

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +16,20 @@ class StandsFor:
     """The part of the optimizer that shows the other's state, and is no copy of it."""
 
     _inner: torch.optim.Optimizer
+    zero_grad: Callable[..., None]
+
+    def _begin_its_steps(self) -> None:
+        """Has the other's ``zero_grad()`` be this one's: itself it would find no ``.grad``, and leave ``main_grad``."""
+        mine, its = weakref.ref(self), weakref.ref(self._inner)
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            outer, inner = mine(), its()
+            if outer is not None:
+                outer.zero_grad(set_to_none)
+            elif inner is not None:
+                type(inner).zero_grad(inner, set_to_none)
+
+        vars(self._inner)["zero_grad"] = zero_grad
 
     @property
     def state(self) -> Any:

@@ -2,25 +2,83 @@
 
 from __future__ import annotations
 
-import torch
+import inspect
+from collections.abc import Sequence
+from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from farandole.ddp._agreement import Facts
+from farandole.ddp._options import group_of
+from farandole.ddp._tuning import TUNED_ROUNDS
 from farandole.ddp._wrapper import DistributedDataParallel
 
 # Those that update an element by what they know of that element alone, so that neighbours can be one tensor.
 _ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 # Those that look at the whole of a parameter, or at its shape.
 _BY_PARAMETER = ("Adafactor", "LAMB", "LARS", "Muon", "SOAP", "Shampoo")
-_REFUSED = {
-    "LBFGS": "looks at all parameters at once",
-    "SparseAdam": "takes sparse gradients",
-}
+# Settings of param groups that say how, not what.
+_WAYS = ("params", "foreach", "fused", "capturable", "differentiable")
+
+
+def check_models(models: Sequence[Any]) -> None:
+    if not models:
+        raise ValueError("model=[]: expected at least one DistributedDataParallel")
+    for one in models:
+        if not isinstance(one, DistributedDataParallel):
+            raise TypeError(
+                f"model has a {type(one).__name__}: expected farandole.ddp.DistributedDataParallel, or several"
+            )
+        one._reducer.check_grads()
+        if one._tuner is not None and one._tuner.is_pending:
+            raise ValueError(
+                "model has bucket_size='auto' and has not chosen a size yet, which gives parameters another main_grad: "
+                f"expected {2 * TUNED_ROUNDS + 1} steps before, or a bucket_size in elements"
+            )
+    if len(set(models)) < len(models):
+        raise ValueError("model has one DistributedDataParallel several times: expected each once")
+    if len({one._param_sync is None for one in models}) > 1:
+        raise ValueError("model: expected all with use_distributed_optimizer=True, or none")
+
+
+def facts_of_groups(**groups: Any) -> Facts:
+    """Of groups that ranks give to the constructor, by its arguments: other ranks in each, but of one size."""
+    sizes = []
+    for name, group in groups.items():
+        if group is not None:
+            group_of(name, group)
+        sizes.append((name, "None" if group is None else f"of {dist.get_world_size(group)} ranks"))
+    return sizes
+
+
+def facts_of(optimizer: Any, names: list[list[str]]) -> Facts:
+    """What all replicas update alike, with the names of parameters by param group."""
+    facts = [("optimizer", type(optimizer).__name__)]
+    facts += [(f"param group {index}", ", ".join(group)) for index, group in enumerate(names)]
+    for index, group in enumerate(optimizer.param_groups):
+        settings = (f"{key}={value}" for key, value in sorted(group.items()) if key not in _WAYS)
+        facts.append((f"settings of param group {index}", ", ".join(settings)))
+    return facts
+
+
+def check_optimizer(optimizer: Any) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}: expected a torch.optim.Optimizer")
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"optimizer is a {type(optimizer).__name__}, whose step() needs a closure, to run backwards by itself: "
+            "expected it without a DistributedOptimizer, over a model that is wrapped with neither "
+            "use_distributed_optimizer nor grad_reduce_in_fp32"
+        )
 
 
 def is_elementwise_of(optimizer: torch.optim.Optimizer, is_elementwise: bool | None) -> bool:
     name = type(optimizer).__name__
-    if name in _REFUSED:
+    if name == "SparseAdam":
         raise ValueError(
-            f"optimizer is a {name}, which {_REFUSED[name]}: expected a model that is wrapped with "
+            "optimizer is a SparseAdam, which takes sparse gradients: expected a model that is wrapped with "
             "use_distributed_optimizer=False"
         )
     if is_elementwise is not None:

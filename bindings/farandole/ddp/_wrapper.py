@@ -16,11 +16,11 @@ from farandole import _C
 from farandole._default_device import default_device
 from farandole.ddp._abandonment import AbandonsGroup
 from farandole.ddp._agreement import refusing_together
-from farandole.ddp._blind_steps import refuse_blind_steps
 from farandole.ddp._changes import ParameterWatch
 from farandole.ddp._comm_hook import builtin_comm_hook, checked_comm_hook
 from farandole.ddp._copying import build_again, state_of
 from farandole.ddp._fused import is_added_of
+from farandole.ddp._grads_elsewhere import tell_where_grads_are
 from farandole.ddp._held_gradients import HoldsGradients
 from farandole.ddp._ignored import ignore, ignored_in, named_buffers, named_parameters
 from farandole.ddp._join import UnevenInputs, begin_forward
@@ -39,15 +39,17 @@ from farandole.ddp._options import (
     unused_policy,
 )
 from farandole.ddp._outputs import tensors_in
-from farandole.ddp._param_sync import ParamSync, SyncsParameters
+from farandole.ddp._param_sync import ParamSync
 from farandole.ddp._rewrapping import finish_gathers, take_over
+from farandole.ddp._syncs_parameters import SyncsParameters
+from farandole.ddp._tensor_parallel import localize
 from farandole.ddp._timeline import Timeline
 from farandole.ddp._tuning import BucketTuner, is_auto
 
 __all__ = ["DistributedDataParallel"]
 
 
-class DistributedDataParallel(HoldsGradients, UnevenInputs, SyncsParameters, AbandonsGroup, ShowsLayout):
+class DistributedDataParallel(HoldsGradients, SyncsParameters, UnevenInputs, AbandonsGroup, ShowsLayout):
     """Wraps a module so that each backward leaves the average gradient over the group in ``.grad``.
 
     Gradients live in contiguous buffers, laid out in reverse registration order (as Megatron-core's) and cut into
@@ -127,7 +129,6 @@ class DistributedDataParallel(HoldsGradients, UnevenInputs, SyncsParameters, Aba
     next forward, run each step inside :meth:`abandon_on_error`, or call :meth:`abandon`; ``farandole.pipelining`` does.
     """
 
-    _tuner: BucketTuner | None
     _set_params_and_buffers_to_ignore_for_model = staticmethod(ignore)  # the name that torch's users know
 
     def __init__(
@@ -168,13 +169,13 @@ class DistributedDataParallel(HoldsGradients, UnevenInputs, SyncsParameters, Aba
         expert_instance_process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        group = group_in(process_group, device_mesh, module)
+        group = group_in(process_group, device_mesh)
         with refusing_together(module, (group,)):
             if not isinstance(module, torch.nn.Module):
                 raise TypeError(f"module is a {type(module).__name__}: expected a torch.nn.Module")
-            instances = instance_process_group
-            if instances is not None:
-                instances = group_of("instance_process_group", instances)
+            if device_mesh is not None:
+                localize(module, device_mesh)
+            instances = instance_process_group and group_of("instance_process_group", instance_process_group)
         with refusing_together(module, (group, instances)):
             for name, is_asked in (
                 ("overlap_param_gather", overlap_param_gather),
@@ -266,7 +267,7 @@ class DistributedDataParallel(HoldsGradients, UnevenInputs, SyncsParameters, Aba
         self._param_sync = ParamSync(self, self._reducer, overlap_param_gather) if options.is_sharded else None
         take_over(self)
         if options.home == _C.GradHome.main_grad:
-            refuse_blind_steps()
+            tell_where_grads_are()
 
     def __getstate__(self) -> dict[str, Any]:
         """To copy or pickle it, which is no collective: over the default group only, as torch's. Gradients stay behind."""
@@ -394,7 +395,3 @@ class DistributedDataParallel(HoldsGradients, UnevenInputs, SyncsParameters, Aba
         self._reducer.record(timeline)
         if self._param_sync is not None:
             self._param_sync.record(timeline)
-
-    def bucket_tuning(self) -> str | None:
-        """Which bucket size was chosen and why; None before that, and without ``bucket_size="auto"``."""
-        return self._tuner.reason if self._tuner is not None else None

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from farandole._parameters import parameters_unread
 from farandole.pipelining._microbatches import signature, split_inputs, split_target
 from farandole.pipelining._stage import Declared, PipelineStage
 
@@ -59,7 +60,7 @@ class InputSplitter:
             # What is frozen or trained decides which tensors have a gradient, and types which they are of.
             kind = stage.device.type
             autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-            parameters = [(p.requires_grad, p.dtype) for p in stage.submod.parameters()]
+            parameters = [(p.requires_grad, p.dtype) for p in parameters_unread(stage.submod)]
             inputs.signature.append((stage.submod.training, autocast, parameters))
         for stage in self.first_stages:
             if stage.declared_inputs is not None:

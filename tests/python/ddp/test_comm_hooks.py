@@ -202,3 +202,15 @@ def _bad_result(rank: int, world_size: int) -> None:
 
 def test_a_result_of_another_size_is_refused():
     run_ranks(_bad_result, 2, BACKENDS[-1])
+
+
+def _no_future(rank: int, world_size: int, kind: str) -> None:
+    model = DistributedDataParallel(torch.nn.Linear(2, 2))
+    model.register_comm_hook(None, lambda state, bucket: bucket.buffer() if kind == "Tensor" else None)
+    with pytest.raises(TypeError, match=f"returned {kind} for bucket 0: expected torch.futures.Future"):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("kind", ["Tensor", "NoneType"])
+def test_a_hook_that_returns_no_future_is_told(kind):
+    run_ranks(_no_future, 2, BACKENDS[-1], kind=kind)

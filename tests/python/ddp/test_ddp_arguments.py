@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from ddp_models import BACKENDS, fewer
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as TorchDdp
 from torch.utils.checkpoint import checkpoint
 
@@ -261,23 +260,3 @@ def _forward_sync_buffers(rank: int, world_size: int) -> None:
 
 def test_forward_sync_buffers_is_about_forwards_alone():
     run_ranks(_forward_sync_buffers, 2, "gloo", timeout=60)
-
-
-def _tensor_parallel(rank: int, world_size: int) -> None:
-    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("replicas", "shards"))
-    grads = []
-    for kind in (TorchDdp, DistributedDataParallel):
-        torch.manual_seed(8)
-        module = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 4))
-        parallelize_module(module, mesh["shards"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-        model = kind(module, device_mesh=mesh["replicas"])
-        parameters = list(model.parameters())
-        for step in range(2):
-            model(torch.full((3, 4), 1.0 + rank // 2 + step)).square().sum().backward()
-        grads.append([parameter.grad for parameter in parameters])
-    for want, got in zip(*grads, strict=True):
-        assert torch.equal(want, got)
-
-
-def test_parameters_that_are_sharded_over_the_rest_of_a_mesh_are_averaged_as_by_torch():
-    run_ranks(_tensor_parallel, 4, "gloo", timeout=60)

@@ -182,6 +182,9 @@ def _refusals(rank: int, world_size: int) -> None:
     model = DistributedDataParallel(_Layers())
     with pytest.raises(RuntimeError, match=r"create_graph=True.*is not supported"):
         model(_input(rank)).backward(create_graph=True)
+    compiled = torch._dynamo.compiled_autograd._enable(lambda graph: graph)
+    with pytest.raises(NotImplementedError, match=r"compiled autograd does not run the hooks .*: expected"), compiled:
+        model(_input(rank)).backward()
     with pytest.raises(ValueError, match="bucket_size=-3: expected at least 1"):
         DistributedDataParallel(_Layers(), bucket_size=-3)
     with pytest.raises(ValueError, match="unused_parameters='drop': expected 'error', 'zero_fill' or 'skip'"):

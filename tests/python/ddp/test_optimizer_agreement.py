@@ -22,6 +22,11 @@ def _model(rank: int, **options: Any) -> DistributedDataParallel:
     return DistributedDataParallel(SmallModel(2, torch.float32), use_distributed_optimizer=True, **options)
 
 
+class _NeedsAClosure(torch.optim.SGD):
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
 def _constructor(rank: int, world_size: int) -> None:
     model = _model(rank)
     foreign = [torch.nn.Parameter(torch.zeros(3))] if rank == 1 else []
@@ -36,8 +41,29 @@ def _constructor(rank: int, world_size: int) -> None:
         DistributedOptimizer(kind(parameters, lr=0.1), model)
     with pytest.raises(ValueError, match=r"rank 0 has param group 0: .*; rank 1 has param group 0: "):
         DistributedOptimizer(torch.optim.SGD(parameters[1:] if rank == 1 else parameters, lr=0.1), model)
+    settings = r"rank 0 has settings of param group 0: .*lr=0.1, .*; rank 1 has settings of param group 0: .*lr=0.2,"
+    with pytest.raises(ValueError, match=settings):
+        DistributedOptimizer(torch.optim.SGD(parameters, lr=0.2 if rank == 1 else 0.1, foreach=rank == 1), model)
+    with pytest.raises(ValueError, match="rank 0 has is_elementwise: True; rank 2 has is_elementwise: False"):
+        DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), model, is_elementwise=rank != 2)
+    world = dist.group.WORLD if rank == 1 else None
+    with pytest.raises(ValueError, match="model_parallel_group: None; rank 1 has model_parallel_group: of 3 ranks"):
+        DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), model, model_parallel_group=world)
+    with pytest.raises(
+        ValueError, match=r"tensor_parallel_group='x': expected a ProcessGroup that this rank \(1\) is in"
+    ):
+        DistributedOptimizer(
+            torch.optim.SGD(parameters, lr=0.1), model, tensor_parallel_group="x" if rank == 1 else None
+        )
+    for wrong, text in ((torch.nn.Tanh(), "model has a Tanh"), (model, "model has one .* several times")):
+        with pytest.raises(ValueError if rank != 1 else (TypeError, ValueError), match=text):
+            models = [model, wrong] if rank == 1 else model
+            DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), models)
+    with pytest.raises((TypeError, ValueError), match=r"optimizer is a _NeedsAClosure, whose step\(\) needs"):
+        kind = _NeedsAClosure if rank == 2 else torch.optim.SGD
+        DistributedOptimizer(kind(parameters, lr=0.1), model)
     assert time.monotonic() - start < SOON
-    DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), model)
+    DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1, foreach=rank == 1), model)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -65,7 +91,7 @@ def _instances(rank: int, world_size: int) -> None:
         DistributedDataParallel(torch.nn.Linear(2, 3 if rank == 0 else 2), **groups)
     assert time.monotonic() - start < SOON
     model = _model(rank, **groups)
-    with pytest.raises(ValueError, match="which looks at all parameters at once"):
+    with pytest.raises(ValueError, match="optimizer is a LBFGS, whose"):
         kind = torch.optim.LBFGS if rank == 2 else torch.optim.SGD
         DistributedOptimizer(kind(list(model.parameters()), lr=0.1), model)
     assert time.monotonic() - start < SOON

@@ -76,6 +76,54 @@ def test_a_step_of_torchs_optimizer_that_would_change_nothing_is_refused(layout)
     assert run_ranks(_blind_steps, 2, "farandole", layout=layout) == [True] * 2
 
 
+def _blind_clips(rank, world_size, layout):
+    model, alone = _wrapped(**layout), torch.nn.Linear(2, 2)
+    parameters = list(model.parameters())
+    alone(torch.ones(2)).sum().backward()
+    torch.nn.utils.clip_grad_norm_([*alone.parameters(), *parameters], 1.0)  # there is no gradient yet
+    _backward(model, rank)
+    for given in (parameters, iter(parameters), parameters[0]):
+        with pytest.raises(
+            RuntimeError, match=r"clip_grad_norm_: the gradient of parameter '0.weight' is in its main_grad"
+        ):
+            torch.nn.utils.clip_grad_norm_(given, 1.0)
+    assert torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.5) > 0.5
+    assert torch.nn.utils.get_total_norm([one.grad for one in alone.parameters()]).item() == pytest.approx(
+        0.5, rel=1e-4
+    )
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_torchs_clipping_that_would_do_nothing_is_refused(layout):
+    run_ranks(_blind_clips, 2, "farandole", layout=layout)
+
+
+def _inner_zero_grad(rank, world_size, layout):
+    """That of the optimizer that one was made of begins a step as well."""
+    trained = []
+    for of_inner in (False, True):
+        model = _wrapped(**layout)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(inner, model)
+        for step in range(3):
+            (inner if of_inner else optimizer).zero_grad()
+            _backward(model, rank, step)
+            optimizer.step()
+        trained.append(_values(model))
+    assert torch.equal(*trained)
+    del optimizer
+    gc.collect()
+    inner.zero_grad()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_zero_grad_of_the_inner_optimizer_begins_a_step(layout):
+    run_ranks(_inner_zero_grad, 2, "farandole", layout=layout)
+
+
 def _older_copies(rank, world_size, layout, overlaps):
     kwargs = {"overlap_param_gather_with_optimizer_step": True} if overlaps else {}
     model, alone = _wrapped(**layout), _wrapped(**layout)
