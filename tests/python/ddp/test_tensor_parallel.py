@@ -236,5 +236,8 @@ def _compiled(rank: int, world_size: int) -> None:
         torch.testing.assert_close(value, reference.state_dict()[name])
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="torch 2.11 compiles no DTensor of a part, under its own DDP either"
+)
 def test_trains_compiled():
     run_ranks(_compiled, 4, "gloo", timeout=120)
