@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -33,14 +33,16 @@ def tell_where_grads_are() -> None:
 @functools.cache
 def _register() -> None:
     register_optimizer_step_pre_hook(_refuse_blind_step)
-    # clip_grad_norm_ has no hooks, and looks this up; it is passed under many names, which are bound long before.
-    clip_grad._clip_grads_with_norm_ = _refusing_blind_clips(clip_grad._clip_grads_with_norm_)
+    # Nothing hooks into clip_grad_norm_, which programs have bound to names of their own; it looks this one up.
+    refusing = _refusing_blind_clips(clip_grad._clip_grads_with_norm_)
+    clip_grad._clip_grads_with_norm_ = torch.nn.utils.clip_grads_with_norm_ = refusing
 
 
 def _refusing_blind_clips(clip: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(clip)
     def clip_grads_with_norm_(parameters: Any, *args: Any, **kwargs: Any) -> None:
-        if not torch.compiler.is_compiling() and isinstance(parameters, Sequence):
+        if not torch.compiler.is_compiling():
+            parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             name = _blind_to(_reduced_in_main_grad(parameters))
             if name is not None:
                 raise RuntimeError(
