@@ -159,7 +159,7 @@ void bindSparse(py::module_& module) {
            py::arg("dist_on_thread") = py::none())
       .def("begin", &sparse::BatchPipeline::begin, py::arg("is_new_source"), ReleaseGil())
       // With the GIL: threads would take it, and keep the forward or backward waiting that is to follow.
-      .def("beside", &sparse::BatchPipeline::beside, py::arg("may_dist_beside"))
+      .def("beside", &sparse::BatchPipeline::beside, py::arg("may_dist_beside"), py::arg("may_load_beside") = true)
       .def(
           "wait_for_data", [](PythonPipeline& self, const py::function& wait) { self.waitForData([&] { wait(); }); },
           py::arg("wait"))

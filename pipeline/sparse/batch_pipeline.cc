@@ -130,7 +130,7 @@ bool BatchPipeline::fillAndAgree() {
 }
 
 // Threads first, then what this one does itself.
-void BatchPipeline::beside(bool mayDistBeside) {
+void BatchPipeline::beside(bool mayDistBeside, bool mayLoadBeside) {
   if (!isComputing_ || std::exchange(hasBeside_, true)) return;
   Slot* exchanged = options_.hasDist && slots_.size() > 1 && !slots_[1].hasStarted ? &slots_[1] : nullptr;
   Slot* loaded = wantsMore(mostComputing_) ? &newSlot() : nullptr;
@@ -138,13 +138,14 @@ void BatchPipeline::beside(bool mayDistBeside) {
     distIsBeside_ = true;
     distThread_.start([this, exchanged] { stages_->onThread([&] { distBeside(*exchanged); }); });
   }
-  if (loaded != nullptr && threads_.loadOnThread()) {
+  if (loaded != nullptr && mayLoadBeside && threads_.loadOnThread()) {
     loadIsBeside_ = true;
     loadThread_.start([this, loaded] { stages_->onThread([&] { load(*loaded); }); });
   }
   if (exchanged != nullptr && !distIsBeside_) timed(times_.distBlocked, [&] { startDist(*exchanged); });
   if (loaded != nullptr && !loadIsBeside_) {
-    timed(times_.loadBlocked, [&] { load(*loaded); });
+    double bound = 0;  // where no thread could have it
+    timed(mayLoadBeside ? times_.loadBlocked : bound, [&] { load(*loaded); });
     if (loaded->isEnd) sourceEnded_ = true;
   }
 }

@@ -43,9 +43,9 @@ class BatchPipeline {
   // though the one before had none left.
   std::optional<BatchNo> begin(bool isNewSource);
 
-  // Before the forward: starts the stages of the batches after it, or runs them. `mayDistBeside`: whether an input_dist
-  // may run beside this forward at all.
-  void beside(bool mayDistBeside = true);
+  // Before the forward: starts the stages of the batches after it, or runs them. Whether an input_dist, and whether a
+  // load, may run beside this forward at all.
+  void beside(bool mayDistBeside = true, bool mayLoadBeside = true);
 
   // After the forward: what waits for other ranks may go on.
   void middle();

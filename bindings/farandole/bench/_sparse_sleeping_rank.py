@@ -71,11 +71,11 @@ def _load(seconds: float) -> Iterator[torch.Tensor]:
         yield batch
 
 
-def run_steps(rank: Rank, on_thread: bool | None, seconds: float, warm_up: int, count: int) -> list[float]:
+def run_steps(rank: Rank, seconds: float, warm_up: int, count: int) -> list[float]:
     """Runs on all ranks: the seconds of each step."""
     from farandole.sparse import TrainPipelineSparseDist
 
-    key = ("sparse sleeping", on_thread, seconds)
+    key = ("sparse sleeping", seconds)
     if key not in rank.state:
         model = _SleepingModel(seconds)
         pipeline = TrainPipelineSparseDist(
@@ -83,11 +83,10 @@ def run_steps(rank: Rank, on_thread: bool | None, seconds: float, warm_up: int, 
             torch.optim.SGD(model.parameters(), lr=0.0),
             "cpu",
             process_group=rank.groups["farandole"],
-            load_on_thread=on_thread,
-            dist_on_thread=on_thread if on_thread is not None else True,
+            load_on_thread=True,
+            dist_on_thread=True,
         )
         rank.state[key] = pipeline, _load(seconds)
-        warm_up += 20  # until what is chosen by measured times is chosen
     pipeline, batches = rank.state[key]
     dist.barrier(rank.groups["farandole"])
     taken = []

@@ -50,29 +50,22 @@ def _measurement(settings: Settings, pair: RankPair, samples: int, series: dict[
 
 
 def _measure_sleeping(settings: Settings, pair: RankPair, report: Report) -> None:
-    ways = {"threads": True, "as measured": None}
     for name, seconds in _SECONDS.items():
         case = f"stages sleep {name}"
         one = Series(case, "longest stage", quantity="time")
-        series = {way: Series(case, f"farandole, {way}", quantity="step") for way in ways}
-        interleave(settings.rounds, [_sleeping(settings, pair, seconds, ways, [one, *series.values()])], settings.tick)
-        report.series += [one, *series.values()]
-        for way, of_way in series.items():
-            compared = ratio("step / longest stage", of_way, one)
-            report.ratios.append(compared)
-            report.targets.append(Target(f"{case}, {way}", compared.median(), _LONGEST_STAGE, at_most=True))
+        threads = Series(case, "farandole, threads", quantity="step")
+        interleave(settings.rounds, [_sleeping(settings, pair, seconds, [one, threads])], settings.tick)
+        report.series += [one, threads]
+        compared = ratio("step / longest stage", threads, one)
+        report.ratios.append(compared)
+        report.targets.append(Target(f"{case}, threads", compared.median(), _LONGEST_STAGE, at_most=True))
 
 
-def _sleeping(
-    settings: Settings, pair: RankPair, seconds: float, ways: dict[str, bool | None], series: list[Series]
-) -> Measurement:
+def _sleeping(settings: Settings, pair: RankPair, seconds: float, series: list[Series]) -> Measurement:
     def one_round() -> list[list[Sample]]:
         count = settings.count(_SLEEPING_STEPS)
-        values = [pair.call(sleeping.time_stages, seconds=seconds, warm_up=2, count=count)]
-        values += [
-            pair.call(sleeping.run_steps, on_thread=on_thread, seconds=seconds, warm_up=2, count=count)
-            for on_thread in ways.values()
-        ]
+        measured = (sleeping.time_stages, sleeping.run_steps)
+        values = [pair.call(each, seconds=seconds, warm_up=2, count=count) for each in measured]
         return [[Sample(max(both), max(both)) for both in zip(*ranks, strict=True)] for ranks in values]
 
     return series, one_round

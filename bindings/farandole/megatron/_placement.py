@@ -19,6 +19,8 @@ def device_of(models: Sequence[nn.Module], group: dist.ProcessGroup | None) -> t
     Raises:
         ValueError: models are on several.
     """
-    firsts = [next((tensor for tensors in (parameters_unread(m), m.buffers()) for tensor in tensors), None) for m in models]
+    firsts = [
+        next((tensor for tensors in (parameters_unread(m), m.buffers()) for tensor in tensors), None) for m in models
+    ]
     devices = [stage_device(first.device) for first in firsts if first is not None]
     return one_device(devices) if devices else default_device(group)

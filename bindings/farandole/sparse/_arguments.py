@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 
 def device_of(device: Any) -> torch.device:
@@ -27,3 +29,39 @@ def refuse_no_bool(name: str, value: Any, besides: str = "") -> None:
     """
     if not isinstance(value, bool):
         raise TypeError(f"{name}={value!r}: expected a bool{besides}")
+
+
+def group_of(given: Any) -> dist.ProcessGroup | None:
+    """The process group of an argument: all ranks for None, where there are others.
+
+    Raises:
+        TypeError, ValueError: it is none, or this rank is not in it.
+    """
+    if given is None:
+        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    # What new_group() returns to ranks that it leaves out, which is no group, but an int.
+    if type(given) is type(dist.GroupMember.NON_GROUP_MEMBER) and given == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            "process_group is GroupMember.NON_GROUP_MEMBER: this rank is not in the group that new_group() was called for; "
+            "expected pipelines on its ranks alone, or a group with this rank"
+        )
+    if not isinstance(given, dist.ProcessGroup):
+        raise TypeError(f"process_group={given!r}: expected a torch.distributed.ProcessGroup, or None")
+    return given
+
+
+def refuse_others_optimizer(model: nn.Module, optimizer: Any) -> None:
+    """One without parameters is none's; ours, and some others, step copies in float32 or flat ones, which tell nothing.
+
+    Raises:
+        ValueError: it has parameters, and none is the model's.
+    """
+    if type(optimizer).__module__.startswith("farandole."):
+        return
+    stepped = [part for group in getattr(optimizer, "param_groups", ()) for part in group["params"]]
+    own = set(map(id, model.parameters()))
+    if stepped and all(type(part) is nn.Parameter and id(part) not in own for part in stepped):
+        raise ValueError(
+            f"optimizer ({type(optimizer).__name__}) has no parameter of this {type(model).__name__}: expected one of "
+            "the model's own, or one without parameters"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,11 +14,12 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import TypeVar
 
-from farandole._C import AccumulationWindow, BatchPipeline, ProfilerRange
-from farandole.sparse._arguments import device_of, refuse_no_bool
+from farandole._C import AccumulationWindow, BatchPipeline, NoGrad, ProfilerRange
+from farandole.sparse._arguments import device_of, group_of, refuse_no_bool, refuse_others_optimizer
 from farandole.sparse._caller import Caller
 from farandole.sparse._contexts import ENDS_NOTHING, NOTHING
 from farandole.sparse._dense_grads import DenseGrads
+from farandole.sparse._losses import outcome_of, summed
 from farandole.sparse._precision import Precision
 from farandole.sparse._stages import Stages
 from farandole.sparse._streams import Streams
@@ -66,7 +68,10 @@ class TrainPipelineBase(Generic[In, Out]):
             the last one, and without synchronizing (``no_sync``) before. A window that the end of the data cuts short
             steps with what it has, divided as ever. Optimizers that are fused into the backward update at every batch,
             with the divided loss.
-        load_on_thread: whether batches are loaded and copied by a thread of its own; None decides by measured times.
+        load_on_thread: whether batches are loaded and copied by a thread of the pipeline's own. True says that the
+            iterator may run there: is not bound to its thread, and does no collectives that a forward may do beside it.
+            None decides by measured times for iterators of torch's DataLoader with worker processes, for which nothing
+            but waiting is left (and the batch's ``to``); all others stay on the caller's thread.
 
     ``progress`` never leaves anything running. Iterators should not draw from torch's global generator beside a model
     that does: they are read ahead.
@@ -75,6 +80,7 @@ class TrainPipelineBase(Generic[In, Out]):
     _has_dist = False
     _trains = True
     _was_training: bool | None = None  # in the step before
+    _doing = "forward"  # or backward, or step
 
     def __init__(
         self,
@@ -102,14 +108,13 @@ class TrainPipelineBase(Generic[In, Out]):
         refuse_torchrecs(enable_inplace_copy_batch=enable_inplace_copy_batch)
         if load_on_thread is not None:
             refuse_no_bool("load_on_thread", load_on_thread, ", or None")
-        if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
-            raise TypeError(f"process_group={process_group!r}: expected a torch.distributed.ProcessGroup, or None")
+        process_group = group_of(process_group)
         self._refuse_optimizer(optimizer)
         self._device = device_of(device)
-        if process_group is None and dist.is_available() and dist.is_initialized():
-            process_group = dist.group.WORLD
         self._precision = Precision(self._device, enable_amp, enable_grad_scaling, grad_scaler, process_group)
         self._refuse(model)
+        if self._trains:
+            refuse_others_optimizer(model, optimizer)
         self._model = model
         self._optimizer = optimizer
         self._window = AccumulationWindow(grad_accum or 1)
@@ -120,10 +125,16 @@ class TrainPipelineBase(Generic[In, Out]):
         self._group = process_group
         self._streams = Streams(self._device)
         self._stages = Stages(
-            self._device, self._streams, process_group, self._completes_ahead(), custom_model_fwd is not None
+            self._device,
+            self._streams,
+            process_group,
+            self._completes_ahead(),
+            custom_model_fwd is not None,
+            load_on_thread,
         )
         self._execute_all_batches = execute_all_batches
         self._has_ended = False
+        self._before = self._began = time.monotonic()  # the last two steps
         self._engine = BatchPipeline(
             self._stages,
             execute_all_batches=execute_all_batches,
@@ -145,7 +156,8 @@ class TrainPipelineBase(Generic[In, Out]):
             raise AttributeError(of_missing(type(self).__name__, name), name=name, obj=self)
 
     def progress(self, dataloader_iter: Iterator[In]) -> Out:
-        """One batch forward, and where the model is training backward and, at the end of a window, the step.
+        """One batch forward, and where the model is training backward and, at the end of a window, the step. In eval mode
+        the forward is in torch.no_grad().
 
         Returns:
             The output of the model for that batch, undivided.
@@ -155,8 +167,9 @@ class TrainPipelineBase(Generic[In, Out]):
                 had left is in ``unused_batches``. The next call asks the iterator again, which may have begun anew.
             Exception: what the iterator, the copy, input_dist, the model or the optimizer raised, for the batch that
                 it is about: those before it have been computed, those after it will be. Other ranks raise a
-                RuntimeError that says so, where the batch had not reached its forward. A StopIteration of any but the
-                iterator is a RuntimeError, as in generators.
+                RuntimeError that says so, where the batch had not reached its forward. A forward, backward or step that
+                fails on some of the ranks of a TrainPipelineSparseDist only is the end of it on all: a RuntimeError with
+                the reason, in each call. A StopIteration of any but the iterator is a RuntimeError, as in generators.
             BaseException: what has interrupted a load, KeyboardInterrupt say, after the step that was under way; the
                 batch that is lost by it raises a RuntimeError in its turn.
         """
@@ -173,6 +186,7 @@ class TrainPipelineBase(Generic[In, Out]):
         before, has_ended, self._has_ended = len(self._stages.unused), self._has_ended, False
         self._stages.autocast = self._precision.as_now()
         self._stages.caller = Caller()
+        self._before, self._began = self._began, time.monotonic()
         try:
             with ENDS_NOTHING:
                 number = self._engine.begin(is_new or has_ended)
@@ -189,9 +203,15 @@ class TrainPipelineBase(Generic[In, Out]):
         try:
             with ENDS_NOTHING:
                 output: Out = self._compute(number)
+        except BaseException as error:
+            self._step_failed(f"batch {number}", error)
+            raise
         finally:
             self._engine.end()
+            overwritten = self._stages.given.forget(number)
         self._stages.raise_interrupt()
+        if overwritten is not None:  # by a load beside its step
+            raise overwritten
         return output
 
     @property
@@ -235,8 +255,12 @@ class TrainPipelineBase(Generic[In, Out]):
     def _running(self, flying: Any) -> contextlib.AbstractContextManager[Any]:
         return NOTHING
 
+    def _step_failed(self, batch: str, error: BaseException) -> None:
+        """What the others have of an error in ``_doing`` for a batch."""
+
     def _compute(self, number: int) -> Any:
         flying = self._stages.take(number)
+        self._doing = "forward"
         is_training = self._was_training = self._model.training
         if is_training and self._window.is_first:
             self._warn_of_windows()
@@ -264,11 +288,13 @@ class TrainPipelineBase(Generic[In, Out]):
     def _train(self, losses: torch.Tensor, number: int) -> None:
         """Where it fails the window is over: the next batch begins another one, with zeroed gradients."""
         try:
+            self._doing = "backward"
             with ProfilerRange(f"## backward {number} ##"):
                 self._backward(losses)
             self._dense_grads.has_run()
             self._after_backward()
             if self._window.is_last:
+                self._doing = "step"
                 with ProfilerRange(f"## optimizer {number} ##"):
                     self._precision.step(self._optimizer)
         except BaseException:
@@ -280,35 +306,35 @@ class TrainPipelineBase(Generic[In, Out]):
         with ProfilerRange(f"## wait_for_batch {flying.number} ##"):
             self._streams.hand_over(self._streams.copy, flying.batch)
         self._adopt(flying)
-        self._engine.beside(may_dist_beside=self._may_dist_beside())
+        self._engine.beside(self._may_dist_beside(), self._stages.may_load_beside)
+        self._stages.given.refuse(flying.number)
 
     def _forward(self, flying: Any) -> tuple[torch.Tensor, Any]:
         forward = self._model_fwd or self._model
-        with ProfilerRange(f"## forward {flying.number} ##"), self._running(flying), self._precision.autocast():
+        has_backward = self._trains and self._model.training
+        # Without one, nothing may arm a wrapper for it: torch's DDP would average in the next, whatever no_sync says.
+        with (
+            ProfilerRange(f"## forward {flying.number} ##"),
+            NOTHING if has_backward else NoGrad(),
+            self._running(flying),
+            self._precision.autocast(),
+        ):
             result = forward(flying.batch)
-        if not isinstance(result, (tuple, list)) or len(result) != 2:
-            raise TypeError(f"the model returned {_described(result)}: expected (losses, output), losses a tensor")
-        losses, output = result
-        if not isinstance(losses, torch.Tensor) and self._trains and self._model.training:
-            raise TypeError(
-                f"the model returned (losses, output), losses a {type(losses).__name__}: expected a tensor, one for each "
-                "sample, or one for all"
-            )
-        return losses, output
+        return outcome_of(result, has_backward)
 
     def _backward(self, losses: torch.Tensor) -> None:
-        if losses.shape[1:].numel() != 1:  # on a rank with one sample torch would take some of these
-            raise ValueError(
-                f"the model returned losses of shape {tuple(losses.shape)}: expected one for each sample, or one for all"
-            )
-        if self._window.size > 1:
-            losses = losses / self._window.size
-        self._precision.scaled(torch.sum(losses, dim=0)).backward()
+        self._precision.scaled(summed(losses, self._window.size)).backward()
 
     def _close_window(self) -> None:
-        if self._window.close() > 0:
+        if self._window.close() == 0:
+            return
+        self._doing = "step"
+        try:
             self._dense_grads.sync()
             self._precision.step(self._optimizer)
+        except BaseException as error:
+            self._step_failed("the window that the end of the data cut short", error)
+            raise
 
     def _warn_of_mode(self) -> None:
         if self._was_training is None or self._was_training is self._model.training or not self.in_flight:
@@ -365,9 +391,3 @@ def _name_of_fused(model: nn.Module) -> str | None:
         if getattr(getattr(module, "fused_optimizer", None), "params", None):
             return name
     return None
-
-
-def _described(result: Any) -> str:
-    if isinstance(result, (tuple, list)):
-        return f"a {type(result).__name__} of {len(result)}"
-    return f"a {type(result).__name__}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
+import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -16,6 +17,10 @@ Path = tuple[Step, ...]
 
 # Their classes with plain attributes (KeyedJaggedTensor, for one) keep some that come and go as they are used.
 _OPAQUE_SOURCES = ("torch", "torchrec", "fbgemm_gpu")
+_DEEPEST, _MOST = 5, 1000
+
+# What is known by its value, and not as an object.
+CONSTANTS = (type(None), int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
 
 
 def follow(batch: Any, path: Path) -> Any:
@@ -64,6 +69,52 @@ def everything_in(batch: Any, depth: int) -> Iterator[tuple[Path, Any]]:
         level = below
 
 
+def tensors_in(batch: Any) -> list[tuple[Path, Step | None, torch.Tensor]]:
+    """With the path of what holds each, and the step from there; those of opaque objects too. What is nearer first, and
+    not all where a batch leads to everything else."""
+    if isinstance(batch, torch.Tensor):
+        return [((), None, batch)]
+    found: list[tuple[Path, Step | None, torch.Tensor]] = []
+    todo: list[tuple[Path, Any]] = [((), batch)]
+    for path, value in todo:
+        type_: Any = type(value)
+        kind = _kind_of(type_)
+        if len(path) > _DEEPEST or len(todo) > _MOST or (kind is _SEQUENCE and _is_of_constants(value)):
+            continue
+        has_names = kind is _OBJECT or kind is _OPAQUE
+        held: Any = vars(value).items() if has_names else parts(value)
+        for step, item in held:
+            type_ = type(item)
+            kind_within = _kind_of(type_)
+            if kind_within is _TENSOR:
+                found.append((path, (getattr, step) if has_names else step, item))
+            elif kind_within is not _CONSTANT and kind is not _OPAQUE:
+                todo.append(((*path, (getattr, step) if has_names else step), item))
+    return found
+
+
+_TENSOR, _CONSTANT, _SEQUENCE, _PARTS, _OPAQUE, _OBJECT = "tensor", "constant", "sequence", "parts", "opaque", "object"
+
+
+@functools.lru_cache(maxsize=1024)
+def _kind_of(kind: type) -> str:
+    """Constant: or what is no part of a batch."""
+    if issubclass(kind, torch.Tensor):
+        return _TENSOR
+    if issubclass(kind, (*CONSTANTS, type, torch.nn.Module)):
+        return _CONSTANT
+    if issubclass(kind, (list, tuple)):
+        return _SEQUENCE
+    if issubclass(kind, Mapping) or kind.__dictoffset__ == 0:  # slots
+        return _PARTS
+    return _OPAQUE if kind.__module__.partition(".")[0] in _OPAQUE_SOURCES else _OBJECT
+
+
+def _is_of_constants(value: Any) -> bool:
+    """Maybe many, of one kind."""
+    return len(value) > 0 and is_constant(value[0]) and is_constant(value[-1])
+
+
 def replaced(value: Any, replace: Callable[[Path, Any], Any], path: Path = ()) -> Any:
     """A copy in which ``replace`` was asked for everything that has no parts; what does not change is not copied."""
     found = list(parts(value))
@@ -84,8 +135,7 @@ def replaced(value: Any, replace: Callable[[Path, Any], Any], path: Path = ()) -
 
 
 def is_constant(value: Any) -> bool:
-    """Whether it is known by its value, and not as an object."""
-    return value is None or isinstance(value, (int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device))
+    return isinstance(value, CONSTANTS)
 
 
 class Contents:

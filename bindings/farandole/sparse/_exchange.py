@@ -46,6 +46,11 @@ class SplitsExchange:
     def size(self) -> int:
         return self._group.size
 
+    @property
+    def name(self) -> str:
+        """The same on all ranks, and no other's; empty for this rank alone."""
+        return self._name
+
     def expect(self, columns: int) -> None:
         """So many integers come next, where this rank has no batch to tell by."""
         self._columns = columns

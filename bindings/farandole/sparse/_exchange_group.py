@@ -92,12 +92,13 @@ class ExchangeGroup:
         text = "" if self.group is None else _C.abandonment_of(self.group)
         return GivenUp(**json.loads(text)) if text else None
 
-    def give_up(self, error: BaseException, where: str) -> GivenUp:
-        """For an error in the middle of an exchange: tells the others, or says which of them was the first to fail."""
+    def give_up(self, error: BaseException, where: str, is_lost: bool = False) -> GivenUp:
+        """For an error in the middle of an exchange, or one that ends all: tells the others, or says which of them was the
+        first to fail."""
         known = self.given_up()
         if known is not None:
             return known
-        mine = GivenUp(dist.get_rank(), f"{where}: {type(error).__name__}: {error}", self.has_failed)
+        mine = GivenUp(dist.get_rank(), f"{where}: {type(error).__name__}: {error}", is_lost or self.has_failed)
         if self.group is not None:
             _C.abandon_group(self.group, json.dumps(asdict(mine)))
         return mine

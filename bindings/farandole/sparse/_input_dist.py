@@ -12,6 +12,7 @@ from torch import nn
 
 from farandole._C import NoGrad, Presence
 from farandole.sparse._exchange import SplitsExchange
+from farandole.sparse._failed_steps import FailedSteps
 from farandole.sparse._forms import other_forms
 from farandole.sparse._in_flight import InFlight
 from farandole.sparse._input_equality import versions_of
@@ -19,6 +20,7 @@ from farandole.sparse._joint_steps import JointSteps
 from farandole.sparse._preprocessing import preprocessed
 from farandole.sparse._sharded import is_torchrec
 from farandole.sparse._verdict import Inputs
+from farandole.sparse._wrong_inputs import refuse_wrong_inputs
 
 
 class InputDist:
@@ -35,6 +37,7 @@ class InputDist:
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self._joint = JointSteps(group, device)
+        self._failed_steps = FailedSteps(self._joint)
         self._modules: dict[str, nn.Module] = {}
         self._inputs: Callable[[InFlight], Inputs] | None = None
         self._torchrec: Any = None
@@ -72,6 +75,18 @@ class InputDist:
         elif self._joint.renew() and self._has_begun:
             self._hold_all()
 
+    def step_failed(self, stage: str, batch: str, error: BaseException, model: nn.Module, patience: float) -> None:
+        """The forward of a batch, say, has raised: waits so many seconds for that of all other ranks to do so, too. Else
+        collectives of the model are out of step, and nothing can go on.
+
+        Raises:
+            FailedOnOthers: another rank has ended a collective of this one.
+        """
+        try:
+            self._failed_steps.meet(stage, batch, error, model, patience)
+        finally:
+            self._had_turn = self._had_turn or self._joint.is_lost
+
     def may_run_beside(self, is_promised: bool) -> bool:
         """Not before it has been through the modules: until then forwards use the same groups. Nor where modules
         exchange over groups of their own, unless it is promised that no forward uses them."""
@@ -93,9 +108,11 @@ class InputDist:
                 calls = self._calls(flying, self._inputs)
                 if self._has_begun:
                     self._hold(flying, calls)
+                else:  # before a module makes itself by them
+                    refuse_wrong_inputs(self._modules, flying.calls)
             except Exception as raised:
-                error = raised
-                presence, reason = Presence.FAILED, _told("input_dist", number, raised)
+                error = self._explained(raised, flying)
+                presence, reason = Presence.FAILED, _told("input_dist", number, error)
         if not self._has_begun:
             self._begin(number, flying, calls, presence, reason)
         else:
@@ -107,6 +124,7 @@ class InputDist:
         """False at the end of the data on some rank."""
         if self._decided is not None:
             return self._decided != Presence.END_OF_DATA
+        self._joint.refuse_lost()
         with self._joint.told("the exchange of splits", number):
             said = self._exchange.wait()
         if said.presence == Presence.FAILED and flying is not None and self._joint.rank not in said.failed:
@@ -137,6 +155,15 @@ class InputDist:
         flying.owner = self
         flying.versions = {name: versions_of(call) for name, call in flying.calls.items()}
         return calls
+
+    def _explained(self, error: Exception, flying: InFlight) -> Exception:
+        try:
+            refuse_wrong_inputs(self._modules, flying.calls)
+        except (TypeError, ValueError) as found:
+            if found is not error and str(found) != str(error):
+                found.__cause__ = error
+                return found
+        return error
 
     # torchrec's modules make their all-to-alls from the first batch that they see. So all ranks have one then, and no
     # rank tells how much others send before all have made them.

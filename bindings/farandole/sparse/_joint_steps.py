@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -15,12 +16,12 @@ from farandole import _C
 from farandole._C import Presence
 from farandole.sparse._contexts import OnError
 from farandole.sparse._exchange import SKIPPED, SplitsExchange
-from farandole.sparse._exchange_group import ExchangeGroup, FailedOnOthers
+from farandole.sparse._exchange_group import ExchangeGroup, FailedOnOthers, GivenUp
 from farandole.sparse._gloo_waits import looking_after
 from farandole.sparse._groups import forget_group_of_its_own, group_of_its_own, times_given_up
 
 # So long others may take to start what this rank could not, before it is supposed that they wait for it inside.
-_PATIENCE = 1.0
+PATIENCE = 1.0
 
 
 class JointSteps:
@@ -63,6 +64,11 @@ class JointSteps:
     def is_lost(self) -> bool:
         return bool(self._lost)
 
+    @property
+    def lost(self) -> str:
+        """Why no further step can be taken."""
+        return self._lost
+
     def refuse_lost(self) -> None:
         """
         Raises:
@@ -84,9 +90,28 @@ class JointSteps:
         first = self.group.give_up(error, f"{stage} of batch {number}")
         forget_group_of_its_own(self._parent)
         if first.is_lost:
-            self._lost = f"rank {first.rank} has failed in {first.what}"
+            self._lost = _said_of(first)
         if first.rank != self.rank:
             raise FailedOnOthers(f"{SKIPPED.format(number)}\nrank {first.rank}, {first.what}") from error
+
+    def hears_of_loss(self) -> bool:
+        """Whether another rank has said that no further step can be taken."""
+        first = self.group.given_up() if self._device.type == "cpu" else None
+        if first is not None and first.is_lost:
+            self._lost = _said_of(first)
+        return self.is_lost
+
+    def lose(self, where: str, error: BaseException, model: nn.Module) -> None:
+        """No further step can be taken, since this rank has failed outside of them. Others, who may wait for it in
+        collectives of the model, are told, and end these where their backend can (gloo's cannot)."""
+        first = GivenUp(self.rank, f"{where}: {type(error).__name__}: {error}", True)
+        if self._device.type == "cpu":
+            first = self.group.give_up(error, where, is_lost=True)
+            forget_group_of_its_own(self._parent)
+        self._lost = _said_of(first)
+        for group in {id(each): each for each in (*_groups_of(model), self._parent)}.values():
+            with contextlib.suppress(RuntimeError):  # the error that led here says more
+                _C.abandon_group(group, self._lost)
 
     def step(self, stage: str, number: int, call: Callable[[], None]) -> None:
         """A call that waits for no rank that has failed in it: the other ranks end theirs.
@@ -150,12 +175,16 @@ class JointSteps:
 
     # Others who wait inside of what this rank has left get no further without it.
     def _wake(self, module: nn.Module, why: str) -> None:
-        until = time.monotonic() + _PATIENCE
+        until = time.monotonic() + PATIENCE
         while not self.exchange.has_come():
             if time.monotonic() > until:
                 _give_up_groups_of(module, why, [dist.group.WORLD])
                 return
             time.sleep(0.005)
+
+
+def _said_of(first: GivenUp) -> str:
+    return f"rank {first.rank} has failed in {first.what}"
 
 
 def _error_of(call: Callable[[], None]) -> BaseException | None:

@@ -101,7 +101,7 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
         if not (self._model.training and self.prefetch_ahead):
             return
         ahead = self._stages.next_sent()
-        if ahead is None:
+        if ahead is None or self._stages.given.is_overwritten(ahead.number):
             return
         try:
             self._prefetch(ahead)

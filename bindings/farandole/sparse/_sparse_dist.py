@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -12,14 +13,18 @@ import torch
 from torch import nn
 
 from farandole._C import NoGrad, ProfilerRange
-from farandole.sparse._arguments import refuse_no_bool
+from farandole.sparse._arguments import refuse_no_bool, refuse_others_optimizer
 from farandole.sparse._attachment import Attachment, attach
 from farandole.sparse._base import In, ModelForward, Options, Out, TrainPipelineBase
+from farandole.sparse._joint_steps import PATIENCE
 from farandole.sparse._sharded import is_two_dimensional, unwrap
 from farandole.sparse._torchrec_arguments import by_name, refuse_interval, refuse_torchrecs
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+_LONGEST_PATIENCE = 30.0  # seconds; some of what lies between two steps is no part of them
 
 
 class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
@@ -138,7 +143,7 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
         self._refuse_optimizer(optimizer)
         is_other = unwrap(model)[0] is not unwrap(self._model)[0]
         if is_other and self._trains:
-            _refuse_others_optimizer(model, optimizer)
+            refuse_others_optimizer(model, optimizer)
         self.detach()
         self._refusal = None
         before = self._model, self._optimizer
@@ -189,6 +194,14 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
             with ProfilerRange("## dmp_collection_sync ##"):
                 collection.sync()
 
+    # Others may be later than this rank by what a step takes, and its load.
+    def _step_failed(self, batch: str, error: BaseException) -> None:
+        if self._attachment is not None:
+            is_interrupt = not isinstance(error, Exception)  # KeyboardInterrupt, which is not to be held up
+            patience = PATIENCE + (0 if is_interrupt else 2 * (time.monotonic() - self._before))
+            patience = min(patience, _LONGEST_PATIENCE)
+            self._attachment.input_dist.step_failed(self._doing, batch, error, self._model, patience)
+
     def _completes_ahead(self) -> bool:
         return self._agrees_on_inputs
 
@@ -238,7 +251,7 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
 
 
 class EvalPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
-    """Forward only, whatever the mode of the model (torchrec's EvalPipelineSparseDist).
+    """Forward only, in torch.no_grad(), whatever the mode of the model (torchrec's EvalPipelineSparseDist).
 
     Args:
         positional: torchrec's apply_jit and enable_inplace_copy_batch; False.
@@ -262,17 +275,9 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
 
     def _compute(self, number: int) -> Any:
         flying = self._stages.take(number)
+        self._doing = "forward"
         self._begin_forward(flying)
         _, output = self._forward(flying)
         del flying
         self._middle()
         return output
-
-
-def _refuse_others_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    stepped = {id(part) for group in optimizer.param_groups for part in group["params"]}
-    if stepped and stepped.isdisjoint(map(id, model.parameters())):
-        raise ValueError(
-            f"optimizer ({type(optimizer).__name__}) has no parameter of this {type(model).__name__}: expected "
-            "attach(model, optimizer) with one of its own"
-        )

@@ -11,9 +11,11 @@ import torch.distributed as dist
 
 from farandole._C import NoGrad, Presence, ProfilerRange
 from farandole.sparse._batches import to_device
-from farandole.sparse._caller import Caller
+from farandole.sparse._caller import Caller, IteratorVariables
+from farandole.sparse._given import GivenBatches
 from farandole.sparse._in_flight import InFlight
 from farandole.sparse._input_dist import InputDist
+from farandole.sparse._load_place import only_waits
 from farandole.sparse._streams import Streams
 
 _END = object()
@@ -29,6 +31,7 @@ class Stages:
         group: dist.ProcessGroup | None,
         agrees_on_inputs: bool,
         has_custom_forward: bool,
+        load_on_thread: bool | None,
     ) -> None:
         self._device = device
         self._streams = streams
@@ -37,11 +40,15 @@ class Stages:
         self._has_custom_forward = has_custom_forward
         self._source: Iterator[Any] = iter(())
         self._yielded = 0
+        self._load_on_thread = load_on_thread
+        self.may_load_beside = False  # on another thread
+        self._variables = IteratorVariables()
         self.input_dist: InputDist | None = None
         self.caller = Caller()
         self.autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self.is_training = True
         self.flying: dict[int, InFlight] = {}
+        self.given = GivenBatches()
         self.unused: list[Any] = []
         self._failed: dict[int, str] = {}
         self._interrupt: BaseException | None = None
@@ -49,28 +56,35 @@ class Stages:
     def take_from(self, source: Iterator[Any]) -> bool:
         """Whether the source is new: another one, or that of a DataLoader with persistent workers which has begun
         anew, as the same object."""
-        is_new = source is not self._source or _yielded_by(source) < self._yielded
+        is_other = source is not self._source
+        if is_other:
+            self.may_load_beside = only_waits(source) if self._load_on_thread is None else self._load_on_thread
+            self._variables = IteratorVariables()
+            self.given.begin_source()
+        is_new = is_other or _yielded_by(source) < self._yielded
         self._source = source
         self._yielded = _yielded_by(source)
         return is_new
 
     def load(self, number: int) -> bool:
         try:
-            with (
-                ProfilerRange(f"## copy_batch_to_gpu {number} ##"),
-                self.caller.entered(),
-                self._streams.on(self._streams.copy),
-            ):
+            with ProfilerRange(f"## copy_batch_to_gpu {number} ##"), self._streams.on(self._streams.copy):
+                self.given.before_next()
                 with ProfilerRange("## next_batch ##"):
-                    batch = next(self._source, _END)
+                    batch = self._next()
                 self._yielded = _yielded_by(self._source)
                 if batch is _END:
+                    self.given.after_next(number, None, self.caller.is_here())
                     return False
                 if batch is None:  # with which torchrec's pipelines end, and leave the rest
                     raise TypeError("the iterator gave None: expected a batch")
-                self.flying[number] = InFlight(number, to_device(batch, self._device), self._has_custom_forward)
+                batch = self.caller.run(to_device, batch, self._device)
+                self.given.after_next(number, batch, self.caller.is_here())
+                self.flying[number] = InFlight(number, batch, self._has_custom_forward)
         except Exception as error:
             self._failed[number] = f"load of batch {number}: {type(error).__name__}: {error}"
+            if not self.caller.is_here() and hasattr(error, "add_note"):  # Python 3.11
+                error.add_note("on a thread of the pipeline's own; load_on_thread=False loads on the caller's")
             raise
         except BaseException as interrupt:  # Ctrl-C, say, which is not to wait for the batch's turn
             self._interrupt = interrupt
@@ -79,6 +93,11 @@ class Stages:
                 f"batch {number} is skipped: its load was interrupted by {type(interrupt).__name__}"
             ) from interrupt
         return True
+
+    def _next(self) -> Any:
+        if not self.may_load_beside:
+            return next(self._source, _END)
+        return self._variables.run(self.caller, next, self._source, _END)
 
     def raise_interrupt(self, error: Exception | None = None) -> None:
         """Passes on what has interrupted a load; that of this error alone, where one is given."""
@@ -89,6 +108,15 @@ class Stages:
         raise interrupt
 
     def start_dist(self, number: int, presence: Presence) -> None:
+        self.caller.run(self._start_dist, number, presence)
+
+    def finish_dist(self, number: int) -> bool:
+        return self.caller.run(self._finish_dist, number)
+
+    def complete_dist(self, number: int) -> None:
+        self.caller.run(self._complete_dist, number)
+
+    def _start_dist(self, number: int, presence: Presence) -> None:
         assert self.input_dist is not None
         with ProfilerRange(f"## start_sparse_data_dist {number} ##"), self._streams.on(self._streams.dist):
             flying = self.flying.get(number)
@@ -98,12 +126,12 @@ class Stages:
             with self.autocast():
                 self.input_dist.start(number, flying, presence, self._failed.pop(number, ""))
 
-    def finish_dist(self, number: int) -> bool:
+    def _finish_dist(self, number: int) -> bool:
         assert self.input_dist is not None
         with ProfilerRange(f"## wait_sparse_data_dist {number} ##"), self._streams.on(self._streams.dist):
             return self.input_dist.finish(number, self.flying.get(number))
 
-    def complete_dist(self, number: int) -> None:
+    def _complete_dist(self, number: int) -> None:
         assert self.input_dist is not None
         if self._agrees_on_inputs:
             self.input_dist.complete(self.flying[number], self._complete)
@@ -113,6 +141,7 @@ class Stages:
     def _complete(self, flying: InFlight) -> None:
         for name in list(flying.requests):
             self.complete_one(flying, name)
+        self.given.refuse(flying.number)
         if flying.error is not None:
             raise flying.error
 
@@ -135,6 +164,7 @@ class Stages:
 
     def discard(self, number: int, has_failed: bool) -> None:
         self._failed.pop(number, None)
+        self.given.forget(number)
         flying = self.flying.pop(number, None)
         if flying is None:
             return
@@ -145,6 +175,7 @@ class Stages:
             self.unused.append(flying.batch)
 
     def take(self, number: int) -> InFlight:
+        self.given.taken(number)
         return self.flying.pop(number)
 
 

@@ -102,7 +102,12 @@ class Sleeping : public BatchStages {
   bool agreeOnMore(bool /*hasMore*/) override { return true; }
   void discard(BatchNo /*batch*/, bool /*hasFailed*/) override {}
   void checkInterrupts() override {}
-  void onThread(const std::function<void()>& task) override { task(); }
+  void onThread(const std::function<void()>& task) override {
+    ++tasks;
+    task();
+  }
+
+  std::atomic<int> tasks = 0;
 
  private:
   bool inLoad_;
@@ -129,6 +134,23 @@ void expectThread(bool inLoad) {
 TEST(BatchPipeline, TriesALoadThatWaitsOnAThread) { expectThread(true); }
 
 TEST(BatchPipeline, TriesAnInputDistOnAThreadWhereForwardsWaitForItsData) { expectThread(false); }
+
+// Where it may not leave the caller's thread it is not measured, nor moved when the thread is due for others.
+TEST(BatchPipeline, LeavesALoadWhereItIsThatMayNotRunOnAThread) {
+  for (const auto use : {ThreadUse::kAsMeasured, ThreadUse::kAlways}) {
+    BatchPipelineOptions options;
+    options.loadThread = use;
+    const auto stages = std::make_shared<Sleeping>(true);
+    BatchPipeline pipeline(stages, options);
+    for (std::size_t step = 0; step < ThreadChoice::kWarmUp + ThreadChoice::kWindow + 1; ++step) {
+      ASSERT_TRUE(pipeline.begin(step == 0));
+      pipeline.beside(true, false);
+      pipeline.end();
+    }
+    EXPECT_EQ(pipeline.threads().loadOnThread(), use == ThreadUse::kAlways);
+    EXPECT_EQ(stages->tasks, 0);
+  }
+}
 
 }  // namespace
 }  // namespace farandole::pipeline::sparse

@@ -337,8 +337,10 @@ def refuse(rank: int, world_size: int) -> None:
     table.forward = ShardedTables.forward.__get__(table)
     with pytest.raises(RuntimeError, match=r"tables\.0 has changed under its pipeline.*detach\(\)"):
         pipeline.progress(iter(batches))
+    linear = torch.nn.Linear(2, 2).to(DEVICE)
+    its_own = torch.optim.SGD(linear.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"Linear has no sharded module.*TrainPipelineBase"):
-        TrainPipelineSparseDist(torch.nn.Linear(2, 2), optimizer, DEVICE).progress(iter(batches))
+        TrainPipelineSparseDist(linear, its_own, DEVICE).progress(iter(batches))
     for wrong, error in [(0, ValueError), (-2, ValueError), (1.5, TypeError), (True, TypeError), ("2", TypeError)]:
         with pytest.raises(error, match=r"grad_accum=.*expected an int above 0"):
             TrainPipelineSparseDist(model, optimizer, DEVICE, grad_accum=wrong)
@@ -346,8 +348,7 @@ def refuse(rank: int, world_size: int) -> None:
         TrainPipelineSparseDist(3, optimizer, DEVICE)
     with pytest.raises(ValueError, match=r"enable_amp=torch\.float64"):
         TrainPipelineSparseDist(model, optimizer, DEVICE, enable_amp=torch.float64)
-    wrong_model = torch.nn.Linear(2, 2)
-    base = TrainPipelineBase(wrong_model, optimizer, DEVICE)
+    base = TrainPipelineBase(linear, its_own, DEVICE)
     with pytest.raises(TypeError, match=r"the model returned a Tensor: expected \(losses, output\)"):
         base.progress(iter([torch.ones(2, 2)]))
     for wrong, match in [
@@ -360,7 +361,7 @@ def refuse(rank: int, world_size: int) -> None:
     ]:
         with pytest.raises(TypeError, match=match):
             TrainPipelineSparseDist(**({"model": model, "optimizer": optimizer, "device": DEVICE} | wrong))
-    flat = TrainPipelineBase(wrong_model, optimizer, DEVICE, custom_model_fwd=lambda batch: (wrong_model(batch), batch))
+    flat = TrainPipelineBase(linear, its_own, DEVICE, custom_model_fwd=lambda batch: (linear(batch), batch))
     with pytest.raises(ValueError, match=r"^the model returned losses of shape \(3, 2\): expected one for each sample"):
         flat.progress(iter([torch.ones(3, 2)]))
 

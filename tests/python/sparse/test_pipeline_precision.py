@@ -171,7 +171,8 @@ def test_an_overflow_on_one_rank_skips_the_step_of_all(world_size, grad_accum):
 
 def overflow_elsewhere(rank: int, world_size: int) -> None:
     model = wrapped(Recommender(2))
-    parameters = [torch.nn.Parameter(torch.ones(1))] if rank == 0 else model.module.tables.parameters()
+    model.module.unused = torch.nn.Parameter(torch.ones(1))  # after DDP has looked
+    parameters = [model.module.unused] if rank == 0 else model.module.tables.parameters()
     optimizer = torch.optim.SGD(parameters, lr=0.5)
     scaler = torch.amp.GradScaler(DEVICE, init_scale=128.0)
     pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, grad_scaler=scaler)

@@ -178,13 +178,13 @@ def explain(rank: int, world_size: int) -> None:
     assert pipeline.explain().splitlines()[-1] == "prefetched: tables.0, tables.1"
     with pytest.raises(ValueError, match="dist_on_thread=True: expected None or False"):
         PrefetchTrainPipelineSparseDist(model, optimizer, DEVICE, dist_on_thread=True)
-    plain, _ = made(Recommender, 3)
+    plain, plain_optimizer = made(Recommender, 3)
     with pytest.warns(UserWarning, match="no sharded module has a cache"):
-        told = PrefetchTrainPipelineSparseDist(plain, optimizer, DEVICE).explain()
+        told = PrefetchTrainPipelineSparseDist(plain, plain_optimizer, DEVICE).explain()
     assert told.splitlines()[-1].startswith("prefetched: none")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        by_hooks = PrefetchTrainPipelineSparseDist(made(CachedRecommender, 4)[0], optimizer, DEVICE, tracing="hooks")
+        by_hooks = PrefetchTrainPipelineSparseDist(*made(CachedRecommender, 4), DEVICE, tracing="hooks")
         drain(by_hooks, iter(make_batches(1, 4)))
     assert by_hooks.explain().splitlines()[-1] == "prefetched: tables.0"
 

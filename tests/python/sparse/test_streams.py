@@ -175,8 +175,8 @@ def test_what_crosses_streams_is_waited_for_and_recorded(kind, on_thread, monkey
 # Each place where something is handed over, by the function that does.
 PLACES = {
     "base": ["_begin_forward"],
-    "sparse": ["_begin_forward", "start_dist", "_running", "_complete"],
-    "prefetch": ["_begin_forward", "start_dist", "_running", "_complete", "_prefetch"],
+    "sparse": ["_begin_forward", "_start_dist", "_running", "_complete"],
+    "prefetch": ["_begin_forward", "_start_dist", "_running", "_complete", "_prefetch"],
 }
 
 

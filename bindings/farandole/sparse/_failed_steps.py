@@ -1,0 +1,66 @@
+"""A forward, a backward or an optimizer step that raised: on all ranks, or on some, for whom the others wait."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import torch.distributed as dist
+from torch import nn
+
+from farandole.sparse._exchange_group import FailedOnOthers
+from farandole.sparse._joint_steps import JointSteps
+
+_LOOK = 0.005  # seconds
+
+
+class FailedSteps:
+    """Tells the two apart. Only who fails asks, by the store, so that other steps say nothing."""
+
+    def __init__(self, joint: JointSteps) -> None:
+        self._joint = joint
+        self._times = 0
+
+    def meet(self, stage: str, batch: str, error: BaseException, model: nn.Module, patience: float) -> None:
+        """After an error in a stage of a batch: returns when all ranks have failed in that stage as often. Else the
+        steps are lost, after so many seconds: the collectives of these ranks are out of step.
+
+        Raises:
+            FailedOnOthers: that was on another rank, which has ended a collective of this one.
+        """
+        if self._joint.group.size == 1:
+            return
+        if self._joint.is_lost or self._joint.hears_of_loss():
+            if isinstance(error, RuntimeError):
+                raise FailedOnOthers(f"the {stage} of {batch} cannot end: {self._joint.lost}") from error
+            return
+        self._times += 1
+        try:
+            others = self._others(stage, time.monotonic() + patience)
+        except RuntimeError as gone:  # the store, as where its process has died
+            others = f"no other rank can be asked ({gone})"
+        if others:
+            self._joint.lose(f"the {stage} of {batch}, and {others}", error, model)
+
+    def _others(self, stage: str, until: float) -> str:
+        """Who has not failed as this rank."""
+        store, group = dist.distributed_c10d._get_default_store(), self._joint.group
+        assert group.group is not None
+        keys = [self._key(self._times, rank) for rank in range(group.size)]
+        store.set(keys[group.rank], stage)
+        while not store.check(keys):
+            if self._joint.hears_of_loss():
+                return ""
+            if time.monotonic() > until:
+                break
+            time.sleep(_LOOK)
+        if self._times > 1:  # which all have read
+            with contextlib.suppress(RuntimeError):  # not every store can
+                store.delete_key(self._key(self._times - 1, group.rank))
+        said = [store.get(key).decode() if store.check([key]) else "" for key in keys]
+        ranks = dist.get_process_group_ranks(group.group)
+        others = {rank: where for rank, where in zip(ranks, said, strict=True) if where != stage}
+        return ", ".join(f"rank {rank} {f'in the {where}' if where else 'has not'}" for rank, where in others.items())
+
+    def _key(self, times: int, rank: int) -> str:
+        return f"{self._joint.exchange.name}/failed/{times}/{rank}"
