@@ -9,8 +9,10 @@ import torch
 
 from farandole.sparse._batch_paths import Path, Step, path_name, tensors_in
 
-# Loads whose tensors are all sampled; then those that have memory of a batch before, in every so many.
-_FIRST, _EVERY = 4, 16
+# Loads that are looked at; then so many in a row of every so many, and all once one was found: it takes 50 us of a step.
+_FIRST_LOOKS, _IN_A_ROW, _EVERY = 16, 4, 16
+# Loads whose tensors are all sampled; then those that have memory of a batch before, in the second of each row.
+_FIRST_SAMPLES, _SAMPLED = 4, _EVERY - _IN_A_ROW + 2
 _SAMPLES = 4096
 
 
@@ -19,8 +21,9 @@ class GivenBatches:
 
     An error is one that was written to meanwhile, and whose memory the new batch has too, or which is all of its memory
     where nothing else runs meanwhile: torch counts writes to a part of a tensor for all of it, and an iterator may fill
-    one part after the other. What torch does not count, writes to numpy's arrays, is found by samples, in the first
-    batches and some later ones, of what lies in the same memory in two batches: constants may do so.
+    one part after the other. What torch does not count, writes to numpy's arrays, is found by samples of what lies in
+    the same memory in two batches: constants may do so. Iterators do it from the first batches on or never, so these are
+    looked at, and some later ones.
     """
 
     def __init__(self) -> None:
@@ -28,16 +31,22 @@ class GivenBatches:
         self._errors: dict[int, RuntimeError] = {}
         self._loads = 0
         self._found_any = False
+        self._looks = True
 
     def begin_source(self) -> None:
         self._loads, self._found_any = 0, False
 
     def before_next(self) -> None:
-        for given in self._given.values():
-            given.note()
+        self._looks = self._found_any or self._loads < _FIRST_LOOKS or self._loads % _EVERY >= _EVERY - _IN_A_ROW
+        self._loads += 1
+        if self._looks:
+            for given in self._given.values():
+                given.note()
 
     def after_next(self, number: int, batch: Any, is_alone: bool) -> None:
         """``batch`` as it goes on, None for none; ``is_alone``: none but the iterator may have written meanwhile."""
+        if not self._looks:
+            return
         new = _Given(batch)
         shared: set[int] = set()
         for other, given in self._given.items():
@@ -52,10 +61,9 @@ class GivenBatches:
                 )
         if batch is None:
             return
-        self._loads += 1
-        if self._loads <= _FIRST:
+        if self._loads <= _FIRST_SAMPLES:
             new.sample(new.pointers)
-        elif shared and (self._found_any or self._loads % _EVERY == 0):
+        elif shared and (self._found_any or self._loads % _EVERY == _SAMPLED):
             new.sample(shared)
         self._given[number] = new
 

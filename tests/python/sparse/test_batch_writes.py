@@ -18,7 +18,7 @@ from farandole.sparse import (
     TrainPipelineBase,
     TrainPipelineSparseDist,
 )
-from farandole.sparse._given import _EVERY, _FIRST
+from farandole.sparse._given import _EVERY, _FIRST_LOOKS, _FIRST_SAMPLES
 from support.devices import DEVICE, only_on_cpu
 from support.processes import run_ranks
 from support.recommenders import Batch, Mean, Recommender, drain, drain_with_errors, made, make_batches, plain_loop
@@ -100,16 +100,30 @@ def test_an_array_of_numpy_that_is_filled_again(makes_anew, on_thread):
 
 
 def test_an_array_that_is_constant_for_a_while():
-    array, number = np.ones(3, dtype=np.float32), _FIRST + 2 * _EVERY
+    array, number = np.ones(3, dtype=np.float32), _FIRST_SAMPLES + 2 * _EVERY
 
     def batches() -> Iterator[Any]:
         for index in range(number):
-            if index >= _FIRST + 2:
+            if index >= _FIRST_SAMPLES + 2:
                 array[:] = index
             yield {"values": torch.from_numpy(array)}
 
     errors = [index for index, each in enumerate(seen(batches())) if isinstance(each, RuntimeError)]
-    assert errors == list(range(errors[0], number - 1)) and errors[0] <= _FIRST + _EVERY
+    assert errors == list(range(errors[0], number - 1)) and errors[0] <= _FIRST_SAMPLES + _EVERY
+
+
+def test_a_buffer_that_is_filled_again_later_on():
+    buffer, first = torch.ones(3), _FIRST_LOOKS + 3
+    number = first + 2 * _EVERY
+
+    def batches() -> Iterator[Any]:
+        for index in range(number):
+            yield {"values": buffer if index >= first else torch.ones(3)}
+            if index >= first:
+                buffer.fill_(index)
+
+    errors = [index for index, each in enumerate(seen(batches())) if isinstance(each, RuntimeError)]
+    assert errors == list(range(errors[0], number)) and first <= errors[0] <= first + _EVERY
 
 
 def test_writes_after_a_batch_was_given():
