@@ -82,7 +82,7 @@ Parts Gradients::takeParts(int bucket) {
   if (stays) {
     at::AutoDispatchBelowADInplaceOrView untracked;
     for (int parameter : parameters) {
-      if (buffers_->hasMoved(parameter)) borrowed_[parameter] = at::alias(buffers_->mainGrads()[parameter]);
+      if (buffers_->isElsewhere(parameter)) borrowed_[parameter] = at::alias(buffers_->mainGrads()[parameter]);
     }
   }
   Parts parts{buffers_->partsOf(bucket, borrowed_), stays};

@@ -146,15 +146,15 @@ void ModelBuffers::moveGrad(int parameter, const at::Tensor& grad) { place(mainG
 void ModelBuffers::forgetMoved(int parameter) {
   if (!isAsMade(parameter)) {
     mainGrads_[parameter].set_data(places_[parameter]);
-  } else if (hasMoved(parameter)) {
+  } else if (isElsewhere(parameter)) {
     place(mainGrads_[parameter], places_[parameter]);
   }
 }
 
-bool ModelBuffers::hasMoved(int parameter) const {
+bool ModelBuffers::isElsewhere(int parameter) const {
   const at::Tensor& grad = mainGrads_[parameter];
   const at::Tensor& place = places_[parameter];
-  return !grad.is_alias_of(place) || grad.storage_offset() != place.storage_offset() || !isAsMade(parameter);
+  return !grad.is_alias_of(place) || grad.storage_offset() != place.storage_offset();
 }
 
 bool ModelBuffers::isAsMade(int parameter) const {

@@ -55,7 +55,8 @@ class ModelBuffers {
 
   // The parameter's gradient is what this tensor holds, and where it holds it: of the same type, shape and strides.
   void moveGrad(int parameter, const at::Tensor& grad);
-  bool hasMoved(int parameter) const;
+  bool hasMoved(int parameter) const { return isElsewhere(parameter) || !isAsMade(parameter); }
+  bool isElsewhere(int parameter) const;  // the same, of one that is as made
   // If it has, it is in the buffer again: whatever that holds, or with what it holds itself.
   void forgetMoved(int parameter);
   void returnGrad(int parameter);
