@@ -77,6 +77,7 @@ std::size_t longestBytes(std::span<const Slice> slices) { return std::ranges::ma
 HostTurn beginTurn(Program& program, HostSegment& host, const Contract& contract, std::uint64_t steps) {
   const HostTurn turn = program.takeTurn(host, steps);
   program.await(turn.base);
+  program.compareLast();
   program.setContract(turn, contract);
   return turn;
 }

@@ -98,6 +98,17 @@ class HostSegment {
   // In the order in which the collectives are called, equal on all ranks.
   HostTurn nextTurn(std::uint64_t steps);
 
+  // The last collective that was called, and whether this rank meets all others in it, who are told if they call
+  // another one. If not, the next one finds out: contracts are written over in the turn after that.
+  struct Call {
+    HostTurn turn;
+    Contract contract;
+    bool meetsAll = true;
+  };
+  const Call& lastCall() const { return lastCall_; }
+  void noteCall(HostTurn turn, const Contract& contract) { lastCall_ = {turn, contract, false}; }
+  void noteMeeting(HostTurn turn) { lastCall_.meetsAll = lastCall_.meetsAll || lastCall_.turn.base == turn.base; }
+
   // This rank's counter.
   void signal(std::uint64_t value) {
     noteCore();
@@ -178,6 +189,7 @@ class HostSegment {
   const std::size_t windowBytes_;
   std::uint64_t nextBase_ = 0;
   std::uint64_t turns_ = 0;
+  Call lastCall_;
   transport::Reading reading_ = transport::Reading::kUnknown;
   bool hasReason_ = false;
 };

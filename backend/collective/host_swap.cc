@@ -102,6 +102,7 @@ std::uint64_t stepsThroughWindows(const HostSegment& host, const Swap& swap) {
 void swapMeasured(Program& program, HostSegment& host, SwapWays& ways, const Contract& contract, const Swap& swap) {
   const std::uint64_t steps = hasRoom(swap) ? 2 : stepsThroughWindows(host, swap);
   const HostTurn turn = beginTurn(program, host, contract, steps);
+  host.noteMeeting(turn);  // whichever way
   program.later([&host, &ways, turn, steps, swap](Program& rest) {
     const bool passes = ways.passes(turn, SwapInTurn::longestOf(swap));
     SwapInTurn one(rest, host, turn, steps, swap, ways.measures() ? &ways : nullptr);

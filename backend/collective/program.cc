@@ -96,7 +96,9 @@ void Program::buildLater(std::size_t place) {
   const std::vector<Step> rest(next, steps_.end());
   const std::size_t build = steps_[place].size;
   steps_.resize(place + 1);
+  isLate_ = true;
   later_[build](*this);
+  isLate_ = false;
   steps_.insert(steps_.end(), rest.begin(), rest.end());
 }
 
@@ -124,6 +126,7 @@ void Program::awaitRank(int index, std::uint64_t value) {
 }
 
 void Program::setContract(HostTurn turn, const Contract& contract) {
+  host_->noteCall(turn, contract);
   contracts_.emplace_back(turn, contract);
   steps_.push_back({Kind::kTell, 0, nullptr, nullptr, 0, contracts_.size() - 1, nullptr});
 }
@@ -133,6 +136,14 @@ void Program::meet(HostTurn turn, int index) {
       std::ranges::find(contracts_, turn.base, [](const auto& contract) { return contract.first.base; });
   const auto place = static_cast<std::size_t>(contract - contracts_.begin());
   steps_.push_back({Kind::kMeet, index, nullptr, nullptr, turn.base + 1, place, nullptr});
+  if (!isLate_ && (index == kAllRanks || host_->size() == 2)) host_->noteMeeting(turn);
+}
+
+void Program::compareLast() {
+  const HostSegment::Call& last = host_->lastCall();
+  if (last.meetsAll) return;
+  contracts_.emplace_back(last.turn, last.contract);
+  steps_.push_back({Kind::kCompare, kAllRanks, nullptr, nullptr, 0, contracts_.size() - 1, nullptr});
 }
 
 void Program::offer(HostTurn turn, int entry, Offer::Way way, const void* data, std::size_t bytes, std::size_t place) {
@@ -198,8 +209,9 @@ Status ProgramOperation::compareContracts(const Program::Step& step) const {
     if (other.isSameCall(own) && other.given == own.wanted && other.wanted == own.given) continue;
     const std::string who = communicator_->describe(communicator_->rankOnHost(index));
     if (!other.isSameCall(own)) {
-      return Status::invalidArgument(communicator_->nameOf(communicator_->rank()) + " called " + describe(own) + ", " +
-                                     who + " called " + describe(other) + "; expected the same on all ranks");
+      const std::string when = step.kind == Program::Kind::kCompare ? "before this " : "";
+      return Status::invalidArgument(when + communicator_->nameOf(communicator_->rank()) + " called " + describe(own) +
+                                     ", " + who + " called " + describe(other) + "; expected the same on all ranks");
     }
     if (other.given != own.wanted) return sizesDiffer(/*isSend=*/false, who, other.given, own.wanted);
     return sizesDiffer(/*isSend=*/true, who, other.wanted, own.given);
@@ -359,7 +371,9 @@ bool ProgramOperation::postNext() {
           blocked_ = true;
           return true;
         }
-        if (step.kind == Program::Kind::kMeet) {
+        [[fallthrough]];
+      case Program::Kind::kCompare:
+        if (step.kind != Program::Kind::kAwait) {
           if (Status status = compareContracts(step); !status) {
             fail(status);
             return false;

@@ -59,6 +59,8 @@ class Program {
   void setContract(HostTurn turn, const Contract& contract);
   // Awaits the first step of all ranks, or of one, and compares their contracts with the own one.
   void meet(HostTurn turn, int index = kAllRanks);
+  // Compares those of the collective before, where this rank has not met all others in it.
+  void compareLast();
 
   // Hands out data in the turn, before its first signal: entry `entry` of this rank's offers. `place`: in the slot.
   void offer(HostTurn turn, int entry, Offer::Way way, const void* data, std::size_t bytes, std::size_t place);
@@ -99,6 +101,7 @@ class Program {
     kSignal,
     kAwait,
     kMeet,
+    kCompare,
     kOffer,
     kTake,
     kClaim,
@@ -126,6 +129,7 @@ class Program {
   // The step `place`, which is kLater: its steps follow it.
   void buildLater(std::size_t place);
 
+  bool isLate_ = false;  // while it is built later, when other collectives may have been called
   int numMessages_ = 0;
   HostSegment* host_ = nullptr;
   std::vector<std::pair<HostTurn, Contract>> contracts_;

@@ -323,6 +323,36 @@ TEST(HostAlgorithms, RanksThatCallDifferentCollectivesAreToldWhoCalledWhat) {
   }
 }
 
+// A root of a small broadcast waits for nobody, and who is none for the root alone.
+TEST(HostAlgorithms, RanksThatDoNotMeetAreToldByTheNextCollective) {
+  for (const int size : {2, 3}) {
+    Group group(size, Group::kSharedMemory);
+    std::vector<Data> data(size, Data(4, 1));
+    std::vector<std::string> texts(size);
+    const auto run = [&](const auto& build) {
+      std::vector<std::shared_ptr<TestOperation>> operations;
+      for (int rank = 0; rank < size; ++rank) {
+        Program program;
+        build(program, rank);
+        operations.push_back(TestOperation::launch(group[rank], std::move(program), 1));
+      }
+      for (auto& operation : operations) {
+        ASSERT_TRUE(operation->wait(transport::Clock::now() + std::chrono::seconds(10)));
+      }
+      for (int rank = 0; rank < size; ++rank) texts[rank] = operations[rank]->status().toString();
+    };
+    run([&](Program& program, int rank) {
+      broadcast(program, group[rank]->topology(), rank == size - 1 ? rank : 0, sliceOf(data[rank]));
+    });
+    run([&](Program& program, int rank) { broadcast(program, group[rank]->topology(), 0, sliceOf(data[rank])); });
+    for (int rank = 0; rank < size; ++rank) {
+      EXPECT_NE(texts[rank].find("before this "), std::string::npos) << texts[rank];
+      EXPECT_NE(texts[rank].find("broadcast of 32 bytes with root 0"), std::string::npos) << texts[rank];
+      EXPECT_NE(texts[rank].find("with root " + std::to_string(size - 1)), std::string::npos) << texts[rank];
+    }
+  }
+}
+
 TEST(HostAlgorithms, ARankThatGivesUpEndsTheWaitOfTheOthers) {
   Group group(2, Group::kSharedMemory);
   Data data[2] = {Data(100'000, 1), Data(100'000, 1)};
