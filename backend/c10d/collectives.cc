@@ -4,6 +4,7 @@
 
 #include "backend/c10d/errors.h"
 #include "backend/c10d/listed_outputs.h"
+#include "backend/c10d/memory_apart.h"
 #include "backend/c10d/premultiplication.h"
 #include "backend/c10d/process_group.h"
 #include "backend/c10d/program_calls.h"
@@ -133,10 +134,13 @@ WorkPtr ProcessGroupFarandole::allreduce_coalesced(Tensors& tensors, const ::c10
     reducings.push_back(reducingFor("all_reduce_coalesced", opts.reduceOp, tensor));
   }
   const std::vector<std::size_t> listed = firstMentions(tensors);
-  for (const std::size_t i : listed) premultiply(opts.reduceOp, tensors[i]);
-  return runCollective(OpType::ALLREDUCE_COALESCED, "farandole:all_reduce_coalesced", opts, tensors, {},
+  const ListedOutputs reduced = ListedOutputs::inPlace("all_reduce_coalesced", tensors, listed);
+  const Tensors& places = reduced.places();
+  for (const std::size_t i : listed) premultiply(opts.reduceOp, places[i]);
+  return runCollective(OpType::ALLREDUCE_COALESCED, "farandole:all_reduce_coalesced", opts, tensors, places,
                        [&](CollectiveCalls& calls) {
-                         for (const std::size_t i : listed) calls.allReduce(reducings[i], sliceOf(tensors[i]));
+                         for (const std::size_t i : listed) calls.allReduce(reducings[i], sliceOf(places[i]));
+                         reduced.deliver(calls);
                        });
 }
 
@@ -165,25 +169,25 @@ WorkPtr ProcessGroupFarandole::allgather(std::vector<Tensors>& outputs, Tensors&
   checkList("all_gather", "tensor_list", arriving.places(), size_, input);
   checkFlat("all_gather", "tensor_list of this rank", list[rank_], input, 1);
   const auto slices = slicesOf(arriving.places());
-  const Slice own = sliceOf(input);
-  checkApart("all_gather", slices, {&own, 1}, rank_);
+  auto own = slicesOf(given);
+  readApart(given, own, slices, rank_);
   return runCollective(OpType::ALLGATHER, "farandole:all_gather", opts, list, given, [&](CollectiveCalls& calls) {
-    calls.allGather(own, slices, Layout::kList);
+    calls.allGather(own[0], slices, Layout::kList);
     arriving.deliver(calls);
   });
 }
 
 WorkPtr ProcessGroupFarandole::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                const ::c10d::AllgatherOptions& opts) {
-  const at::Tensor given = inOrder(input);
+  at::Tensor given = inOrder(input);
   checkTensor("all_gather_into_tensor", "input_tensor", given);
   checkTensor("all_gather_into_tensor", "output_tensor", output);
   checkFlat("all_gather_into_tensor", "output_tensor", output, given, size_);
   const auto slices = equalSlices(output, size_);
-  const Slice own = sliceOf(given);
-  checkApart("all_gather_into_tensor", slices, {&own, 1}, rank_);
+  std::vector<Slice> own{sliceOf(given)};
+  readApart(given, own, slices, rank_);
   return runCollective(OpType::_ALLGATHER_BASE, "farandole:_all_gather_base", opts, {output}, {given},
-                       [&](CollectiveCalls& calls) { calls.allGather(own, slices, Layout::kFlat); });
+                       [&](CollectiveCalls& calls) { calls.allGather(own[0], slices, Layout::kFlat); });
 }
 
 WorkPtr ProcessGroupFarandole::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
@@ -192,7 +196,7 @@ WorkPtr ProcessGroupFarandole::allgather_coalesced(std::vector<Tensors>& outputs
   const auto size = static_cast<std::size_t>(size_);
   TORCH_CHECK_VALUE(outputs.size() == size, "all_gather_coalesced: output lists number ", outputs.size(), "; expected ",
                     size_, ", one for each rank");
-  const Tensors given = inOrder(inputs);
+  Tensors given = inOrder(inputs);
   Tensors all;
   for (const Tensors& list : outputs) {
     checkFlats("all_gather_coalesced", "output", list, "input", given, 1);
@@ -205,26 +209,26 @@ WorkPtr ProcessGroupFarandole::allgather_coalesced(std::vector<Tensors>& outputs
     for (std::size_t i = 0; i < size; ++i) slices[i] = sliceOf(outputs[i][j]);
     parts.push_back({std::move(slices), {sliceOf(given[j])}});
   }
-  checkAllApart("all_gather_coalesced", parts, rank_);
+  readAllApart(given, parts, rank_);
   return runCollective(OpType::ALLGATHER_COALESCED, "farandole:all_gather_coalesced", opts, all, given,
                        [&](CollectiveCalls& calls) {
-                         for (const Apart& part : parts) calls.allGather(part.inputs[0], part.outputs, Layout::kList);
+                         for (const Apart& part : parts) calls.allGather(part.parts[0], part.outputs, Layout::kList);
                        });
 }
 
 WorkPtr ProcessGroupFarandole::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                const ::c10d::AllgatherOptions& opts) {
-  const Tensors given = inOrder(inputs);
+  Tensors given = inOrder(inputs);
   checkFlats("all_gather_into_tensor_coalesced", "outputs", outputs, "inputs", given, size_);
   std::vector<Apart> parts;
   parts.reserve(given.size());
   for (std::size_t i = 0; i < given.size(); ++i) {
     parts.push_back({equalSlices(outputs[i], size_), {sliceOf(given[i])}});
   }
-  checkAllApart("all_gather_into_tensor_coalesced", parts, rank_);
+  readAllApart(given, parts, rank_);
   return runCollective(OpType::_ALLGATHER_BASE, "farandole:all_gather_into_tensor_coalesced", opts, outputs, given,
                        [&](CollectiveCalls& calls) {
-                         for (const Apart& part : parts) calls.allGather(part.inputs[0], part.outputs, Layout::kFlat);
+                         for (const Apart& part : parts) calls.allGather(part.parts[0], part.outputs, Layout::kFlat);
                        });
 }
 
@@ -246,10 +250,10 @@ WorkPtr ProcessGroupFarandole::gather(std::vector<Tensors>& outputs, Tensors& in
     checkSameSize("gather", "gather_list", list, input);
   }
   const auto slices = slicesOf(arriving.places());
-  const Slice own = sliceOf(input);
-  checkApart("gather", slices, {&own, 1}, rank_);
+  auto own = slicesOf(given);
+  readApart(given, own, slices, rank_);
   return runCollective(OpType::GATHER, "farandole:gather", opts, list, given, [&](CollectiveCalls& calls) {
-    calls.gather(static_cast<int>(opts.rootRank), own, slices);
+    calls.gather(static_cast<int>(opts.rootRank), own[0], slices);
     arriving.deliver(calls);
   });
 }
@@ -264,11 +268,12 @@ WorkPtr ProcessGroupFarandole::gather_into_tensor(at::Tensor& output, at::Tensor
     checkFlat("gather_into_tensor", "gather_tensor", output, input, size_);
   }
   const auto slices = isRoot ? equalSlices(output, size_) : std::vector<Slice>{};
-  const Slice own = sliceOf(input);
-  checkApart("gather_into_tensor", slices, {&own, 1}, rank_);
+  at::Tensor given = input;
+  std::vector<Slice> own{sliceOf(given)};
+  readApart(given, own, slices, rank_);
   return runCollective(OpType::GATHER, "farandole:gather_into_tensor", opts, isRoot ? Tensors{output} : Tensors{},
-                       {input},
-                       [&](CollectiveCalls& calls) { calls.gather(static_cast<int>(opts.rootRank), own, slices); });
+                       {given},
+                       [&](CollectiveCalls& calls) { calls.gather(static_cast<int>(opts.rootRank), own[0], slices); });
 }
 
 WorkPtr ProcessGroupFarandole::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
@@ -284,9 +289,9 @@ WorkPtr ProcessGroupFarandole::scatter(Tensors& outputs, std::vector<Tensors>& i
     TORCH_CHECK_VALUE(inputs.empty(), "scatter: scatter_list is given on rank ", rank_, "; expected on rank ",
                       opts.rootRank, " only");
   }
-  const auto slices = slicesOf(list);
+  auto slices = slicesOf(list);
   const Slice own = sliceOf(output);
-  checkApart("scatter", {&own, 1}, slices, rank_);
+  readApart(list, slices, {&own, 1}, rank_);
   return runCollective(OpType::SCATTER, "farandole:scatter", opts, outputs, list,
                        [&](CollectiveCalls& calls) { calls.scatter(static_cast<int>(opts.rootRank), own, slices); });
 }
@@ -299,11 +304,10 @@ WorkPtr ProcessGroupFarandole::reduce_scatter(Tensors& outputs, std::vector<Tens
   TORCH_CHECK_VALUE(list[rank_].numel() == output.numel(), "reduce_scatter: input_list[", rank_, "] has ",
                     list[rank_].numel(), " elements; expected ", output.numel(), " as output");
   const Reducing reducing = reducingFor("reduce_scatter", opts.reduceOp, output);
-  const Tensors data = premultiplied(opts.reduceOp, list);
-  const auto slices = slicesOf(data);
+  Tensors data = premultiplied(opts.reduceOp, list);
+  auto slices = slicesOf(data);
   const Slice own = sliceOf(output);
-  checkApart("reduce_scatter", {&own, 1}, slices, rank_);
-  checkInPlace("reduce_scatter", own, slices, rank_);
+  readApart(data, slices, {&own, 1}, rank_);
   return runCollective(OpType::REDUCE_SCATTER, "farandole:reduce_scatter", opts, outputs, data,
                        [&](CollectiveCalls& calls) { calls.reduceScatter(reducing, own, slices, Layout::kList); });
 }
@@ -315,11 +319,10 @@ WorkPtr ProcessGroupFarandole::_reduce_scatter_base(at::Tensor& output, at::Tens
   checkTensor("reduce_scatter_tensor", "input", given);
   checkFlat("reduce_scatter_tensor", "input", given, output, size_);
   const Reducing reducing = reducingFor("reduce_scatter_tensor", opts.reduceOp, output);
-  const at::Tensor data = premultiplied(opts.reduceOp, given);
-  const auto slices = equalSlices(data, size_);
+  at::Tensor data = premultiplied(opts.reduceOp, given);
+  auto slices = equalSlices(data, size_);
   const Slice own = sliceOf(output);
-  checkApart("reduce_scatter_tensor", {&own, 1}, slices, rank_);
-  checkInPlace("reduce_scatter_tensor", own, slices, rank_);
+  readApart(data, slices, {&own, 1}, rank_);
   return runCollective(OpType::_REDUCE_SCATTER_BASE, "farandole:_reduce_scatter_base", opts, {output}, {data},
                        [&](CollectiveCalls& calls) { calls.reduceScatter(reducing, own, slices, Layout::kFlat); });
 }
@@ -333,18 +336,15 @@ WorkPtr ProcessGroupFarandole::reduce_scatter_tensor_coalesced(Tensors& outputs,
   for (const at::Tensor& output : outputs) {
     reducings.push_back(reducingFor("reduce_scatter_tensor_coalesced", opts.reduceOp, output));
   }
-  const Tensors data = premultiplied(opts.reduceOp, given);
+  Tensors data = premultiplied(opts.reduceOp, given);
   std::vector<Apart> parts;
   parts.reserve(data.size());
   for (std::size_t i = 0; i < data.size(); ++i) parts.push_back({{sliceOf(outputs[i])}, equalSlices(data[i], size_)});
-  checkAllApart("reduce_scatter_tensor_coalesced", parts, rank_);
-  for (const Apart& part : parts) {
-    checkInPlace("reduce_scatter_tensor_coalesced", part.outputs[0], part.inputs, rank_);
-  }
+  readAllApart(data, parts, rank_);
   return runCollective(OpType::_REDUCE_SCATTER_BASE, "farandole:reduce_scatter_tensor_coalesced", opts, outputs, data,
                        [&](CollectiveCalls& calls) {
                          for (std::size_t i = 0; i < parts.size(); ++i) {
-                           calls.reduceScatter(reducings[i], parts[i].outputs[0], parts[i].inputs, Layout::kFlat);
+                           calls.reduceScatter(reducings[i], parts[i].outputs[0], parts[i].parts, Layout::kFlat);
                          }
                        });
 }
@@ -360,22 +360,28 @@ WorkPtr ProcessGroupFarandole::alltoall_base(at::Tensor& output, at::Tensor& inp
   TORCH_CHECK_VALUE(output.device() == input.device(), "all_to_all_single: output is on device ", output.device(),
                     "; expected ", input.device(), " as input");
   const auto outputs = splitSlices("all_to_all_single", "output", output, outputSplits, size_);
-  const auto inputs = splitSlices("all_to_all_single", "input", input, inputSplits, size_);
-  checkApart("all_to_all_single", outputs, inputs, rank_);
-  return runCollective(OpType::ALLTOALL_BASE, "farandole:all_to_all", opts, {output}, {input},
+  auto inputs = splitSlices("all_to_all_single", "input", input, inputSplits, size_);
+  at::Tensor given = input;
+  readApart(given, inputs, outputs, rank_);
+  return runCollective(OpType::ALLTOALL_BASE, "farandole:all_to_all", opts, {output}, {given},
                        [&](CollectiveCalls& calls) { calls.allToAll(outputs, inputs); });
 }
 
 WorkPtr ProcessGroupFarandole::alltoall(Tensors& outputs, Tensors& inputs, const ::c10d::AllToAllOptions& opts) {
   TORCH_CHECK_VALUE(!inputs.empty(), "all_to_all: input_tensor_list is empty; expected one tensor for each rank");
-  const Tensors given = withoutGaps(inputs);
+  // Lists that arrive elsewhere need no order that all ranks have.
+  const bool hasPlaces = inputs[0].defined() && inputs[0].is_cpu();
+  Tensors given = hasPlaces ? inOrder(inputs) : withoutGaps(inputs);
   checkList("all_to_all", "input_tensor_list", given, size_, given[0]);
-  checkList("all_to_all", "output_tensor_list", outputs, size_, given[0]);
-  const auto to = slicesOf(outputs);
-  const auto from = slicesOf(given);
-  checkApart("all_to_all", to, from, rank_);
-  return runCollective(OpType::ALLTOALL, "farandole:all_to_all", opts, outputs, given,
-                       [&](CollectiveCalls& calls) { calls.allToAll(to, from); });
+  const ListedOutputs arriving(outputs, given[0]);
+  checkList("all_to_all", "output_tensor_list", arriving.places(), size_, given[0]);
+  const auto to = slicesOf(arriving.places());
+  auto from = slicesOf(given);
+  readApart(given, from, to, rank_);
+  return runCollective(OpType::ALLTOALL, "farandole:all_to_all", opts, outputs, given, [&](CollectiveCalls& calls) {
+    calls.allToAll(to, from);
+    arriving.deliver(calls);
+  });
 }
 
 WorkPtr ProcessGroupFarandole::barrier(const ::c10d::BarrierOptions& opts) {

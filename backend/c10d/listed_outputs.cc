@@ -2,6 +2,9 @@
 
 #include <ATen/MemoryOverlap.h>
 
+#include <algorithm>
+
+#include "backend/c10d/memory_apart.h"
 #include "backend/c10d/tensor_checks.h"
 
 namespace farandole::backend {
@@ -15,15 +18,46 @@ bool arrivesElsewhere(const at::Tensor& tensor, const at::Tensor& like) {
          at::has_internal_overlap(tensor) != at::MemOverlap::Yes;
 }
 
+bool overlapEachOther(const std::vector<at::Tensor>& tensors) {
+  const auto hasMemory = [](const at::Tensor& tensor) {
+    return tensor.defined() && tensor.layout() == at::kStrided && tensor.is_cpu();
+  };
+  return std::all_of(tensors.begin(), tensors.end(), hasMemory) && anyOverlap(slicesOf(tensors));
+}
+
 }  // namespace
 
-ListedOutputs::ListedOutputs(const std::vector<at::Tensor>& list, const at::Tensor& like) : places_(list) {
+ListedOutputs::ListedOutputs(const std::vector<at::Tensor>& list, const at::Tensor& like) : ListedOutputs(list) {
   for (at::Tensor& place : places_) {
     if (!arrivesElsewhere(place, like)) continue;
-    at::Tensor arrival = like.is_contiguous() ? at::empty(place.sizes(), place.options())
-                                              : at::empty_strided(like.sizes(), like.strides(), place.options());
-    copies_.emplace_back(std::exchange(place, arrival), arrival);
+    moveTo(place, like.is_contiguous() ? at::empty(place.sizes(), place.options())
+                                       : at::empty_strided(like.sizes(), like.strides(), place.options()));
   }
+  if (!overlapEachOther(list)) return;
+  copies_.clear();
+  for (std::size_t i = 0; i < list.size(); ++i) {
+    at::Tensor& place = places_[i];
+    if (place.is_same(list[i])) place = at::empty_strided(place.sizes(), place.strides(), place.options());
+    copies_.emplace_back(list[i], place);
+  }
+}
+
+ListedOutputs ListedOutputs::inPlace(const char* operation, const std::vector<at::Tensor>& list,
+                                     const std::vector<std::size_t>& indices) {
+  ListedOutputs outputs(list);
+  std::vector<collective::Slice> slices;
+  slices.reserve(indices.size());
+  for (const std::size_t i : indices) slices.push_back(sliceOf(list[i]));
+  if (!anyOverlap(slices)) return outputs;
+  TORCH_CHECK_VALUE(list[0].is_cpu(), operation,
+                    ": tensors share memory in part; expected each to have its own, or to be listed again as it is");
+  const at::AutoDispatchBelowADInplaceOrView noAutograd;
+  for (const std::size_t i : indices) outputs.moveTo(outputs.places_[i], list[i].clone());
+  return outputs;
+}
+
+void ListedOutputs::moveTo(at::Tensor& place, at::Tensor arrival) {
+  copies_.emplace_back(std::exchange(place, arrival), arrival);
 }
 
 void ListedOutputs::deliver(CollectiveCalls& calls) const {

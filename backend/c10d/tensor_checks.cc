@@ -32,23 +32,6 @@ void checkDevice(const char* operation, const char* argument, const at::Tensor& 
                     "; expected ", like.device(), " as the other argument");
 }
 
-bool overlap(const Slice& a, const Slice& b) {
-  return a.bytes > 0 && b.bytes > 0 && a.data < b.data + b.bytes && b.data < a.data + a.bytes;
-}
-
-// From the first byte of any of them to the last.
-Slice spanOf(std::span<const Slice> slices) {
-  Slice span{nullptr, 0};
-  for (const Slice& slice : slices) {
-    if (slice.bytes == 0) continue;
-    if (span.bytes == 0) span = slice;
-    std::byte* const end = std::max(span.data + span.bytes, slice.data + slice.bytes);
-    span.data = std::min(span.data, slice.data);
-    span.bytes = static_cast<std::size_t>(end - span.data);
-  }
-  return span;
-}
-
 at::Tensor& single(const char* operation, const char* argument, std::vector<at::Tensor>& tensors) {
   TORCH_CHECK_VALUE(tensors.size() == 1, operation, ": ", argument, " has ", tensors.size(), " tensors; expected one");
   return tensors[0];
@@ -149,53 +132,6 @@ void checkFlats(const char* operation, const char* argument, const std::vector<a
     checkTensor(operation, partArgument, parts[i]);
     checkTensor(operation, argument, flats[i]);
     checkFlat(operation, argument, flats[i], parts[i], size);
-  }
-}
-
-void checkApart(const char* operation, std::span<const Slice> outputs, std::span<const Slice> inputs, int rank) {
-  if (!overlap(spanOf(outputs), spanOf(inputs))) return;
-  const auto isOwn = [&](std::span<const Slice> slices, std::size_t i) {
-    return slices.size() == 1 || static_cast<int>(i) == rank;
-  };
-  const auto name = [](const char* what, std::span<const Slice> slices, std::size_t i) {
-    return slices.size() == 1 ? std::string() : what + std::to_string(i);
-  };
-  for (std::size_t from = 0; from < outputs.size(); ++from) {
-    for (std::size_t to = 0; to < inputs.size(); ++to) {
-      const bool isKept = isOwn(outputs, from) && isOwn(inputs, to);
-      TORCH_CHECK_VALUE(isKept || !overlap(outputs[from], inputs[to]), operation, ": the output",
-                        name(" from rank ", outputs, from), " shares memory with the input",
-                        name(" for rank ", inputs, to), "; expected only what a rank gives itself to stay in place");
-    }
-  }
-}
-
-void checkInPlace(const char* operation, const Slice& output, std::span<const Slice> inputs, int rank) {
-  const Slice& own = inputs[static_cast<std::size_t>(rank)];
-  TORCH_CHECK_VALUE(output.data == own.data || !overlap(output, own), operation,
-                    ": the output shares memory with a part of the input for rank ", rank,
-                    "; expected all of it, in place, or none");
-}
-
-void checkAllApart(const char* operation, const std::vector<Apart>& each, int rank) {
-  std::vector<Slice> outputs;
-  outputs.reserve(each.size());
-  for (const Apart& one : each) {
-    checkApart(operation, one.outputs, one.inputs, rank);
-    outputs.push_back(spanOf(one.outputs));
-  }
-  const Slice whole = spanOf(outputs);
-  for (std::size_t i = 0; i < each.size(); ++i) {
-    for (const Slice& input : each[i].inputs) {
-      if (!overlap(whole, input)) continue;
-      for (std::size_t j = 0; j < each.size(); ++j) {
-        if (j == i || !overlap(outputs[j], input)) continue;
-        for (const Slice& output : each[j].outputs) {
-          TORCH_CHECK_VALUE(!overlap(output, input), operation, ": output ", j, " shares memory with input ", i,
-                            "; expected only what a rank gives itself to stay in place");
-        }
-      }
-    }
   }
 }
 

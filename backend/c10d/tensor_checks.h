@@ -40,20 +40,6 @@ void checkFlat(const char* operation, const char* argument, const at::Tensor& fl
 void checkFlats(const char* operation, const char* argument, const std::vector<at::Tensor>& flats,
                 const char* partArgument, const std::vector<at::Tensor>& parts, int size);
 
-// No output lies in memory that is given to another rank, or that of another rank: what rank `rank` gives itself may
-// stay where it is. `outputs` and `inputs`: for each rank; one input is for all, one output is what all give.
-void checkApart(const char* operation, std::span<const collective::Slice> outputs,
-                std::span<const collective::Slice> inputs, int rank);
-// Beside that, of what is reduced: the output is all of what this rank gives itself, in place, or none of it.
-void checkInPlace(const char* operation, const collective::Slice& output, std::span<const collective::Slice> inputs,
-                  int rank);
-// As checkApart for several at once, each of which is also apart from the others.
-struct Apart {
-  std::vector<collective::Slice> outputs;
-  std::vector<collective::Slice> inputs;
-};
-void checkAllApart(const char* operation, const std::vector<Apart>& each, int rank);
-
 collective::Slice sliceOf(const at::Tensor& tensor);
 std::vector<collective::Slice> slicesOf(const std::vector<at::Tensor>& tensors);
 // `flat` cut in `size` equal parts.

@@ -7,6 +7,7 @@ import multiprocessing.util
 import os
 import sys
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ def create_backend(options: Any, backend_options: Any = None) -> Any:
         raise NotImplementedError(
             "farandole: enable_reconfigure=True: expected False, the ranks of a group stay those that it was made of"
         )
+    if options.timeout < timedelta(0):
+        raise ValueError(f"timeout is {options.timeout}; expected 0 or more")
     _leave_with_multiprocessing()
     _settle_devices()
     _flight_recorder.settle_who_records()

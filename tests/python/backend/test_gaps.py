@@ -70,6 +70,23 @@ def _reduce_scatter_tensor(rank, world_size):
     return [output], [sum(_column(peer) for peer in range(world_size)).chunk(world_size)[rank]]
 
 
+def _all_to_all_of_orders(rank, world_size):
+    """Each rank's tensors have their dimensions in memory in an order of its own."""
+
+    def strided(tensor, of):
+        return tensor if of % 2 == 0 else tensor.t().contiguous().t()
+
+    outputs = [strided(torch.zeros(ROWS, 3), rank // 2 + peer) for peer in range(world_size)]
+    dist.all_to_all(outputs, [strided(chunk, rank) for chunk in _chunks(rank, world_size)])
+    return outputs, [_chunks(peer, world_size)[rank] for peer in range(world_size)]
+
+
+def _all_to_all_into_gaps(rank, world_size):
+    whole = torch.zeros(ROWS, 3 * world_size)
+    dist.all_to_all(list(whole.chunk(world_size, dim=1)), _chunks(rank, world_size))
+    return [whole], [torch.cat([_chunks(peer, world_size)[rank] for peer in range(world_size)], dim=1)]
+
+
 def _all_to_all(rank, world_size):
     outputs = [torch.zeros(ROWS, 3) for _ in range(world_size)]
     dist.all_to_all(outputs, _chunks(rank, world_size))
@@ -92,6 +109,8 @@ CALLS = [
     _reduce_scatter,
     _reduce_scatter_tensor,
     _all_to_all,
+    _all_to_all_into_gaps,
+    _all_to_all_of_orders,
     _broadcast_row,
 ]
 
