@@ -56,7 +56,7 @@ ListedOutputs ListedOutputs::inPlace(const char* operation, const std::vector<at
   return outputs;
 }
 
-void ListedOutputs::moveTo(at::Tensor& place, at::Tensor arrival) {
+void ListedOutputs::moveTo(at::Tensor& place, const at::Tensor& arrival) {
   copies_.emplace_back(std::exchange(place, arrival), arrival);
 }
 

@@ -27,7 +27,7 @@ class ListedOutputs {
 
  private:
   explicit ListedOutputs(const std::vector<at::Tensor>& list) : places_(list) {}
-  void moveTo(at::Tensor& place, at::Tensor arrival);
+  void moveTo(at::Tensor& place, const at::Tensor& arrival);
 
   std::vector<at::Tensor> places_;
   std::vector<std::pair<at::Tensor, at::Tensor>> copies_;  // to, from

@@ -209,9 +209,10 @@ Status ProgramOperation::compareContracts(const Program::Step& step) const {
     if (other.isSameCall(own) && other.given == own.wanted && other.wanted == own.given) continue;
     const std::string who = communicator_->describe(communicator_->rankOnHost(index));
     if (!other.isSameCall(own)) {
-      const std::string when = step.kind == Program::Kind::kCompare ? "before this " : "";
-      return Status::invalidArgument(when + communicator_->nameOf(communicator_->rank()) + " called " + describe(own) +
-                                     ", " + who + " called " + describe(other) + "; expected the same on all ranks");
+      std::string text = step.kind == Program::Kind::kCompare ? "before this " : "";
+      text.append(communicator_->nameOf(communicator_->rank())).append(" called ").append(describe(own));
+      text.append(", ").append(who).append(" called ").append(describe(other));
+      return Status::invalidArgument(text + "; expected the same on all ranks");
     }
     if (other.given != own.wanted) return sizesDiffer(/*isSend=*/false, who, other.given, own.wanted);
     return sizesDiffer(/*isSend=*/true, who, other.wanted, own.given);
