@@ -19,7 +19,7 @@ class SyncsParameters(torch.nn.Module):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Torch's, once all have come that an optimizer has updated on other ranks: who asks reads or writes them."""
-        if self._param_sync is not None:
+        if isinstance(self._param_sync, ParamSync):  # nothing of that where another wrapper has them now
             self._param_sync.finish_unless_abandoned()
         return super().named_parameters(*args, **kwargs)
 

@@ -48,6 +48,7 @@ def _wrap_twice(rank: int, world_size: int, options: dict[str, Any]) -> None:
         optimizer.step()
     for got, want in zip(model.parameters(), _plain(world_size, 3), strict=True):
         torch.testing.assert_close(got.detach(), want)
+    assert len(list(old.parameters())) == len(list(model.parameters()))
     for use in (lambda: old(_batch(rank, 0)), stale.step):
         with pytest.raises(RuntimeError, match=r"parameter '0\.weight' was wrapped again"):
             use()
