@@ -133,10 +133,10 @@ class _Root:
             one.end()
 
     def _named(self) -> Iterable[tuple[str, _Shard]]:
-        names = {module: name for name, module in self.module.named_modules(remove_duplicate=False)}
-        for one in self._modules:
-            path = names[one.module] + "." if names[one.module] else ""
-            yield from ((path + shard.name, shard) for shard in one.shards)
+        shards = {one.module: one.shards for one in self._modules}
+        for path, module in self.module.named_modules(remove_duplicate=False):
+            prefix = path + "." if path else ""
+            yield from ((prefix + shard.name, shard) for shard in shards.get(module, ()))
 
     def widen(self, module: torch.nn.Module, state: dict[str, Any], prefix: str, *unused: Any) -> None:
         for name, shard in self._named():

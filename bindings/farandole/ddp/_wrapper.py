@@ -175,7 +175,9 @@ class DistributedDataParallel(HoldsGradients, SyncsParameters, UnevenInputs, Aba
                 raise TypeError(f"module is a {type(module).__name__}: expected a torch.nn.Module")
             if device_mesh is not None:
                 localize(module, device_mesh)
-            instances = instance_process_group and group_of("instance_process_group", instance_process_group)
+            instances = instance_process_group
+            if instances is not None:
+                instances = group_of("instance_process_group", instances)
         with refusing_together(module, (group, instances)):
             for name, is_asked in (
                 ("overlap_param_gather", overlap_param_gather),

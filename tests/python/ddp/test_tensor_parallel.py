@@ -129,6 +129,7 @@ def _parameters(rank: int, world_size: int) -> None:
     module = _sharded(mesh)
     module.up.bias.requires_grad_(False)
     module.down.weight.mark = "kept"
+    module.again = module.up  # has two names
     names = [name for name, _ in module.named_parameters()]
     model = DistributedDataParallel(module, device_mesh=mesh["replicas"])
     parameters = dict(module.named_parameters())
@@ -148,6 +149,8 @@ def _parameters(rank: int, world_size: int) -> None:
     with pytest.raises(RuntimeError, match=r"mat1 and mat2|shape"):
         model(torch.ones(2, 5, device=DEVICE))
     assert not isinstance(module.up.weight, DTensor)
+    state = module.state_dict()
+    assert isinstance(state["up.weight"], DTensor) and isinstance(state["again.weight"], DTensor)
 
 
 def test_the_parts_stay_the_models_parameters():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -110,7 +109,7 @@ def _between(rank: int, world_size: int, use: str) -> None:
     results = []
     for overlaps in (False, True):
         model = DistributedDataParallel(
-            copy.deepcopy(_module()).float(),
+            _module().float(),
             use_distributed_optimizer=True,
             bucket_size=20,
             overlap_param_gather=overlaps,
