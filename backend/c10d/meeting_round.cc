@@ -14,6 +14,7 @@ namespace {
 
 constexpr const char* kRound = "farandole/round";
 constexpr const char* kGivenUp = "given up";
+constexpr const char* kTwice = "twice";
 
 std::vector<std::uint8_t> makeName() {
   const std::uint64_t number = net::randomNumber();
@@ -59,7 +60,6 @@ void MeetingRound::open(const Blob& name) {
 
 void MeetingRound::begin() {
   open(number_);
-  isEntered_ = true;
   shared_->set(kRound, number_);
 }
 
@@ -77,7 +77,26 @@ bool MeetingRound::isWelcome() {
   return isEntered_;
 }
 
+bool MeetingRound::isAnothers(const std::string& key) const {
+  return store_ != nullptr && store_->check({key}) && store_->get(key) != number_;
+}
+
+bool MeetingRound::isTwice() const { return isAnothers(guestKey(rank_)) || isAnothers(welcomeKey(rank_)); }
+
+void MeetingRound::tellTwice() {
+  const std::string rank = std::to_string(rank_);
+  store_->set(kTwice, Blob(rank.begin(), rank.end()));
+}
+
+std::optional<int> MeetingRound::whoIsTwice() const {
+  if (shared_->get(kRound) != number_) return 0;
+  if (!store_->check({kTwice})) return std::nullopt;
+  const Blob rank = store_->get(kTwice);
+  return std::stoi(std::string(rank.begin(), rank.end()));
+}
+
 bool MeetingRound::enter() {
+  if (rank_ == 0) return isEntered_ = true;
   if (isWelcome()) return true;
   if (!shared_->check({kRound})) return false;
   const Blob latest = shared_->get(kRound);
@@ -93,8 +112,11 @@ void MeetingRound::giveUp(const std::string& reason) {
   Blob blob = number_;
   blob.insert(blob.end(), reason.begin(), reason.end());
   (void)note({number_.begin(), number_.end()});
+  if (!isEntered_) {
+    waiting_->set(kGivenUp, blob);
+    if (rank_ != 0) (void)enter();  // rank 0 looks no more where others wait once it has begun
+  }
   if (store_ != nullptr) store_->set(kGivenUp, blob);
-  if (!isEntered_) waiting_->set(kGivenUp, blob);
 }
 
 std::optional<std::string> MeetingRound::readGivenUp(::c10d::Store& store) const {

@@ -20,12 +20,18 @@ class MeetingRound {
 
   MeetingRound(StorePtr shared, int rank, int size);
 
-  // Rank 0 begins one.
+  // Rank 0 begins one, and is in it once it looks.
   void begin();
   // Rank 0 answers those who have come since; to be called while it waits for them. Whether somebody has.
   bool welcome();
   // The others look once. Whether they have found another one, or are in it now.
   bool enter();
+
+  // Whether another process has come as this rank, which is in no meeting yet: to that of now, or to an earlier one.
+  bool isTwice() const;
+  void tellTwice();
+  // Rank 0 looks: who was told to have come twice to this meeting, or rank 0 where another one has begun since.
+  std::optional<int> whoIsTwice() const;
 
   // Of this round, or of what may be an earlier one; null until one was found.
   const StorePtr& store() const { return store_; }
@@ -43,6 +49,8 @@ class MeetingRound {
 
   void open(const Blob& name);
   bool isWelcome();
+  // Whether something else than this rank's number is there.
+  bool isAnothers(const std::string& key) const;
   std::optional<std::string> readGivenUp(::c10d::Store& store) const;
 
   const StorePtr shared_;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <exception>
 #include <thread>
 
 #include "backend/c10d/callback_threads.h"
@@ -66,13 +67,22 @@ Result<std::shared_ptr<ProcessContext>> ProcessContext::acquire() {
   collective::BufferPool::instance().keepUpTo(*scratch);
   auto transport = openTransports();
   if (!transport) return transport.status();
+  try {
+    auto context = make(std::move(transport).value());
+    current() = context;
+    return context;
+  } catch (const std::exception& error) {  // for want of descriptors, or of threads
+    return Status::unavailable(std::string("the process's event loop: ") + error.what());
+  }
+}
+
+std::shared_ptr<ProcessContext> ProcessContext::make(std::unique_ptr<transport::RoutingTransport> transport) {
   std::shared_ptr<ProcessContext> context(new ProcessContext, [](ProcessContext* gone) {
     if (gone->isOurs()) destroy(gone, gone->loop_.inLoop());  // else leaked: it is the parent's
   });
-  context->routing_ = transport->get();
+  context->routing_ = transport.get();
   if (context->routing_->hasLocal()) context->hostIdentity_ = transport::hostIdentity();
-  context->connections_ = std::make_unique<transport::Connections>(std::move(transport).value(), context->loop_);
-  current() = context;
+  context->connections_ = std::make_unique<transport::Connections>(std::move(transport), context->loop_);
   return context;
 }
 

@@ -59,6 +59,7 @@ class ProcessContext {
 
  private:
   ProcessContext();
+  static std::shared_ptr<ProcessContext> make(std::unique_ptr<transport::RoutingTransport> transport);
   Result<std::uint32_t> chooseGroupNumber();
   void discardMessages(std::uint32_t group);
 

@@ -32,6 +32,29 @@ std::vector<int> globalRanksOf(const ProcessGroupFarandole::Options& options, in
   return {ranks.begin(), ranks.end()};
 }
 
+// What a group needs of its process.
+struct Beginnings {
+  collective::AlgorithmTable table;
+  std::string cudaMessages;
+  std::size_t windowBytes;
+  std::shared_ptr<ProcessContext> context;
+  std::uint32_t group;  // its number
+};
+
+Result<Beginnings> begin() {
+  auto table = collective::AlgorithmTable::fromEnvironment();
+  FARANDOLE_RETURN_IF_ERROR(table.status());
+  auto cudaMessages = choiceSetting("FARANDOLE_CUDA_MESSAGES", "nccl", {"nccl", "ucx"});
+  FARANDOLE_RETURN_IF_ERROR(cudaMessages.status());
+  const auto windowBytes = collective::HostSegment::windowBytesSetting();
+  FARANDOLE_RETURN_IF_ERROR(windowBytes.status());
+  auto context = ProcessContext::acquire();
+  FARANDOLE_RETURN_IF_ERROR(context.status());
+  const auto group = (*context)->takeGroupNumber();
+  FARANDOLE_RETURN_IF_ERROR(group.status());
+  return Beginnings{std::move(*table), std::move(*cudaMessages), *windowBytes, std::move(*context), *group};
+}
+
 }  // namespace
 
 ProcessGroupFarandole::ProcessGroupFarandole(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int size,
@@ -44,27 +67,30 @@ ProcessGroupFarandole::ProcessGroupFarandole(const c10::intrusive_ptr<::c10d::St
                     p2p::kMaxRanks);
   TORCH_CHECK_VALUE(rank >= 0 && rank < size, "farandole: rank is ", rank, "; expected 0 to ", size - 1);
   TORCH_CHECK_VALUE(store != nullptr, "farandole: store is None; expected a store that all ranks share");
-  const std::shared_ptr<const GroupFlight> flight = startFlight();
-  auto table = valueOrThrow(collective::AlgorithmTable::fromEnvironment());
-  const std::string cudaMessages = valueOrThrow(choiceSetting("FARANDOLE_CUDA_MESSAGES", "nccl", {"nccl", "ucx"}));
-  const std::size_t windowBytes = valueOrThrow(collective::HostSegment::windowBytesSetting());
-  context_ = valueOrThrow(ProcessContext::acquire());
-  const std::uint32_t group = valueOrThrow(context_->takeGroupNumber());
+  MeetingPlace place(store, rank, size, globalRanksOf(*options_, size), options_->timeout);
+  const std::shared_ptr<const GroupFlight> flight = valueOrThrow(place.orGiveUp(startFlight()));
+  auto [table, cudaMessages, windowBytes, context, group] = valueOrThrow(place.orGiveUp(begin()));
+  context_ = std::move(context);
   // The number is free again once nothing that carries it is in flight.
-  std::shared_ptr<void> lease(nullptr,
-                              [context = context_, group, flight](void*) { context->returnGroupNumber(group); });
+  std::shared_ptr<void> lease(
+      nullptr, [context = context_, number = group, flight](void*) { context->returnGroupNumber(number); });
 
-  MeetingPlace place(store, *context_, rank, size, globalRanksOf(*options_, size), options_->timeout);
-  Meeting met = valueOrThrow(place.meetMembers(group, {table.overrides(), cudaMessages}));
+  Meeting met = valueOrThrow(place.meetMembers(*context_, group, {table.overrides(), cudaMessages}));
   store_ = place.store();
   communicator_ = std::make_shared<Communicator>(context_->connections(), lease, rank, met.members, std::move(table));
   if (!met.controls.empty()) {
-    watch_ = valueOrThrow(ControlWatch::join(context_, communicator_, met, counts_));
+    watch_ = valueOrThrow(place.orGiveUp(ControlWatch::join(context_, communicator_, met, counts_)));
     communicator_->setWatch(watch_);
   }
   connectHost(place, windowBytes);
   if (cudaMessages == "ucx") meetForCudaMessages(place, met.members, std::move(lease));
   context_->addGroup(place.world(), communicator_);
+}
+
+void ProcessGroupFarandole::refuse(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int size,
+                                   const Options& options, const std::string& reason) {
+  MeetingPlace place(store, rank, size, globalRanksOf(options, size), options.timeout);
+  (void)place.giveUp(Status::invalidArgument(reason));
 }
 
 void ProcessGroupFarandole::connectHost(MeetingPlace& place, std::size_t windowBytes) {
@@ -93,12 +119,13 @@ void ProcessGroupFarandole::setGroupUid(const std::string& uid) {
   if (flight_ != nullptr) flight_->rename(uid);
 }
 
-std::shared_ptr<const GroupFlight> ProcessGroupFarandole::startFlight() {
-  FlightLog* const log = valueOrThrow(FlightLog::acquire());
-  if (log->recorder() == nullptr) return nullptr;
+Result<std::shared_ptr<const GroupFlight>> ProcessGroupFarandole::startFlight() {
+  const Result<FlightLog*> log = FlightLog::acquire();
+  FARANDOLE_RETURN_IF_ERROR(log.status());
+  if ((*log)->recorder() == nullptr) return std::shared_ptr<const GroupFlight>();
   const auto& ranks = options_->global_ranks_in_group;
   auto flight = std::make_shared<const GroupFlight>(
-      *log, observe::FlightGroup{options_->group_name, "", rank_, std::vector<int>(ranks.begin(), ranks.end())}, size_,
+      **log, observe::FlightGroup{options_->group_name, "", rank_, std::vector<int>(ranks.begin(), ranks.end())}, size_,
       counts_);
   flight_ = flight.get();
   return flight;

@@ -50,6 +50,9 @@ class ProcessGroupFarandole final : public ::c10d::Backend, public RepeatedMessa
   ProcessGroupFarandole(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int size,
                         c10::intrusive_ptr<Options> options);
   ~ProcessGroupFarandole() override;
+  // Instead of the constructor: tells the other ranks that this one will not come, and why.
+  static void refuse(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int size, const Options& options,
+                     const std::string& reason);
 
   const std::string getBackendName() const override { return "farandole"; }
   // A copy: what torch writes into the options of a group that it splits stays out of this one.
@@ -171,7 +174,7 @@ class ProcessGroupFarandole final : public ::c10d::Backend, public RepeatedMessa
 
  private:
   // In the recorder; null where nothing is recorded.
-  std::shared_ptr<const GroupFlight> startFlight();
+  Result<std::shared_ptr<const GroupFlight>> startFlight();
   // What torch says of the group, once it is complete. Torch has no virtual method that tells when.
   void describeFlight();
   using BuildProgram = std::function<void(collective::Program&)>;

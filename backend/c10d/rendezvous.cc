@@ -19,7 +19,7 @@ namespace {
 using collective::Member;
 
 // Changes whenever ranks of different versions could not talk to each other.
-constexpr std::uint32_t kWireVersion = 8;
+constexpr std::uint32_t kWireVersion = 9;
 // Between looks for ranks that are late: longer and longer, but for those that are about to come.
 class Pauses {
  public:
@@ -41,10 +41,18 @@ Blob blobOf(std::string_view text) { return {text.begin(), text.end()}; }
 
 std::string_view textOf(const Blob& blob) { return {reinterpret_cast<const char*>(blob.data()), blob.size()}; }
 
-Blob encode(const Member& member, const std::string& cudaMessages) {
+struct MemberEntry {
+  Member member;
+  int size = 0;  // of the group
+  std::string cudaMessages;
+};
+
+Blob encode(const MemberEntry& entry) {
+  const Member& member = entry.member;
   net::WireWriter writer;
-  writer.number(kWireVersion).number(member.group).number(member.pid);
-  writer.text(member.host).text(member.hostIdentity).text(member.address).text(member.algorithms).text(cudaMessages);
+  writer.number(kWireVersion).number(member.group).number(member.pid).number(entry.size);
+  writer.text(member.host).text(member.hostIdentity).text(member.address).text(member.algorithms);
+  writer.text(entry.cudaMessages);
   return blobOf(writer.take());
 }
 
@@ -79,11 +87,6 @@ std::string makeToken() {
   return writer.take();
 }
 
-struct MemberEntry {
-  Member member;
-  std::string cudaMessages;
-};
-
 Result<MemberEntry> decode(const std::string& rank, const Blob& blob) {
   net::WireReader reader(textOf(blob));
   const auto version = reader.number<std::uint32_t>();
@@ -96,6 +99,7 @@ Result<MemberEntry> decode(const std::string& rank, const Blob& blob) {
   Member& member = entry.member;
   member.group = reader.number<std::uint32_t>();
   member.pid = reader.number<int>();
+  entry.size = reader.number<int>();
   member.host = reader.text();
   member.hostIdentity = reader.text();
   member.address = reader.text();
@@ -103,6 +107,12 @@ Result<MemberEntry> decode(const std::string& rank, const Blob& blob) {
   entry.cudaMessages = reader.text();
   if (!reader.complete()) return malformed(rank);
   return entry;
+}
+
+Status checkSameSize(const std::string& rank, int mine, const std::string& otherRank, int theirs) {
+  if (mine == theirs) return Status::ok();
+  return Status::invalidArgument("the group's size is " + std::to_string(mine) + " on " + rank + ", " +
+                                 std::to_string(theirs) + " on " + otherRank + "; expected the same on all ranks");
 }
 
 Status checkSameCudaMessages(const std::string& rank, const std::string& mine, const std::string& otherRank,
@@ -126,11 +136,10 @@ const void* worldOf(::c10d::Store& store) {
 
 }  // namespace
 
-MeetingPlace::MeetingPlace(const MeetingRound::StorePtr& store, ProcessContext& context, int rank, int size,
-                           std::vector<int> globalRanks, std::chrono::milliseconds timeout)
+MeetingPlace::MeetingPlace(const MeetingRound::StorePtr& store, int rank, int size, std::vector<int> globalRanks,
+                           std::chrono::milliseconds timeout)
     : round_(store, rank, size),
       world_(worldOf(*store)),
-      context_(context),
       rank_(rank),
       size_(size),
       globalRanks_(std::move(globalRanks)),
@@ -148,15 +157,28 @@ Status MeetingPlace::timedOut(int rank) const {
                          std::to_string(timeout_.count()) + " ms");
 }
 
+Status MeetingPlace::onceEach() {
+  const std::optional<int> rank = round_.whoIsTwice();
+  return rank ? Status::invalidArgument("two processes have come as " + nameOf(*rank) + " of " + std::to_string(size_) +
+                                        "; expected one for each rank")
+              : Status::ok();
+}
+
 Status MeetingPlace::enterRound() {
   FARANDOLE_RETURN_IF_ERROR(givenUp());
-  if (rank_ == 0) round_.begin();
+  if (rank_ == 0) {
+    round_.begin();
+    FARANDOLE_RETURN_IF_ERROR(givenUp());  // by those who have looked for it before it was there
+  }
   for (Pauses pauses; !round_.isEntered(); pauses.take()) {
     if (round_.enter()) pauses.restart();
     if (round_.isEntered()) break;
     FARANDOLE_RETURN_IF_ERROR(givenUp());
     FARANDOLE_RETURN_IF_ERROR(health());
-    if (std::chrono::steady_clock::now() >= deadline_) return timedOut(0);
+    const bool isTwice = round_.isTwice();
+    if (isTwice) round_.tellTwice();
+    if (std::chrono::steady_clock::now() < deadline_) continue;
+    return isTwice ? timedOut(0).wrap("another process has come as " + nameOf(rank_) + ", too") : timedOut(0);
   }
   return Status::ok();
 }
@@ -166,6 +188,7 @@ Result<MeetingPlace::Blob> MeetingPlace::read(const std::string& board, int rank
   for (Pauses pauses; !round_.store()->check({key}); pauses.take()) {
     if (rank_ == 0 && round_.welcome()) pauses.restart();
     FARANDOLE_RETURN_IF_ERROR(givenUp());
+    if (rank_ == 0) FARANDOLE_RETURN_IF_ERROR(onceEach());
     FARANDOLE_RETURN_IF_ERROR(health());
     if (std::chrono::steady_clock::now() >= deadline_) return timedOut(rank);
   }
@@ -179,7 +202,8 @@ Status MeetingPlace::givenUp() {
 }
 
 Status MeetingPlace::giveUp(const Status& why) {
-  if (!givenUp()) return why;  // the first reason stays
+  // The first reason stays; who leaves has told why before that.
+  if (const Status first = givenUp(); !first) return why.code() == StatusCode::kPeerLeft ? first : why;
   round_.giveUp(nameOf(rank_) + " has given the group up: " + why.toString());
   return why;
 }
@@ -187,12 +211,12 @@ Status MeetingPlace::giveUp(const Status& why) {
 Status MeetingPlace::health() {
   std::vector<std::pair<int, collective::Communicator::Gone>> gone;
   {
-    transport::ProgressEngine::Access access(context_.connections().engine());
+    transport::ProgressEngine::Access access(context_->connections().engine());
     for (const auto& [member, rank, peer] : neighbours_) {
       if (Status failure = access.transport().failure(peer); !failure) gone.push_back({rank, {member, failure}});
     }
   }
-  for (auto& elsewhere : context_.goneFrom(world_)) {
+  for (auto& elsewhere : context_->goneFrom(world_)) {
     const auto found = std::find(globalRanks_.begin(), globalRanks_.end(), elsewhere.member.globalRank);
     if (found == globalRanks_.end()) continue;
     gone.emplace_back(static_cast<int>(found - globalRanks_.begin()), std::move(elsewhere));
@@ -206,34 +230,36 @@ Status MeetingPlace::health() {
 }
 
 void MeetingPlace::watch(int rank, const Member& member) {
-  const bool isHere = !member.hostIdentity.empty() && member.hostIdentity == context_.hostIdentity();
+  const bool isHere = !member.hostIdentity.empty() && member.hostIdentity == context_->hostIdentity();
   if (rank == rank_ || !isHere) return;
-  transport::ProgressEngine::Access access(context_.connections().engine());
+  transport::ProgressEngine::Access access(context_->connections().engine());
   // What keeps it from being connected is an error of what connects to stay.
-  if (const Result<transport::PeerId> peer = context_.connections().connect(member.address)) {
+  if (const Result<transport::PeerId> peer = context_->connections().connect(member.address)) {
     neighbours_.push_back({member, rank, *peer});
   }
 }
 
-Result<Meeting> MeetingPlace::meetMembers(std::uint32_t group, const CommonSettings& settings) {
-  Result<Meeting> met = meetAll(group, settings);
-  return met ? std::move(met) : giveUp(met.status());
+Result<Meeting> MeetingPlace::meetMembers(ProcessContext& context, std::uint32_t group,
+                                          const CommonSettings& settings) {
+  context_ = &context;
+  return orGiveUp(meetAll(group, settings));
 }
 
 Result<Meeting> MeetingPlace::meetAll(std::uint32_t group, const CommonSettings& settings) {
   FARANDOLE_RETURN_IF_ERROR(enterRound());
-  Member self{"", group, hostName(), getpid(), context_.hostIdentity(), settings.algorithms, globalRank(rank_)};
+  Member self{"", group, hostName(), getpid(), context_->hostIdentity(), settings.algorithms, globalRank(rank_)};
   {
-    transport::ProgressEngine::Access access(context_.connections().engine());
+    transport::ProgressEngine::Access access(context_->connections().engine());
     self.address = access.transport().address();
   }
-  post("member", encode(self, settings.cudaMessages));
+  post("member", encode({self, size_, settings.cudaMessages}));
   Meeting met;
   for (int other = 0; other < size_; ++other) {
     const auto blob = read("member", other);
     if (!blob) return blob.status();
     Result<MemberEntry> entry = decode(nameOf(other), *blob);
     if (!entry) return entry.status();
+    FARANDOLE_RETURN_IF_ERROR(checkSameSize(nameOf(rank_), size_, nameOf(other), entry->size));
     entry->member.globalRank = globalRank(other);
     FARANDOLE_RETURN_IF_ERROR(collective::checkSameAlgorithms(rank_, self, other, entry->member));
     FARANDOLE_RETURN_IF_ERROR(
@@ -249,9 +275,9 @@ Result<Meeting> MeetingPlace::meetAll(std::uint32_t group, const CommonSettings&
     return member.hostIdentity.empty() || member.hostIdentity != self.hostIdentity;
   };
   if (std::none_of(met.members.begin(), met.members.end(), isElsewhere)) return met;
-  const Result<std::string> address = context_.networkAddress();
+  const Result<std::string> address = context_->networkAddress();
   if (!address) return address.status();
-  const Result<std::string> control = context_.controlAddress();
+  const Result<std::string> control = context_->controlAddress();
   if (!control) return control.status();
   post("network", encode(NetworkEntry{*address, *control, rank_ == 0 ? makeToken() : ""}));
   for (int other = 0; other < size_; ++other) {

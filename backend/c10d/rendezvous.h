@@ -31,15 +31,21 @@ struct CommonSettings {
 class MeetingPlace {
  public:
   // `globalRanks`: by rank; empty where they are not known. `timeout`: for all of it, from now on.
-  MeetingPlace(const MeetingRound::StorePtr& store, ProcessContext& context, int rank, int size,
-               std::vector<int> globalRanks, std::chrono::milliseconds timeout);
+  MeetingPlace(const MeetingRound::StorePtr& store, int rank, int size, std::vector<int> globalRanks,
+               std::chrono::milliseconds timeout);
 
-  // Tells how this process is reached and reads how the others are. `group` is this process's number for the group.
-  Result<Meeting> meetMembers(std::uint32_t group, const CommonSettings& settings);
+  // Tells how this process is reached and reads how the others are. `group` is this process's number for the group;
+  // `context` stays for as long as this.
+  Result<Meeting> meetMembers(ProcessContext& context, std::uint32_t group, const CommonSettings& settings);
   // What all ranks tell, by rank; `mine` is this one's. `name`: of what is told, once in a group.
   Result<std::vector<std::string>> exchange(const std::string& name, const std::string& mine);
   // Tells the others, who may still be waiting, that there will be no group, and returns the reason.
   Status giveUp(const Status& why);
+  // The same where what this rank needs for the group is an error.
+  template <typename T>
+  Result<T> orGiveUp(Result<T> result) {
+    return result ? std::move(result) : Result<T>(giveUp(result.status()));
+  }
   // Ok, or why another rank has given the group up: it may know more.
   Status givenUp();
 
@@ -65,6 +71,8 @@ class MeetingPlace {
   // Until this rank is in the meeting of now.
   Status enterRound();
   Status timedOut(int rank) const;
+  // By rank 0: ok, or which rank has come twice.
+  Status onceEach();
   Result<Meeting> meetAll(std::uint32_t group, const CommonSettings& settings);
   // While somebody is waited for: ok, or who will not come, or not stay, as far as this process knows.
   Status health();
@@ -73,7 +81,7 @@ class MeetingPlace {
   MeetingRound round_;
   Status givenUp_;  // what was heard of it
   const void* const world_;
-  ProcessContext& context_;
+  ProcessContext* context_ = nullptr;  // once members meet
   const int rank_;
   const int size_;
   const std::vector<int> globalRanks_;

@@ -108,7 +108,7 @@ void SparseAllReduceWork::startValues() {
   ProgramCalls calls(program, messagesOnly);
   sum_.gatherValues(calls);
   values_->setTensors({}, sum_.valueTensors());
-  values_->setProgram(std::move(program), static_cast<std::uint32_t>(values_->getSequencenumber()));
+  values_->continueWith(std::move(program), static_cast<std::uint32_t>(values_->getSequencenumber()));
   values_->launch();
   hasValues_ = true;
 }

@@ -90,7 +90,8 @@ std::string Communicator::describePendingHere() const {
     ++count;
   }
   if (count == 0) return aborted_ ? "nothing is pending" : "the group is over here: " + aborted_.toString();
-  return oldest->describe() + (count == 1 ? " is" : " and " + std::to_string(count - 1) + " more are") + " pending";
+  return oldest->describe() + oldest->circumstances() +
+         (count == 1 ? " is" : " and " + std::to_string(count - 1) + " more are") + " pending";
 }
 
 bool Communicator::begin(ProgramOperation& operation) {
@@ -192,10 +193,7 @@ void Communicator::send(int peer, p2p::MessageKind kind, std::uint32_t tag, std:
 void Communicator::recv(int peer, p2p::MessageKind kind, std::uint32_t tag, std::uint32_t element, void* data,
                         std::size_t bytes, Message& message) {
   const int source = peer == kAnySource ? 0 : peer;
-  // A collective's messages have no element: their program says what they are made of.
-  const std::uint64_t mask = peer == kAnySource                        ? p2p::kAnySourceMask
-                             : kind == p2p::MessageKind::kPointToPoint ? p2p::kAnyElementMask
-                                                                       : p2p::kExactMask;
+  const std::uint64_t mask = peer == kAnySource ? p2p::kAnySourceMask : p2p::kAnyElementMask;
   transport::PeerId from = transport::kAnyPeer;
   if (peer != kAnySource) {
     if (!peers_[peer].connected && !connectFor(peer, message)) return;

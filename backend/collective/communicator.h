@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "backend/collective/algorithm_table.h"
+#include "backend/collective/call_history.h"
 #include "backend/collective/group_watch.h"
 #include "backend/collective/host_layout.h"
 #include "backend/collective/host_segment.h"
@@ -211,6 +212,7 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   std::optional<SwapWays> swapWays_;
   Topology topology_;
   std::deque<ProgramOperation*> turns_;  // the first one runs
+  CallHistory history_;                  // of what was started
   Operation* pending_ = nullptr;         // the head of the list, oldest last
 };
 

@@ -99,8 +99,9 @@ Result<transport::SharedMemory> Communicator::meetHost(transport::Clock::time_po
     ProgressEngine::Access access(engine());
     const Result<transport::PeerId> peer = peerOf(first);
     if (!peer) return peer.status();
-    transport::Descriptor descriptor = access.transport().takeSharedMemory(*peer, members_[rank_].group);
-    if (descriptor) return HostSegment::open(std::move(descriptor), size);
+    Result<transport::Descriptor> descriptor = access.transport().takeSharedMemory(*peer, members_[rank_].group);
+    if (!descriptor) return descriptor.status();
+    if (*descriptor) return HostSegment::open(std::move(*descriptor), size);
     FARANDOLE_RETURN_IF_ERROR(access.transport().failure(*peer).wrapUnlessOk(describe(first)));
     return std::nullopt;
   });

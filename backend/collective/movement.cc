@@ -5,6 +5,14 @@
 #include "backend/collective/selection.h"
 
 namespace farandole::collective {
+namespace {
+
+void noteAndAnnounce(Program& program, const Topology& topology, const Contract& contract) {
+  program.noteCall(contract);
+  announce(program, topology, contract);
+}
+
+}  // namespace
 
 void broadcast(Program& program, Topology topology, int root, Slice data) {
   const Contract contract{CollectiveKind::kBroadcast, 0, static_cast<std::uint32_t>(root), data.bytes};
@@ -14,6 +22,8 @@ void broadcast(Program& program, Topology topology, int root, Slice data) {
       return broadcastOnHost(program, *host, contract, root, data);
     }
     algorithm = Algorithm::kBinomial;  // messages
+  } else {
+    program.noteCall(contract);
   }
   if (algorithm == Algorithm::kHierarchical) return hierarchy::broadcast(program, topology, root, data);
   announce(program, topology, contract);
@@ -23,9 +33,11 @@ void broadcast(Program& program, Topology topology, int root, Slice data) {
 void allGather(Program& program, Topology topology, Slice input, std::span<const Slice> outputs) {
   if (topology.wholeSegment() != nullptr) return allGatherOnHost(program, topology, input, outputs);
   const std::size_t bytes = totalBytes(outputs);
+  const Contract contract{CollectiveKind::kAllGather, 0, 0, bytes};
+  program.noteCall(contract);
   const Algorithm algorithm = choose(topology, CollectiveKind::kAllGather, bytes);
   if (algorithm == Algorithm::kHierarchical) return hierarchy::allGather(program, topology, input, outputs);
-  announce(program, topology, {CollectiveKind::kAllGather, 0, 0, bytes});
+  announce(program, topology, contract);
   program.copy(outputs[topology.rank].data, input.data, input.bytes);
   between::Blocks blocks;
   blocks.reserve(outputs.size());
@@ -35,7 +47,7 @@ void allGather(Program& program, Topology topology, Slice input, std::span<const
 
 void gather(Program& program, Topology topology, int root, Slice input, std::span<const Slice> outputs) {
   if (topology.wholeSegment() != nullptr) return gatherOnHost(program, topology, root, input, outputs);
-  announce(program, topology, {CollectiveKind::kGather, 0, static_cast<std::uint32_t>(root), 0});
+  noteAndAnnounce(program, topology, {CollectiveKind::kGather, 0, static_cast<std::uint32_t>(root), 0});
   if (topology.rank != root) {
     program.send(root, input.data, input.bytes);
     return;
@@ -49,7 +61,7 @@ void gather(Program& program, Topology topology, int root, Slice input, std::spa
 
 void scatter(Program& program, Topology topology, int root, Slice output, std::span<const Slice> inputs) {
   if (topology.wholeSegment() != nullptr) return scatterOnHost(program, topology, root, output, inputs);
-  announce(program, topology, {CollectiveKind::kScatter, 0, static_cast<std::uint32_t>(root), 0});
+  noteAndAnnounce(program, topology, {CollectiveKind::kScatter, 0, static_cast<std::uint32_t>(root), 0});
   if (topology.rank != root) {
     program.recv(root, output.data, output.bytes);
     return;
@@ -63,7 +75,7 @@ void scatter(Program& program, Topology topology, int root, Slice output, std::s
 
 void allToAll(Program& program, Topology topology, std::span<const Slice> outputs, std::span<const Slice> inputs) {
   if (topology.wholeSegment() != nullptr) return allToAllOnHost(program, topology, outputs, inputs);
-  announce(program, topology, {CollectiveKind::kAllToAll, 0, 0, 0});
+  noteAndAnnounce(program, topology, {CollectiveKind::kAllToAll, 0, 0, 0});
   const int rank = topology.rank;
   const int size = topology.size;
   for (int i = 1; i < size; ++i) {
@@ -78,11 +90,13 @@ void allToAll(Program& program, Topology topology, std::span<const Slice> output
 }
 
 void barrier(Program& program, Topology topology) {
-  if (topology.wholeSegment() != nullptr) return announce(program, topology, {CollectiveKind::kBarrier, 0, 0, 0});
+  const Contract contract{CollectiveKind::kBarrier, 0, 0, 0};
+  if (topology.wholeSegment() != nullptr) return announce(program, topology, contract);
+  program.noteCall(contract);
   if (choose(topology, CollectiveKind::kBarrier, 0) == Algorithm::kHierarchical) {
     return hierarchy::barrier(program, topology);
   }
-  announce(program, topology, {CollectiveKind::kBarrier, 0, 0, 0});
+  announce(program, topology, contract);
   between::barrier(program, Team::all(topology.rank, topology.size));
 }
 

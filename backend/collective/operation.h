@@ -67,6 +67,8 @@ class Operation : private transport::ProgressEngine::Leaver {
   virtual bool isBackground() const { return false; }
   // What it is, for errors: "recv from rank 1 (tag 0, 8 bytes)".
   virtual std::string describe() const = 0;
+  // What else helps where it is not done, for people: " (the last calls are ...)"; or nothing.
+  virtual std::string circumstances() const { return {}; }
   // Posts what comes next; returns false when nothing is left to do. Called when
   // all that was posted has completed.
   virtual bool postNext() = 0;

@@ -106,6 +106,19 @@ std::byte* Program::scratch(std::size_t bytes) {
   return scratch_.emplace_back(BufferPool::instance().take(bytes)).data();
 }
 
+void ProgramOperation::continueWith(Program program, std::uint32_t sequence) {
+  program.noted_.clear();
+  setProgram(std::move(program), sequence);
+}
+
+void ProgramOperation::noteCalls() {
+  CallHistory& history = communicator_->history_;
+  for (const Contract& call : program_.noted_) history.add(call);
+  program_.noted_.clear();
+  mark_ = history.mark();
+  numCalls_ = history.count();
+}
+
 void ProgramOperation::setProgram(Program program, std::uint32_t sequence) {
   program_ = std::move(program);
   sequence_ = sequence;
@@ -237,6 +250,27 @@ std::string ProgramOperation::describe(const Contract& contract) const {
   return text;
 }
 
+std::string ProgramOperation::describeCalls() const {
+  std::string text;
+  for (const Contract& call : communicator_->history_.lastOf(numCalls_)) {
+    text += (text.empty() ? "" : ", ") + describe(call);
+  }
+  return text;
+}
+
+std::string ProgramOperation::circumstances() const {
+  return numCalls_ == 0 ? "" : " (the last calls: " + describeCalls() + ")";
+}
+
+Status ProgramOperation::mismatch(const Message& message) {
+  if (p2p::elementOf(message.tag) == mark_) return Operation::mismatch(message);
+  std::string text;
+  if (message.bytes != message.expectedBytes) text = Operation::mismatch(message).toString() + "; ";
+  text += communicator_->describe(message.peer) + " has called other collectives than " +
+          communicator_->nameOf(communicator_->rank()) + ", whose last ones are " + describeCalls();
+  return Status::invalidArgument(text + "; expected the same on all ranks, in the same order");
+}
+
 void ProgramOperation::abandoning(const Status& status) {
   if (usesHost()) communicator_->giveUp(status);
 }
@@ -270,7 +304,7 @@ bool ProgramOperation::take(const Program::Step& step) {
       fail(status);
     } else {
       postRecv(messages_[posted_++], communicator_->rankOnHost(step.peer), p2p::MessageKind::kCollective, sequence_, to,
-               step.size);
+               step.size, mark_);
     }
     return true;
   }
@@ -300,6 +334,7 @@ bool ProgramOperation::take(const Program::Step& step) {
 
 bool ProgramOperation::postNext() {
   blocked_ = false;
+  if (!program_.noted_.empty()) noteCalls();
   if (usesHost() && next_ == 0 && !hasTurn_) {
     hasTurn_ = communicator_->begin(*this);
     if (!hasTurn_) return true;
@@ -309,11 +344,12 @@ bool ProgramOperation::postNext() {
     const Program::Step& step = program_.steps_[next_];
     switch (step.kind) {
       case Program::Kind::kSend:
-        postSend(messages_[posted_++], step.peer, p2p::MessageKind::kCollective, sequence_, step.source, step.size);
+        postSend(messages_[posted_++], step.peer, p2p::MessageKind::kCollective, sequence_, step.source, step.size,
+                 mark_);
         break;
       case Program::Kind::kRecv:
-        postRecv(messages_[posted_++], step.peer, p2p::MessageKind::kCollective, sequence_, step.destination,
-                 step.size);
+        postRecv(messages_[posted_++], step.peer, p2p::MessageKind::kCollective, sequence_, step.destination, step.size,
+                 mark_);
         break;
       case Program::Kind::kCopy:
         copyLocally(step.destination, step.source, step.size);

@@ -77,6 +77,9 @@ class Program {
   // About so many steps are to come: their list then grows but once.
   void reserve(std::size_t steps) { steps_.reserve(steps_.size() + steps); }
 
+  // A collective that this is all or a part of, where not all ranks share memory: its messages carry a mark of it.
+  void noteCall(const Contract& call) { noted_.push_back(call); }
+
   // Memory that lives as long as the program.
   std::byte* scratch(std::size_t bytes);
 
@@ -133,6 +136,7 @@ class Program {
   int numMessages_ = 0;
   HostSegment* host_ = nullptr;
   std::vector<std::pair<HostTurn, Contract>> contracts_;
+  std::vector<Contract> noted_;
 };
 
 // A collective in flight.
@@ -140,6 +144,8 @@ class ProgramOperation : public Operation {
  public:
   // `sequence` tells the collectives of a communicator apart: equal on all ranks.
   void setProgram(Program program, std::uint32_t sequence);
+  // The same for what goes on with a call that was started before, and perhaps other calls since.
+  void continueWith(Program program, std::uint32_t sequence);
   bool usesHost() const { return program_.usesHost(); }
   // That this rank did not finish it does not end the group: its caller tells the others.
   void endAlone() { endsAlone_ = true; }
@@ -151,14 +157,18 @@ class ProgramOperation : public Operation {
   virtual std::string describeReduction(std::uint16_t code) const;
   bool postNext() final;
   bool isBlocked() const final { return blocked_ || waitsForTurn_; }
+  std::string circumstances() const final;
   std::string missingRanks() const final;
   void abandoning(const Status& status) final;
   void abandoned(const Status& status) final;
+  Status mismatch(const Message& message) final;
   std::span<Message> messages() final { return {messages_.get(), static_cast<std::size_t>(posted_)}; }
 
  private:
   friend class Communicator;
 
+  // When it is started, as it is called.
+  void noteCalls();
   // While it is blocked: whether the ranks that it waits for have come, or one of them never will.
   bool isReady() const;
   // The index of a rank of the host that it waits for after they have met; or -1.
@@ -166,6 +176,8 @@ class ProgramOperation : public Operation {
   // The index of the first of the ranks that a step waits for that has not come; -1 when all have.
   int missing(const Program::Step& step) const;
   std::string describe(const Contract& contract) const;
+  // The last ones up to this.
+  std::string describeCalls() const;
   Status compareContracts(const Program::Step& step) const;
   void reduceAndCopy(const Program::Step& step);
   // Goes on with it; false when there is more to take, and it has not failed.
@@ -177,6 +189,8 @@ class ProgramOperation : public Operation {
   bool hasTurn_ = false;
   Program program_;
   std::uint32_t sequence_ = 0;
+  std::uint32_t mark_ = 0;      // of the calls up to this one
+  std::uint64_t numCalls_ = 0;  // of them
   std::size_t next_ = 0;
   std::unique_ptr<Message[]> messages_;
   int posted_ = 0;

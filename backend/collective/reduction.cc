@@ -28,9 +28,11 @@ void allReduce(Program& program, Topology topology, const Reduction& reduction, 
 
 void allReduce(Program& program, Topology topology, const Reduction& reduction, Slice data) {
   if (topology.wholeSegment() != nullptr) return allReduceInPlaces(program, topology, reduction, Gathered({&data, 1}));
+  const Contract contract{CollectiveKind::kAllReduce, reduction.code, 0, data.bytes};
+  program.noteCall(contract);
   const Algorithm algorithm = choose(topology, CollectiveKind::kAllReduce, data.bytes);
   if (algorithm == Algorithm::kHierarchical) return hierarchy::allReduce(program, topology, reduction, data);
-  announce(program, topology, {CollectiveKind::kAllReduce, reduction.code, 0, data.bytes});
+  announce(program, topology, contract);
   between::allReduce(algorithm, program, Team::all(topology.rank, topology.size), Combiner(reduction, topology.size),
                      data);
 }
@@ -44,9 +46,11 @@ void reduce(Program& program, Topology topology, const Reduction& reduction, int
     const Gathered all({&data, 1});
     return reduceOnHost(program, topology, reduction, root, all, all);
   }
+  const Contract contract{CollectiveKind::kReduce, reduction.code, static_cast<std::uint32_t>(root), data.bytes};
+  program.noteCall(contract);
   const Algorithm algorithm = choose(topology, CollectiveKind::kReduce, data.bytes);
   if (algorithm == Algorithm::kHierarchical) return hierarchy::reduce(program, topology, reduction, root, data);
-  announce(program, topology, {CollectiveKind::kReduce, reduction.code, static_cast<std::uint32_t>(root), data.bytes});
+  announce(program, topology, contract);
   between::reduce(algorithm, program, Team::all(topology.rank, topology.size), Combiner(reduction, topology.size), root,
                   data);
 }
@@ -73,10 +77,12 @@ void reduceScatter(Program& program, Topology topology, const Reduction& reducti
     return reduceScatterOnHost(program, topology, reduction, output, Gathered(inputs), sizes);
   }
   const std::size_t bytes = totalBytes(inputs);
+  const Contract contract{CollectiveKind::kReduceScatter, reduction.code, 0, bytes};
+  program.noteCall(contract);
   if (choose(topology, CollectiveKind::kReduceScatter, bytes) == Algorithm::kHierarchical) {
     return hierarchy::reduceScatter(program, topology, reduction, output, inputs);
   }
-  announce(program, topology, {CollectiveKind::kReduceScatter, reduction.code, 0, bytes});
+  announce(program, topology, contract);
   between::reduceScatterDirect(program, Team::all(topology.rank, topology.size), Combiner(reduction, topology.size),
                                output, inputs);
 }

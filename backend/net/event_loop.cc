@@ -6,15 +6,29 @@
 #include <csignal>
 
 namespace farandole::net {
+namespace {
+
+// Signals belong to the user's threads: a thread that is made meanwhile inherits a mask that blocks them all.
+class SignalsBlocked {
+ public:
+  SignalsBlocked() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before_);
+  }
+  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+
+ private:
+  sigset_t before_;
+};
+
+}  // namespace
 
 EventLoop::EventLoop(const std::string& threadName) : work_(boost::asio::make_work_guard(context_)), pid_(getpid()) {
-  // Signals belong to the user's threads: this one inherits a mask that blocks them all.
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  thread_ = std::thread([this] { context_.run(); });
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  {
+    SignalsBlocked blocked;
+    thread_ = std::thread([this] { context_.run(); });
+  }
   pthread_setname_np(thread_.native_handle(), threadName.substr(0, 15).c_str());
 }
 

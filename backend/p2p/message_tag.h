@@ -15,7 +15,8 @@ namespace farandole::p2p {
 //           others when they meet, so that it need not be agreed on
 // kind      keeps point-to-point messages apart from all others
 // source    the sender's rank in the group
-// element   what the message is made of: not matched, but compared (see Transport)
+// element   what the message is made of; of collectives, a mark of those that its sender has called up to this one
+//           (collective/call_history.h): not matched, but compared (see Transport)
 // user tag  c10d's tag; of other kinds, where the first bit tells which: a collective's sequence number, and nothing
 //           for what ranks tell each other of their edges between devices
 enum class MessageKind : std::uint64_t { kPointToPoint, kCollective, kEdgeTalk };

@@ -10,6 +10,6 @@ Status Transport::readMemory(PeerId, void*, const void*, std::size_t) {
   return Status::unavailable(std::string(name()) + " does not read the memory of peers");
 }
 
-Descriptor Transport::takeSharedMemory(PeerId, std::uint64_t) { return {}; }
+Result<Descriptor> Transport::takeSharedMemory(PeerId, std::uint64_t) { return Descriptor(); }
 
 }  // namespace farandole::transport

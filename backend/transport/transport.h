@@ -85,8 +85,8 @@ class Transport {
   virtual bool arm() = 0;
   // Passes a descriptor of memory to a peer of this host, who finds it under `key`.
   virtual Status shareMemory(PeerId peer, std::uint64_t key, int descriptor);
-  // What a peer has passed; a closed descriptor while it has not.
-  virtual Descriptor takeSharedMemory(PeerId peer, std::uint64_t key);
+  // What a peer has passed; a closed descriptor while it has not. An error when this process had no room for it.
+  virtual Result<Descriptor> takeSharedMemory(PeerId peer, std::uint64_t key);
   virtual Reading reading(PeerId) const { return Reading::kNone; }
   // Copies from where the peer said that it has something, unless there is no reading it. kPeerFailed when its process
   // has ended.

@@ -19,7 +19,7 @@ using backend::BatchEntry;
 using backend::ProcessGroupFarandole;
 using Handle = c10::intrusive_ptr<ProcessGroupFarandole>;
 
-Handle create(const ::c10d::DistributedBackendOptions& options) {
+c10::intrusive_ptr<ProcessGroupFarandole::Options> ownOptions(const ::c10d::DistributedBackendOptions& options) {
   auto own = c10::make_intrusive<ProcessGroupFarandole::Options>(
       std::chrono::duration_cast<std::chrono::milliseconds>(options.timeout));
   own->group_name = options.group_id;
@@ -28,8 +28,16 @@ Handle create(const ::c10d::DistributedBackendOptions& options) {
   for (int rank = 0; options.global_ranks_in_group.empty() && rank < options.group_size; ++rank) {
     own->global_ranks_in_group.push_back(rank);
   }
+  return own;
+}
+
+Handle create(const ::c10d::DistributedBackendOptions& options) {
   return c10::make_intrusive<ProcessGroupFarandole>(options.store, options.group_rank, options.group_size,
-                                                    std::move(own));
+                                                    ownOptions(options));
+}
+
+void refuse(const ::c10d::DistributedBackendOptions& options, const std::string& reason) {
+  ProcessGroupFarandole::refuse(options.store, options.group_rank, options.group_size, *ownOptions(options), reason);
 }
 
 // torch.cuda.MemPool: its classes in C++ differ between versions, its id does not.
@@ -148,6 +156,8 @@ void bindBackend(py::module_& module) {
   module.def("flight_recorder_pickle", &pickleFlightLog);
   module.def("dump_flight_recorder", &dumpFlightLog, py::arg("path"), py::call_guard<py::gil_scoped_release>());
   module.def("create_backend", &create, py::arg("options"), py::call_guard<py::gil_scoped_release>());
+  module.def("refuse_backend", &refuse, py::arg("options"), py::arg("reason"),
+             py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace farandole::python

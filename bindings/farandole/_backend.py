@@ -37,6 +37,18 @@ def create_backend(options: Any, backend_options: Any = None) -> Any:
         backend_options: None, or ``ProcessGroupFarandole.Options``; as with torch's own
             backends the ``timeout`` of the call wins over theirs.
     """
+    try:
+        _check_options(options, backend_options)
+        _leave_with_multiprocessing()
+        _settle_devices()
+        _flight_recorder.settle_who_records()
+    except Exception as error:
+        _C.refuse_backend(options, str(error))  # the others need not wait for this rank
+        raise
+    return _C.create_backend(options)
+
+
+def _check_options(options: Any, backend_options: Any) -> None:
     if backend_options is not None and not isinstance(backend_options, _C.ProcessGroupFarandole.Options):
         raise ValueError(f"pg_options is {backend_options!r}; expected None or ProcessGroupFarandole.Options")
     if getattr(options, "enable_reconfigure", False):  # torch 2.15's
@@ -45,10 +57,6 @@ def create_backend(options: Any, backend_options: Any = None) -> Any:
         )
     if options.timeout < timedelta(0):
         raise ValueError(f"timeout is {options.timeout}; expected 0 or more")
-    _leave_with_multiprocessing()
-    _settle_devices()
-    _flight_recorder.settle_who_records()
-    return _C.create_backend(options)
 
 
 def _settle_devices() -> None:

@@ -15,7 +15,7 @@ constexpr char kNetwork = 'N';
 Result<std::unique_ptr<RoutingTransport>> RoutingTransport::create(std::unique_ptr<Transport> local, Open openNetwork) {
   std::unique_ptr<RoutingTransport> routing(new RoutingTransport(std::move(openNetwork)));
   routing->epoll_ = Descriptor(epoll_create1(EPOLL_CLOEXEC));
-  if (!routing->epoll_) return Status::unavailable("epoll_create1: no descriptor is left");
+  if (!routing->epoll_) return Status::unavailable("epoll_create1: no file descriptors are left");
   if (local != nullptr) {
     routing->local_ = std::move(local);
     FARANDOLE_RETURN_IF_ERROR(routing->adopt(*routing->local_));

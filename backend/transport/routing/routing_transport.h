@@ -47,7 +47,7 @@ class RoutingTransport final : public Transport {
   Status shareMemory(PeerId peer, std::uint64_t key, int descriptor) override {
     return routeTo(peer).transport->shareMemory(routeTo(peer).peer, key, descriptor);
   }
-  Descriptor takeSharedMemory(PeerId peer, std::uint64_t key) override {
+  Result<Descriptor> takeSharedMemory(PeerId peer, std::uint64_t key) override {
     return routeTo(peer).transport->takeSharedMemory(routeTo(peer).peer, key);
   }
   Reading reading(PeerId peer) const override { return routeTo(peer).transport->reading(routeTo(peer).peer); }

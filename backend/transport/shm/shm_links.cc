@@ -2,6 +2,7 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/random.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -20,11 +21,24 @@ namespace {
 constexpr char kGoodbye = 'b';
 constexpr char kKnock = 'k';
 constexpr char kMemory = 'm';
+constexpr char kRefusal = 'r';
 constexpr std::string_view kAddressPrefix = "shm:";
 
 void drainEvents(int descriptor) {
   std::uint64_t count;
   [[maybe_unused]] const auto n = read(descriptor, &count, sizeof count);
+}
+
+Status noDescriptorsLeft() {
+  rlimit limit = {};
+  getrlimit(RLIMIT_NOFILE, &limit);
+  return Status::unavailable("this process has no file descriptors left for it (ulimit -n allows " +
+                             std::to_string(limit.rlim_cur) + ")");
+}
+
+Status refused() {
+  return {StatusCode::kPeerLeft,
+          "its process could not connect to this one, for want of file descriptors or memory there"};
 }
 
 // Whether it can be heard is the peer's affair.
@@ -140,12 +154,16 @@ bool ShmTransport::pollDescriptors() {
   }
   std::array<epoll_event, 32> events;
   const int count = epoll_wait(epoll_.get(), events.data(), events.size(), 0);
+  bool any = false;
   for (int i = 0; i < count; ++i) {
     const auto source = static_cast<Source>(events[i].data.u64 & 0xff);
     const auto index = static_cast<std::uint32_t>(events[i].data.u64 >> 8);
     switch (source) {
       case Source::kBell: drainEvents(bell_.get()); break;
-      case Source::kMeetingPoint: acceptVisitors(); break;
+      case Source::kMeetingPoint:
+        // Where no descriptors are left a visitor may stand outside for long: that is nothing to go on with.
+        any |= acceptVisitors();
+        continue;
       case Source::kVisitor: welcome(index); break;
       case Source::kOutSocket: hear(links_[index], links_[index].outSocket); break;
       case Source::kInSocket: hear(links_[index], links_[index].inSocket); break;
@@ -154,17 +172,21 @@ bool ShmTransport::pollDescriptors() {
         noteGone(links_[index]);
         break;
     }
+    any = true;
   }
-  return count > 0;
+  return any;
 }
 
-void ShmTransport::acceptVisitors() {
+bool ShmTransport::acceptVisitors() {
+  bool any = false;
   while (Descriptor socket = meetingPoint_.accept()) {
     const auto index = static_cast<std::uint32_t>(visitors_.size());
     visitors_.push_back(std::move(socket));
     if (!watch(visitors_[index].get(), Source::kVisitor, index)) visitors_[index] = Descriptor();
     welcome(index);
+    any = true;
   }
+  return any;
 }
 
 void ShmTransport::welcome(std::uint32_t index) {
@@ -180,11 +202,22 @@ void ShmTransport::welcome(std::uint32_t index) {
 void ShmTransport::settle(Visitor visitor, Descriptor socket) {
   Link& link = linkTo(visitor.hello.token);
   if (link.inSocket || link.isSelf || !link.failure) return;
+  link.inSocket = std::move(socket);
+  if (Status status = connectBack(link, std::move(visitor)); !status) {
+    say(link.inSocket, kRefusal);
+    return noteGone(link, std::move(status));
+  }
+  wake(link);
+}
+
+Status ShmTransport::connectBack(Link& link, Visitor visitor) {
+  if (!visitor.parts.ring) return noDescriptorsLeft();  // the last of them
   const RingShape shape = visitor.hello.ring;
   Result<SharedMemory> ring = SharedMemory::open(std::move(visitor.parts.ring), ringBytes(shape));
+  if (!ring) return ring.status();
   Result<SharedMemory> door = SharedMemory::open(std::move(visitor.parts.door), sizeof(Door));
-  link.inSocket = std::move(socket);
-  if (!ring || !door || !watch(link.inSocket.get(), Source::kInSocket, link.id)) return noteGone(link);
+  if (!door) return door.status();
+  FARANDOLE_RETURN_IF_ERROR(watch(link.inSocket.get(), Source::kInSocket, link.id));
   link.in = std::move(ring).value();
   link.in.closeDescriptor();
   link.reader = RingReader(link.in.data(), shape);
@@ -195,9 +228,9 @@ void ShmTransport::settle(Visitor visitor, Descriptor socket) {
   link.reading = tryReading(visitor);
   incoming_.push_back(&link);
   // Answers to its large messages go the other way.
-  if (!callOn(link)) return noteGone(link);
+  FARANDOLE_RETURN_IF_ERROR(callOn(link));
   link.door = reinterpret_cast<Door*>(link.doorMemory.data());
-  wake(link);
+  return Status::ok();
 }
 
 Reading ShmTransport::tryReading(const Visitor& visitor) const {
@@ -218,17 +251,19 @@ void ShmTransport::hear(Link& link, Descriptor& socket) {
     const ssize_t got = hearWord(socket.get(), word, passed);
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
     if (got > 0 && word.what == kMemory) passed_.insert_or_assign({link.id, word.key}, std::move(passed));
-    if (got > 0 && word.what != kGoodbye) continue;
-    link.saidGoodbye |= got > 0;
+    if (got > 0 && word.what != kGoodbye && word.what != kRefusal) continue;
+    link.saidGoodbye |= got > 0 && word.what == kGoodbye;
     socket = Descriptor();
-    noteGone(link);
+    const bool isRefused = got > 0 && word.what == kRefusal;
+    noteGone(link, isRefused ? refused() : Status::ok());
   }
 }
 
 // Peers close their side of who leaves: they have not died, and nobody here is to tell others that they have.
-void ShmTransport::noteGone(Link& link) {
+void ShmTransport::noteGone(Link& link, Status reason) {
   if (link.isGone || hasLeft_) return;
   link.isGone = true;
+  link.reason = std::move(reason);
   gone_.push_back(&link);
 }
 
@@ -246,7 +281,9 @@ void ShmTransport::failGone() {
 }
 
 void ShmTransport::fail(Link& link) {
-  link.failure = link.saidGoodbye ? processLeft() : Status(StatusCode::kPeerFailed, "its process died");
+  link.failure = !link.reason       ? link.reason
+                 : link.saidGoodbye ? processLeft()
+                                    : Status(StatusCode::kPeerFailed, "its process died");
   std::erase(incoming_, &link);
   link.door = nullptr;
   matcher_.dropRemote(link.id);
@@ -292,11 +329,12 @@ Status ShmTransport::shareMemory(PeerId peer, std::uint64_t key, int descriptor)
   return sayWord(link.outSocket.get(), {kMemory, key}, descriptor);
 }
 
-Descriptor ShmTransport::takeSharedMemory(PeerId peer, std::uint64_t key) {
+Result<Descriptor> ShmTransport::takeSharedMemory(PeerId peer, std::uint64_t key) {
   const auto found = passed_.find({static_cast<std::uint32_t>(peer), key});
-  if (found == passed_.end()) return {};
+  if (found == passed_.end()) return Descriptor();
   Descriptor descriptor = std::move(found->second);
   passed_.erase(found);
+  if (!descriptor) return noDescriptorsLeft();
   return descriptor;
 }
 

@@ -58,7 +58,7 @@ class ShmTransport final : public Transport {
   int eventFd() const override { return epoll_.get(); }
   bool arm() override;
   Status shareMemory(PeerId peer, std::uint64_t key, int descriptor) override;
-  Descriptor takeSharedMemory(PeerId peer, std::uint64_t key) override;
+  Result<Descriptor> takeSharedMemory(PeerId peer, std::uint64_t key) override;
   Reading reading(PeerId peer) const override { return links_[static_cast<std::uint32_t>(peer)].reading; }
   Status readMemory(PeerId peer, void* to, const void* from, std::size_t bytes) override;
   void nudge(PeerId peer) override { ring(links_[static_cast<std::uint32_t>(peer)]); }
@@ -82,6 +82,7 @@ class ShmTransport final : public Transport {
     Reading reading = Reading::kUnknown;  // of the peer's memory
     bool saidGoodbye = false;
     bool isGone = false;
+    Status reason;  // of its end, when that is neither a farewell nor a death
     Status failure;
 
     // To the peer.
@@ -149,11 +150,13 @@ class ShmTransport final : public Transport {
   Reading tryReading(const Visitor& visitor) const;
   Status watch(int descriptor, Source source, std::uint32_t index);
   bool pollDescriptors();
-  void acceptVisitors();
+  bool acceptVisitors();
   void welcome(std::uint32_t index);
   void settle(Visitor visitor, Descriptor socket);
+  // By what a visitor has passed.
+  Status connectBack(Link& link, Visitor visitor);
   void hear(Link& link, Descriptor& socket);
-  void noteGone(Link& link);
+  void noteGone(Link& link, Status reason = Status::ok());
   void failGone();
   void fail(Link& link);
   void wake(Link& link);

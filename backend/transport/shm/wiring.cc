@@ -1,5 +1,6 @@
 #include "backend/transport/shm/wiring.h"
 
+#include <fcntl.h>
 #include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -31,6 +32,8 @@ socklen_t nameOf(const ShmToken& token, sockaddr_un& address) {
 }
 
 Descriptor unixSocket() { return Descriptor(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0)); }
+
+Descriptor duplicate(const Descriptor& descriptor) { return Descriptor(fcntl(descriptor.get(), F_DUPFD_CLOEXEC, 0)); }
 
 Result<ucred> credentialsOf(int socket) {
   ucred credentials = {};
@@ -106,11 +109,20 @@ Result<MeetingPoint> MeetingPoint::open() {
     return systemError("binding a Unix socket");
   }
   if (listen(point.descriptor(), kBacklog) != 0) return systemError("listening on a Unix socket");
+  point.spare_ = duplicate(point.socket_);
+  if (!point.spare_) return systemError("fcntl(F_DUPFD_CLOEXEC)");
   return point;
 }
 
 Descriptor MeetingPoint::accept() {
-  return Descriptor(accept4(descriptor(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+  const auto acceptNext = [this] {
+    return Descriptor(accept4(descriptor(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+  };
+  if (!spare_) spare_ = duplicate(socket_);
+  Descriptor visitor = acceptNext();
+  if (visitor || errno != EMFILE || !spare_) return visitor;
+  spare_ = Descriptor();
+  return acceptNext();
 }
 
 Result<Descriptor> introduce(const ShmToken& token, const Hello& hello, int door, int bell, int ring, pid_t& pid) {
@@ -140,7 +152,7 @@ Result<Visitor> receiveHello(int socket) {
   if (got < 0 && errno == EAGAIN) return Status::timeout("nothing was said yet");
   visitor.parts = {Descriptor(parts[0]), Descriptor(parts[1]), Descriptor(parts[2])};
   if (got != static_cast<ssize_t>(sizeof visitor.hello) || visitor.hello.magic != kShmMagic ||
-      visitor.hello.version != kShmVersion || parts[kNumParts - 1] < 0) {
+      visitor.hello.version != kShmVersion) {
     return Status::unavailable("what connected is no farandole process of this version");
   }
   Result<ucred> credentials = credentialsOf(socket);

@@ -47,8 +47,8 @@ struct HelloParts {
 // A connection that was accepted.
 struct Visitor {
   Hello hello;
-  HelloParts parts;
-  pid_t pid;  // in our namespace; 0 when it is not visible there
+  HelloParts parts;  // closed where this process has no descriptors left, the last one first
+  pid_t pid;         // in our namespace; 0 when it is not visible there
 };
 
 // Where processes of a host find each other: a Unix socket with an abstract
@@ -66,6 +66,7 @@ class MeetingPoint {
  private:
   ShmToken token_{};
   Descriptor socket_;
+  Descriptor spare_;  // given up for a visitor when this process has no descriptors left: it is to be told
 };
 
 // Connects to the meeting point of `token` and says hello. `pid` is the peer's.
@@ -79,7 +80,7 @@ struct Word {
   std::uint64_t key = 0;
 };
 Status sayWord(int socket, const Word& word, int descriptor = -1);
-// Bytes that were read, as recvmsg.
+// Bytes that were read, as recvmsg. A closed descriptor where this process has none left.
 ssize_t hearWord(int socket, Word& word, Descriptor& descriptor);
 
 // The same for all processes that can reach each other's meeting points, and for
