@@ -4,6 +4,8 @@
 
 #include <chrono>
 #include <cstdint>
+#include <future>
+#include <memory>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
@@ -66,6 +68,16 @@ void await(c10d::ProcessGroup& group, c10::DeviceType device, c10d::Work& work) 
         return;
       }
     }
+    TORCH_CHECK(abandonmentOf(group).empty(), "a rank has given up the group");
+  }
+}
+
+void await(c10d::ProcessGroup& group, c10::DeviceType device, c10::ivalue::Future& future) {
+  if (!mustLook(group, device)) return;
+  const auto done = std::make_shared<std::promise<void>>();
+  future.addCallback([done](c10::ivalue::Future&) { done->set_value(); });
+  const std::future<void> end = done->get_future();
+  while (end.wait_for(kLookInterval) != std::future_status::ready) {
     TORCH_CHECK(abandonmentOf(group).empty(), "a rank has given up the group");
   }
 }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <ATen/core/ivalue.h>
 
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -29,5 +30,7 @@ void leaveAbandoned(c10d::ProcessGroup& group, c10::DeviceType device);
 // Waits for a collective on tensors of this device. Throws what it throws, or, when
 // gloo's is waited for in vain, an error that says that the group was abandoned.
 void await(c10d::ProcessGroup& group, c10::DeviceType device, c10d::Work& work);
+// So for what has come of a communication hook: looks, and leaves the rest of the wait to the caller.
+void await(c10d::ProcessGroup& group, c10::DeviceType device, c10::ivalue::Future& future);
 
 }  // namespace farandole::ddp

@@ -3,8 +3,12 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 #include <vector>
+
+#include "ddp/abandonment.h"
+#include "ddp/hook_failure.h"
 
 namespace farandole::ddp {
 
@@ -22,8 +26,9 @@ void CommHook::check(const ModelBuffers& buffers, const DataParallelGroups& grou
                     "from the others: expected one group");
 }
 
-CommHook::CommHook(std::shared_ptr<c10d::CommHookInterface> hook, std::shared_ptr<const ModelBuffers> buffers)
-    : hook_(std::move(hook)), buffers_(std::move(buffers)) {}
+CommHook::CommHook(std::shared_ptr<c10d::CommHookInterface> hook, std::shared_ptr<const ModelBuffers> buffers,
+                   Group group)
+    : hook_(std::move(hook)), buffers_(std::move(buffers)), group_(std::move(group)) {}
 
 CommHook::Future CommHook::run(int bucket) {
   const Layout& layout = buffers_->layout();
@@ -42,18 +47,27 @@ CommHook::Future CommHook::run(int bucket) {
   c10d::GradBucket argument(static_cast<std::size_t>(bucket), layout.buckets.size(), buffers_->gradsOf(bucket),
                             std::move(offsets), std::move(lengths), std::move(sizes), std::move(parameters),
                             std::nullopt);
-  return hook_->runHook(argument);
+  try {
+    return hook_->runHook(argument);
+  } catch (const std::exception&) {
+    throw HookFailure(bucket, std::current_exception());
+  }
 }
 
 void CommHook::finish(int bucket, c10::ivalue::Future& future) {
-  future.waitAndThrow();
-  const at::Tensor result = hook_->parseHookResult(future.value());
   at::Tensor data = buffers_->gradsOf(bucket);
-  TORCH_CHECK(result.numel() == data.numel(), "farandole.ddp: the communication hook's result for bucket ", bucket,
-              " has ", result.numel(), " elements: expected ", data.numel(), ", as the bucket");
-  if (result.is_alias_of(data) && result.data_ptr() == data.data_ptr()) return;
-  c10::NoGradGuard noGrad;
-  data.copy_(result.view(-1));
+  await(*group_, data.device().type(), future);
+  try {
+    future.waitAndThrow();
+    const at::Tensor result = hook_->parseHookResult(future.value());
+    TORCH_CHECK(result.numel() == data.numel(), "farandole.ddp: the communication hook's result for bucket ", bucket,
+                " has ", result.numel(), " elements: expected ", data.numel(), ", as the bucket");
+    if (result.is_alias_of(data) && result.data_ptr() == data.data_ptr()) return;
+    c10::NoGradGuard noGrad;
+    data.copy_(result.view(-1));
+  } catch (const std::exception&) {
+    throw HookFailure(bucket, std::current_exception());
+  }
 }
 
 }  // namespace farandole::ddp

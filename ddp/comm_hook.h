@@ -18,17 +18,19 @@ class CommHook {
   // Throws where a hook cannot do what these buffers and groups need.
   static void check(const ModelBuffers& buffers, const DataParallelGroups& groups);
 
-  CommHook(std::shared_ptr<c10d::CommHookInterface> hook, std::shared_ptr<const ModelBuffers> buffers);
+  CommHook(std::shared_ptr<c10d::CommHookInterface> hook, std::shared_ptr<const ModelBuffers> buffers, Group group);
 
+  // Throws a HookFailure, as finish().
   Future run(int bucket);
 
-  // Waits; the result is in the bucket then. Throws what the hook's future has failed with, and where its result is no
-  // tensor of the bucket's size.
+  // Waits; the result is in the bucket then. Fails where the hook's future has failed, and where its result is no
+  // tensor of the bucket's size; throws as await() where the group is given up.
   void finish(int bucket, c10::ivalue::Future& future);
 
  private:
   const std::shared_ptr<c10d::CommHookInterface> hook_;
   const std::shared_ptr<const ModelBuffers> buffers_;
+  const Group group_;
 };
 
 }  // namespace farandole::ddp

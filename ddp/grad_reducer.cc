@@ -65,7 +65,7 @@ void GradReducer::setCommHook(std::shared_ptr<c10d::CommHookInterface> hook) {
   TORCH_CHECK(!inRound_, "farandole.ddp: register_comm_hook while gradients are reduced: expected between steps");
   CommHook::check(*buffers_, groups_);
   gradients_.moveIntoBuffers();
-  issuer_.setHook(std::make_shared<CommHook>(std::move(hook), buffers_));
+  issuer_.setHook(std::make_shared<CommHook>(std::move(hook), buffers_, groups_.dense.group));
   hasCommHook_ = isOrderLearned_ = true;
 }
 
@@ -77,26 +77,35 @@ void GradReducer::watchOutputs(const std::vector<at::Tensor>& outputs) {
 }
 
 void GradReducer::startSync() {
+  const std::string unfit = openRound();
+  TORCH_CHECK(unfit.empty(), "farandole.ddp: ", unfit);  // the others learn of it from finishSync()
+}
+
+std::string GradReducer::openRound() {
   std::unique_lock lock(mutex_);
   checkUsable();
   TORCH_CHECK(!inRound_,
               "farandole.ddp: start_grad_sync() while a synchronization is open: call finish_grad_sync() first");
   c10::NoGradGuard noGrad;
+  std::string unfit;
   inRound_ = isExplicit_ = true;
   for (int parameter = 0; parameter < static_cast<int>(parameters_.size()); ++parameter) {
     const bool isLeftOut =
         options_.unused == UnusedParameters::kSkip && !touched_[parameter] && !gradients_.isReplaced(parameter);
-    noteStale(parameter);
-    gradients_.fill(parameter, !isLeftOut);
+    note(gradients_.troubleWithMore(parameter));
+    const std::string misfit = gradients_.fill(parameter, !isLeftOut);
+    if (unfit.empty()) unfit = misfit;
     if (isLeftOut) {
       keep(parameter);
       leftOut_.push_back(parameter);
     }
     markReady(parameter);
   }
+  note(unfit);
   const std::exception_ptr failure = issueReady();
   lock.unlock();
   if (failure) throwWithReason(failure);
+  return unfit;
 }
 
 void GradReducer::finishSync() {
@@ -107,7 +116,7 @@ void GradReducer::finishSync() {
     isOpen = inRound_;
     if (!isOpen && (options_.endsWithBackward || isFinished_)) return;
   }
-  if (!isOpen) startSync();
+  if (!isOpen) (void)openRound();  // whose trouble comes at its end
   finishRound(RoundEnd::kExplicit);
 }
 
@@ -220,10 +229,6 @@ void GradReducer::scaleGrads(double factor) {
 
 void GradReducer::onGradReady(int parameter, const at::Tensor& brought) {
   const ModelParameter& named = parameters_[parameter];
-  TORCH_CHECK(!at::GradMode::is_enabled(), "farandole.ddp: backward(create_graph=True) is not supported: parameter '",
-              named.name, "' would get a gradient that is part of a graph");
-  TORCH_CHECK(!brought.defined() || named.tensor.grad().defined(), "farandole.ddp: the gradient of parameter '",
-              named.name, "' was removed by a hook before it could be reduced");
   std::unique_lock lock(mutex_);
   if (!abandoned_.empty()) return;
   checkHasMemory();
@@ -231,11 +236,14 @@ void GradReducer::onGradReady(int parameter, const at::Tensor& brought) {
               "' got a gradient between start_grad_sync() and finish_grad_sync(), while gradients are reduced: call "
               "finish_grad_sync() before backward. The gradients of this step are not to be used");
   const bool isInRound = requireSync_ && (options_.overlaps || options_.endsWithBackward);
+  std::string trouble = gradients_.troubleWithMore(parameter);
+  if (trouble.empty()) trouble = troubleWith(named, brought);
+  const bool isGraph = at::GradMode::is_enabled();
+  c10::NoGradGuard noGrad;
   if (isInRound) {
-    noteStale(parameter);
+    note(std::move(trouble));
   } else {
-    const std::string stale = gradients_.troubleWithMore(parameter);
-    TORCH_CHECK(stale.empty(), "farandole.ddp: ", stale);
+    TORCH_CHECK(trouble.empty(), "farandole.ddp: ", trouble);
   }
   isFinished_ = false;
   // A function may give no gradient for a parameter that it was called with.
@@ -245,7 +253,9 @@ void GradReducer::onGradReady(int parameter, const at::Tensor& brought) {
   // Where nothing is issued before finishSync(), that opens the round.
   if (!isInRound) {
     const bool stays = gradients_.home() == Gradients::Home::kGrad;
-    if (named.tensor.grad().defined()) gradients_.accumulate(parameter, stays ? brought : at::Tensor());
+    if (!named.tensor.grad().defined()) return;
+    trouble = gradients_.accumulate(parameter, stays ? brought : at::Tensor());
+    TORCH_CHECK(trouble.empty(), "farandole.ddp: ", trouble);
     return;
   }
   if (options_.endsWithBackward) queueBackwardEnd();
@@ -253,11 +263,14 @@ void GradReducer::onGradReady(int parameter, const at::Tensor& brought) {
   hasArrivals_ = true;
   if (!isUsed) return;
   const int arrived = ++arrived_[parameter];
-  TORCH_CHECK(
-      isCounting_ || arrived <= expected_[parameter], "farandole.ddp: parameter '", named.name,
-      "' got its gradient twice in one backward that synchronizes: is it used by several reentrant "
-      "checkpoints? Use checkpoint(..., use_reentrant=False), or static_graph=True where every backward is alike");
-  gradients_.accumulate(parameter, borrows(parameter) ? brought : at::Tensor());
+  if (!isCounting_ && arrived > expected_[parameter]) {
+    note("parameter '" + named.name +
+         "' got its gradient twice in one backward that synchronizes: is it used by several reentrant checkpoints? Use "
+         "checkpoint(..., use_reentrant=False), or static_graph=True where every backward is alike");
+    gradients_.drop(parameter);
+    return;
+  }
+  note(gradients_.accumulate(parameter, !isGraph && borrows(parameter) ? brought : at::Tensor()));
   streams_.note();
   if (isCounting_ || arrived < expected_[parameter]) return;
   if (timeline_) timeline_->mark(Timeline::Kind::kReady, parameter);
@@ -270,8 +283,8 @@ void GradReducer::onGradReady(int parameter, const at::Tensor& brought) {
 }
 
 // Other ranks come to the collectives of a round: it goes on to its end, where all are told.
-void GradReducer::noteStale(int parameter) {
-  if (finding_.empty()) finding_ = gradients_.troubleWithMore(parameter);
+void GradReducer::note(std::string trouble) {
+  if (finding_.empty()) finding_ = std::move(trouble);
 }
 
 bool GradReducer::borrows(int parameter) const {

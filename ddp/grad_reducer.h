@@ -12,6 +12,7 @@
 #include "ddp/bucket_issuer.h"
 #include "ddp/gradient_streams.h"
 #include "ddp/gradients.h"
+#include "ddp/hook_failure.h"
 #include "ddp/model_agreement.h"
 #include "ddp/model_buffers.h"
 #include "ddp/ready_hook.h"
@@ -127,6 +128,8 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
               Gradients::IsAdded isAdded);
   void attachHooks();
 
+  // A round without hooks. Returns the first gradient that does not fit, in words, which the round is told of.
+  std::string openRound();
   void onGradReady(int parameter, const at::Tensor& brought);
   void onOutputReached();
   void onBackwardEnd(int task);
@@ -148,7 +151,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   void lookForChange();
   void checkUsable() const;
   void checkHasMemory() const;
-  void noteStale(int parameter);
+  void note(std::string trouble);
   // Whether the gradient that has come need not be in its buffer to be reduced.
   bool borrows(int parameter) const;
   std::string troubleOf(const std::vector<int>& unused, RoundEnd end) const;
@@ -156,6 +159,8 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   std::vector<int> wrongOf(const std::vector<int>& unused) const;
   // With mutex_ free, since the store is asked: throws why the group was abandoned if it was, else this.
   [[noreturn]] void throwWithReason(const std::exception_ptr& failure);
+  // With mutex_ free: a hook has failed here. Where it has on all ranks the round is over, else the group is given up.
+  [[noreturn]] void throwFailure(const HookFailure& failure);
   void leaveAbandoned();
 
   const DataParallelGroups groups_;

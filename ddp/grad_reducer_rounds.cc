@@ -48,8 +48,8 @@ std::vector<int> GradReducer::markRest(RoundEnd end) {
     if (ready_[p]) continue;
     if (arrived_[p] == 0) {
       unused.push_back(parameter);
-      noteStale(parameter);
-      gradients_.fill(parameter, options_.unused != UnusedParameters::kSkip);
+      note(gradients_.troubleWithMore(parameter));
+      note(gradients_.fill(parameter, options_.unused != UnusedParameters::kSkip));
       keep(parameter);
     }
     if (counts) expected_[p] = std::max(arrived_[p], 1);
@@ -97,7 +97,7 @@ void GradReducer::finishRound(RoundEnd end) {
         if (!report_.flag(parameter)) buffers_->mainGrads()[parameter].copy_(grad);
       }
     }
-    resetRound();
+    if (inRound_) resetRound();  // throwFailure() may have
     synchronized_ = !failure;
   }
   if (failure) std::rethrow_exception(failure);
@@ -166,7 +166,27 @@ void GradReducer::throwWithReason(const std::exception_ptr& failure) {
     std::lock_guard lock(mutex_);
     checkUsable();
   }
-  std::rethrow_exception(failure);
+  try {
+    std::rethrow_exception(failure);
+  } catch (const HookFailure& ofHook) {
+    throwFailure(ofHook);
+  }
+}
+
+void GradReducer::throwFailure(const HookFailure& failure) {
+  if (haveAllFailed(group_, failure.bucket)) {
+    try {
+      // Buckets before it, of which this is the first to fail.
+      issuer_.await();
+    } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): `failure`, or one like it
+    }
+    std::lock_guard lock(mutex_);
+    if (inRound_) resetRound();
+    synchronized_ = false;
+  } else {
+    abandon("rank " + std::to_string(group_.getRank()) + " of the group: " + failure.describe());
+  }
+  std::rethrow_exception(failure.cause);
 }
 
 std::string GradReducer::troubleOf(const std::vector<int>& unused, RoundEnd end) const {

@@ -36,11 +36,13 @@ Gradients::Gradients(std::shared_ptr<ModelBuffers> buffers, Home home, IsAdded i
       isStale_(buffers_->parameters().size(), 0),
       borrowed_(buffers_->parameters().size()) {}
 
-void Gradients::accumulate(int parameter, const at::Tensor& brought) {
+std::string Gradients::accumulate(int parameter, const at::Tensor& brought) {
   isReduced_ = isZero_ = false;
   isStale_[parameter] = 0;
+  std::string trouble = dropUnfit(parameter);
   remakeMainGrad(parameter);
   home_ == Home::kMainGrad ? add(parameter, brought) : adopt(parameter, brought);
+  return trouble;
 }
 
 void Gradients::moveIntoBuffers() {
@@ -64,7 +66,7 @@ bool Gradients::isMainGrad(int parameter) const {
   const at::Tensor& grad = buffers_->parameters()[parameter].tensor.grad();
   const at::Tensor& view = buffers_->mainGrads()[parameter];
   if (grad.is_same(view)) return true;
-  // A sparse one has no storage: it is refused where it is read.
+  // A sparse one has no storage: it does not fit.
   return grad.defined() && grad.has_storage() && grad.is_alias_of(view) &&
          grad.storage_offset() == view.storage_offset() && grad.sizes() == view.sizes() &&
          grad.strides() == view.strides();
@@ -72,6 +74,10 @@ bool Gradients::isMainGrad(int parameter) const {
 
 bool Gradients::isReplaced(int parameter) const {
   return buffers_->parameters()[parameter].tensor.grad().defined() && !isMainGrad(parameter);
+}
+
+void Gradients::drop(int parameter) {
+  if (home_ == Home::kMainGrad) buffers_->parameters()[parameter].tensor.mutable_grad().reset();
 }
 
 // Parts hold on to their memory: `.grad` may get another one while they are reduced.
@@ -111,7 +117,8 @@ void Gradients::copyOrLeave(int parameter, const at::Tensor& grad, const at::Ten
   }
 }
 
-void Gradients::fill(int parameter, bool shown) {
+std::string Gradients::fill(int parameter, bool shown) {
+  std::string trouble = dropUnfit(parameter);
   remakeMainGrad(parameter);
   const at::Tensor& grad = buffers_->parameters()[parameter].tensor.grad();
   if (home_ == Home::kMainGrad) {
@@ -121,6 +128,7 @@ void Gradients::fill(int parameter, bool shown) {
   } else {
     zeroMainGrad(parameter);
   }
+  return trouble;
 }
 
 // What the user may still have of the step before stays as it is.
@@ -131,9 +139,7 @@ void Gradients::zeroMainGrad(int parameter) {
 
 // With its values. What it has become would be written to as what it was.
 void Gradients::remakeMainGrad(int parameter) {
-  if (buffers_->isAsMade(parameter)) return;
-  checkFits(parameter, buffers_->mainGrads()[parameter]);
-  buffers_->returnGrad(parameter);
+  if (!buffers_->isAsMade(parameter)) buffers_->returnGrad(parameter);
 }
 
 void Gradients::show(int parameter) {
@@ -146,7 +152,6 @@ void Gradients::adopt(int parameter, const at::Tensor& brought) {
   if (isMainGrad(parameter)) return;
   at::Tensor& grad = buffers_->parameters()[parameter].tensor.mutable_grad();
   if (grad.defined()) {
-    checkFits(parameter, grad);
     copyOrLeave(parameter, grad, brought);
   } else {
     zeroMainGrad(parameter);
@@ -159,11 +164,8 @@ void Gradients::add(int parameter, const at::Tensor& brought) {
   const at::Tensor& mainGrad = buffers_->mainGrads()[parameter];
   const bool isForgotten = std::exchange(isForgotten_[parameter], 0) != 0;
   if (isAddedByKernel(parameter)) {
-    TORCH_CHECK(!isForgotten, "farandole.ddp: parameter '", buffers_->parameters()[parameter].name,
-                "' has grad_added_to_main_grad, but its main_grad was not zeroed: call zero_grad_buffer() before "
-                "the step where kernels add to main_grad");
+    // It is there.
   } else if (grad.defined()) {
-    checkFits(parameter, grad);
     if (isForgotten) {
       copyOrLeave(parameter, grad, brought);
     } else if (at::isFloat8Type(grad.scalar_type())) {  // which torch adds to no other type
@@ -233,13 +235,31 @@ std::string Gradients::troubleWithMore(int parameter) const {
          "step but the last in no_sync()";
 }
 
-void Gradients::checkFits(int parameter, const at::Tensor& grad) const {
-  const auto& [name, tensor, isExpert, isShared] = buffers_->parameters()[parameter];
-  TORCH_CHECK(grad.layout() == at::kStrided, "farandole.ddp: the gradient of parameter '", name,
-              "' is sparse: expected a dense one (sparse=False in the embedding)");
-  TORCH_CHECK(grad.sizes() == buffers_->shapeOf(parameter), "farandole.ddp: the gradient of parameter '", name,
-              "' has the shape ", grad.sizes(), ": expected ", buffers_->shapeOf(parameter),
-              ", the parameter's when it was wrapped");
+std::string Gradients::dropUnfit(int parameter) {
+  const at::Tensor& mainGrad = buffers_->mainGrads()[parameter];
+  at::Tensor& grad = buffers_->parameters()[parameter].tensor.mutable_grad();
+  const bool isAsMade = fits(parameter, mainGrad);
+  if (!isAsMade || (grad.defined() && !fits(parameter, grad))) {
+    std::string trouble = misfitOf(parameter, isAsMade ? grad : mainGrad);
+    if (!isAsMade) buffers_->forgetMoved(parameter);
+    grad.reset();
+    return trouble;
+  }
+  if (isForgotten_[parameter] == 0 || !isAddedByKernel(parameter)) return "";
+  return "parameter '" + buffers_->parameters()[parameter].name +
+         "' has grad_added_to_main_grad, but its main_grad was not zeroed: call zero_grad_buffer() before the step "
+         "where kernels add to main_grad";
+}
+
+bool Gradients::fits(int parameter, const at::Tensor& grad) const {
+  return grad.layout() == at::kStrided && grad.sizes() == buffers_->shapeOf(parameter);
+}
+
+std::string Gradients::misfitOf(int parameter, const at::Tensor& grad) const {
+  const std::string what = "the gradient of parameter '" + buffers_->parameters()[parameter].name + "' ";
+  if (grad.layout() != at::kStrided) return what + "is sparse: expected a dense one (sparse=False in the embedding)";
+  return what + c10::str("has the shape ", grad.sizes(), ": expected ", buffers_->shapeOf(parameter),
+                         ", the parameter's when it was wrapped");
 }
 
 }  // namespace farandole::ddp

@@ -36,10 +36,11 @@ class Gradients {
   // Why what the buffers hold cannot be added to; empty where it can.
   std::string troubleWithMore(int parameter) const;
 
-  // Takes what autograd has accumulated. Throws, naming the parameter, what cannot be taken.
+  // Takes what autograd has accumulated. Returns why it cannot be taken, naming the parameter, or nothing: what cannot
+  // is dropped, and counts as zero, so that other ranks do not wait for this one.
   // With `brought`, what autograd came with and is done with, a large gradient that would be copied stays where it is,
   // unless others have its memory, too: for ever with kGrad, else until takeParts().
-  void accumulate(int parameter, const at::Tensor& brought = {});
+  [[nodiscard]] std::string accumulate(int parameter, const at::Tensor& brought = {});
 
   // Whether a kernel has added the gradient to main_grad, so that autograd has none.
   bool isAddedByKernel(int parameter) const { return isAdded_ && isAdded_(parameter); }
@@ -47,12 +48,16 @@ class Gradients {
   // Whether `.grad` is another tensor than the reducer's: somebody has put it there.
   bool isReplaced(int parameter) const;
 
+  // What autograd came with too late: it would be there with the next gradient.
+  void drop(int parameter);
+
   // Where the gradients of a bucket are.
   Parts takeParts(int bucket);
   void dropBorrowed();
 
   // For one that has got no gradient: what it holds counts, or zero. Where it is not `shown`, `.grad` stays empty.
-  void fill(int parameter, bool shown);
+  // Returns as accumulate().
+  [[nodiscard]] std::string fill(int parameter, bool shown);
   void show(int parameter);
 
   // Where `.grad` has been emptied, what was in its place is free for the first forward of a step.
@@ -79,7 +84,9 @@ class Gradients {
   void zeroMainGrad(int parameter);
   void remakeMainGrad(int parameter);
   void copyOrLeave(int parameter, const at::Tensor& grad, const at::Tensor& brought);
-  void checkFits(int parameter, const at::Tensor& grad) const;
+  std::string dropUnfit(int parameter);
+  bool fits(int parameter, const at::Tensor& grad) const;
+  std::string misfitOf(int parameter, const at::Tensor& grad) const;
 
   const std::shared_ptr<ModelBuffers> buffers_;
   Home home_;

@@ -1,5 +1,7 @@
 #include "ddp/round_trouble.h"
 
+#include <ATen/core/grad_mode.h>
+
 #include <algorithm>
 #include <cstddef>
 
@@ -26,6 +28,15 @@ std::string nameFirst(const std::vector<ModelParameter>& parameters, const std::
 }
 
 }  // namespace
+
+std::string troubleWith(const ModelParameter& parameter, const at::Tensor& brought) {
+  if (at::GradMode::is_enabled()) {
+    return "backward(create_graph=True) is not supported: parameter '" + parameter.name +
+           "' would get a gradient that is part of a graph";
+  }
+  if (!brought.defined() || parameter.tensor.grad().defined()) return "";
+  return "the gradient of parameter '" + parameter.name + "' was removed by a hook before it could be reduced";
+}
 
 std::string describeAbandoned(const std::vector<ModelParameter>& parameters, const std::vector<int>& unused,
                               bool endsWithBackward) {

@@ -9,6 +9,9 @@ namespace farandole::ddp {
 
 // What is wrong with a round on one rank, for people. `unused`: the parameters, by index, that got no gradient.
 
+// A gradient that came cannot count; empty where it can, or where it is for its place to see.
+std::string troubleWith(const ModelParameter& parameter, const at::Tensor& brought);
+
 // A forward came before its end.
 std::string describeAbandoned(const std::vector<ModelParameter>& parameters, const std::vector<int>& unused,
                               bool endsWithBackward);

@@ -52,7 +52,7 @@ void GradReducer::shadowRound() {
   for (size_t bucket = 0; bucket < own.size(); ++bucket) {
     buffers_->gradsOf(static_cast<int>(bucket)).copy_(own[bucket]);
   }
-  clearRound();
+  if (inRound_) clearRound();
   if (failure) std::rethrow_exception(failure);
   TORCH_CHECK(trouble.empty(), "farandole.ddp: ", trouble);
 }

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from farandole.ddp._rewrapping import wrapper_of
 
+_CLAMPED = "parameter.main_grad.clamp_(-clip_value, clip_value) of each, before the optimizer clips or steps"
 _wrapped = 0  # how often a model was wrapped whose gradients are in main_grad
 _reduced: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[tuple[int, int], list[torch.Tensor]]] = (
     weakref.WeakKeyDictionary()
@@ -20,8 +21,8 @@ _reduced: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[tuple[int, int]
 
 
 def tell_where_grads_are() -> None:
-    """From now on torch's own optimizers and clip_grad_norm_ raise where they would leave a model that is wrapped, or its
-    gradients, as they are.
+    """From now on torch's own optimizers, also by a GradScaler, clip_grad_norm_ and clip_grad_value_ raise where they would
+    leave a model that is wrapped, or its gradients, as they are.
 
     Other optimizers may read ``main_grad``, as apex's and TransformerEngine's do.
     """
@@ -36,23 +37,57 @@ def _register() -> None:
     # Nothing hooks into clip_grad_norm_, which programs have bound to names of their own; it looks this one up.
     refusing = _refusing_blind_clips(clip_grad._clip_grads_with_norm_)
     clip_grad._clip_grads_with_norm_ = torch.nn.utils.clip_grads_with_norm_ = refusing
+    refusing = _refusing_blind_clips(clip_grad.clip_grad_value_, "clip_grad_value_", _CLAMPED)
+    clip_grad.clip_grad_value_ = torch.nn.utils.clip_grad_value_ = refusing
+    clip_grad._group_tensors_by_device_and_dtype = _refusing_nothing(clip_grad._group_tensors_by_device_and_dtype)
+    torch.amp.GradScaler.step = _refusing_blind_steps(torch.amp.GradScaler.step)
 
 
-def _refusing_blind_clips(clip: Callable[..., None]) -> Callable[..., None]:
+def _refusing_blind_clips(
+    clip: Callable[..., None],
+    what: str = "clip_grad_norm_",
+    expected: str = "clip_grad_norm_() of farandole.ddp.DistributedOptimizer",
+) -> Callable[..., None]:
     @functools.wraps(clip)
-    def clip_grads_with_norm_(parameters: Any, *args: Any, **kwargs: Any) -> None:
+    def clip_grads(parameters: Any, *args: Any, **kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
             parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             name = _blind_to(_reduced_in_main_grad(parameters))
             if name is not None:
                 raise RuntimeError(
-                    f"clip_grad_norm_: the gradient of parameter '{name}' is in its main_grad, .grad is None, and so it is "
-                    "with all others of its model, which would not be clipped: expected clip_grad_norm_() of "
-                    "farandole.ddp.DistributedOptimizer"
+                    f"{what}: the gradient of parameter '{name}' is in its main_grad, .grad is None, and so it is with all "
+                    f"others of its model, which would not be clipped: expected {expected}"
                 )
         clip(parameters, *args, **kwargs)
 
-    return clip_grads_with_norm_
+    return clip_grads
+
+
+def _refusing_nothing(group: Callable[..., Any]) -> Callable[..., Any]:
+    """For a clip_grad_value_ that a program has bound to a name of its own, which looks this up, and fails without a word
+    where it is given nothing."""
+
+    @functools.wraps(group)
+    def group_tensors(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and not any(tensors):
+            raise RuntimeError(
+                "clip_grad_value_: no parameter has a .grad. Where gradients are in main_grad "
+                f"(use_distributed_optimizer, grad_reduce_in_fp32): expected {_CLAMPED}"
+            )
+        return group(tensors, *args, **kwargs)
+
+    return group_tensors
+
+
+def _refusing_blind_steps(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A scaler's, which finds no gradients before the optimizer does."""
+
+    @functools.wraps(step)
+    def step_optimizer(scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        _refuse_blind_step(optimizer, (optimizer, *args), kwargs)
+        return step(scaler, optimizer, *args, **kwargs)
+
+    return step_optimizer
 
 
 def _refuse_blind_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

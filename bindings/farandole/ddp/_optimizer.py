@@ -23,6 +23,7 @@ from farandole.ddp._state_names import expert_suffix, on_all_stages, told_apart,
 from farandole.ddp._step_parts import StepParts
 from farandole.ddp._whole import WholeParameters
 from farandole.ddp._wrapped import (
+    check_copied,
     check_models,
     check_optimizer,
     facts_of,
@@ -114,6 +115,7 @@ class DistributedOptimizer(StandsFor, MeasuresGradients, torch.optim.Optimizer):
                 raise ValueError(f"overlap_param_gather_with_optimizer_step=True: expected {needed}")
             prefixes = ["" if len(models) == 1 else f"{index}." for index in range(len(models))]
             group_of, self._names = groups_of(optimizer, models, prefixes)
+            check_copied(models, group_of)
             norm_group_of = norm_groups_of(models)
             facts += facts_of(optimizer, self._names)
             facts += [("parameters' grad_norm_group", ", ".join(sorted(set(norm_group_of.values()))))]

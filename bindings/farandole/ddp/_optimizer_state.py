@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -259,9 +260,8 @@ def match(
             raise ValueError(
                 f"state_dict's param group {index} has the parameters {list(loaded['params'])}: expected {group_names}"
             )
-        todo.append(
-            partial(group.update, {key: value for key, value in loaded.items() if key not in ("params", _HAS_STEPPED)})
-        )
+        settings = {key: value for key, value in loaded.items() if key not in ("params", _HAS_STEPPED)}
+        todo.append(partial(group.update, copy.deepcopy(settings)))  # schedulers change tensors in place
     for run in runs:
         is_unused = has_stepped(state_dict) and _is_unused_in(state_dict, run)
         if is_unused:
@@ -279,7 +279,7 @@ def match(
                     _check_same("state_dict has", run, piece, key, found[0], other)
             if not isinstance(value, torch.Tensor):
                 is_number = isinstance(value, (int, float)) and isinstance(found[0], torch.Tensor)
-                read = type(value)(found[0].item()) if is_number else found[0]
+                read = type(value)(found[0].item()) if is_number else copy.deepcopy(found[0])
                 todo.append(partial(optimizer.state[run.tensor].__setitem__, key, read))
             elif found[0].shape != value.shape:
                 raise ValueError(

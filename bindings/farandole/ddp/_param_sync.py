@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from farandole import _C
+from farandole.ddp._compiled import Unwatched, is_compiled_in_place
 from farandole.ddp._copying import HookOfOne
 from farandole.ddp._outputs import tensors_in
 from farandole.ddp._reads import ReadRecorder
@@ -54,6 +55,7 @@ class ParamSync:
         self._waits: Waits | None = None  # of a forward that had to wait
         self._recorder: ReadRecorder | None = None  # while the first forward runs
         self._handles: list[Any] = []
+        self._hooked: dict[torch.nn.Module, Any] = {}  # handles of those that wait
         self._recorder_handles: list[Any] = []
         self._suspects: Suspects | None = None
         self._warned = False
@@ -145,6 +147,7 @@ class ParamSync:
         for handle in (*self._handles, *self._state_handles):
             handle.remove()
         self._handles.clear()
+        self._hooked.clear()
         self._state_handles.clear()
 
     def record(self, timeline: _C.GradTimeline | None) -> None:
@@ -158,8 +161,14 @@ class ParamSync:
         for module in _called_modules(self._root):
             # Before hooks that read the module's parameters, as weight_norm's does.
             hook = HookOfOne(self._before_module)
-            self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+            self._hooked[module] = module.register_forward_pre_hook(hook, prepend=True)
+        self._handles += self._hooked.values()
         self._handles.append(self._root.register_forward_hook(HookOfOne(self._after_root), always_call=True))
+
+    def _unhook_compiled(self) -> None:
+        """Hooks of modules that were compiled in place since would be compiled, too."""
+        for module in self._hooked.keys() - set(_called_modules(self._root)):
+            self._hooked.pop(module).remove()
 
     def disable(self, param_sync: bool) -> None:
         """Modules wait no more; with ``param_sync`` this waits for all."""
@@ -168,6 +177,7 @@ class ParamSync:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._hooked.clear()
         self._others_read()  # forwards, which no hook will tell of
         if param_sync:
             self._run(self._gather.finish_all)
@@ -178,11 +188,15 @@ class ParamSync:
     def _before_load_state_dict(self, *unused: Any) -> None:  # what would not come is loaded
         self.finish_unless_abandoned()
 
-    def before_forward(self) -> None:
-        """Where no hook waits, this does."""
+    def before_forward(self, may_be_compiled: bool) -> None:
+        """Where no hook waits, this does. Nor does one that is compiled away: torch.compile takes code that it has made of
+        another model, without hooks, for that of this one."""
         if self._depth > 0:  # what is no Exception, as KeyboardInterrupt, passes the hooks by
             self._break_off()
-        if not self._handles and not self._gather.is_current:
+        if self._handles and self._awaited is None and torch.is_grad_enabled():
+            self._unhook_compiled()
+        waits = not self._handles or may_be_compiled or is_compiled_in_place(self._root)
+        if waits and not self._gather.is_current:
             self._run(self._gather.finish_all)
 
     def _break_off(self) -> None:
@@ -246,6 +260,9 @@ class ParamSync:
             if module is not self._root:
                 hook = module.register_forward_hook(lambda module, args, output: recorder.end(module), always_call=True)
                 self._recorder_handles.append(hook)
+        self._recorder_handles += [
+            Unwatched(one, recorder) for one in self._root.modules() if is_compiled_in_place(one)
+        ]
         recorder.__enter__()
 
     def _stop_recording(self) -> None:
@@ -327,7 +344,7 @@ class ParamSync:
 
 def _is_opaque(module: torch.nn.Module) -> bool:
     """Whether hooks on what is inside it would be compiled away, or cut its graph."""
-    return isinstance(module, torch._dynamo.OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None
+    return isinstance(module, torch._dynamo.OptimizedModule) or is_compiled_in_place(module)
 
 
 def _can_have_hooks(module: torch.nn.Module) -> bool:
@@ -344,7 +361,7 @@ def _called_modules(root: torch.nn.Module) -> Iterator[torch.nn.Module]:
         if _is_opaque(module):
             continue
         for child in module.children():
-            if child not in seen and _can_have_hooks(child):
+            if child not in seen and _can_have_hooks(child) and not is_compiled_in_place(child):
                 seen.add(child)
                 stack.append(child)
 

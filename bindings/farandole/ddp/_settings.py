@@ -45,6 +45,11 @@ def counters_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def agree_on_settings(ours: list[dict[str, Any]], inner: list[dict[str, Any]], last: list[dict[str, Any]]) -> None:
     """What was changed in either since both were ``last``, by a scheduler of one of them, counts in both."""
+    if len(inner) != len(ours):
+        raise RuntimeError(
+            f"the optimizer that a DistributedOptimizer was made of has {len(inner)} param groups, and had {len(ours)} then: "
+            "expected all from the start, or a second DistributedOptimizer over the same model"
+        )
     for mine, theirs, before in zip(ours, inner, last, strict=True):
         if mine is theirs:
             continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from farandole.ddp._agreement import Facts
 from farandole.ddp._options import group_of
+from farandole.ddp._own_memory import check_own_memory
+from farandole.ddp._runs import MASTERED
 from farandole.ddp._tuning import TUNED_ROUNDS
 from farandole.ddp._wrapper import DistributedDataParallel
 
@@ -40,6 +42,13 @@ def check_models(models: Sequence[Any]) -> None:
         raise ValueError("model has one DistributedDataParallel several times: expected each once")
     if len({one._param_sync is None for one in models}) > 1:
         raise ValueError("model: expected all with use_distributed_optimizer=True, or none")
+
+
+def check_copied(models: Sequence[DistributedDataParallel], wanted: Collection[torch.Tensor]) -> None:
+    """Of the parameters that an optimizer has."""
+    named = (item for model in models for item in model._trainable.items())
+    copied = ((name, one) for name, one in named if one in wanted and one.dtype in MASTERED)
+    check_own_memory(copied, (), "a DistributedOptimizer, which has float32 copies of them,")
 
 
 def facts_of_groups(**groups: Any) -> Facts:

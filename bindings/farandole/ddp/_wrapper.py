@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from farandole._default_device import default_device
 from farandole.ddp._abandonment import AbandonsGroup
 from farandole.ddp._agreement import refusing_together
 from farandole.ddp._changes import ParameterWatch
-from farandole.ddp._comm_hook import builtin_comm_hook, checked_comm_hook
+from farandole.ddp._comm_hook import TakesCommHook
+from farandole.ddp._compiled import calls_may_be_compiled
 from farandole.ddp._copying import build_again, state_of
 from farandole.ddp._fused import is_added_of
 from farandole.ddp._grads_elsewhere import tell_where_grads_are
@@ -39,6 +40,7 @@ from farandole.ddp._options import (
     unused_policy,
 )
 from farandole.ddp._outputs import tensors_in
+from farandole.ddp._own_memory import check_module
 from farandole.ddp._param_sync import ParamSync
 from farandole.ddp._rewrapping import finish_gathers, take_over
 from farandole.ddp._syncs_parameters import SyncsParameters
@@ -49,7 +51,7 @@ from farandole.ddp._tuning import BucketTuner, is_auto
 __all__ = ["DistributedDataParallel"]
 
 
-class DistributedDataParallel(HoldsGradients, SyncsParameters, UnevenInputs, AbandonsGroup, ShowsLayout):
+class DistributedDataParallel(HoldsGradients, TakesCommHook, SyncsParameters, UnevenInputs, AbandonsGroup, ShowsLayout):
     """Wraps a module so that each backward leaves the average gradient over the group in ``.grad``.
 
     Gradients live in contiguous buffers, laid out in reverse registration order (as Megatron-core's) and cut into
@@ -244,6 +246,8 @@ class DistributedDataParallel(HoldsGradients, SyncsParameters, UnevenInputs, Aba
         with refusing_together(module, () if options.is_agreed else (replicas.group, replicas.instances)):
             self._is_added = is_added_of(module, grad_place(options) != "grad", fuses)
             parameters = parameters_of(module, self.parameters_to_ignore)
+            if options.is_sharded:
+                check_module(module, ((name, one) for name, one, *_ in parameters if one.requires_grad))
         self._tuner = None
         self._timeline: _C.GradTimeline | None = None  # where rounds are recorded
         self._optimizers = weakref.WeakSet()
@@ -280,7 +284,7 @@ class DistributedDataParallel(HoldsGradients, SyncsParameters, UnevenInputs, Aba
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._param_sync is not None:
-            self._param_sync.before_forward()
+            self._param_sync.before_forward(calls_may_be_compiled())
         if torch.is_grad_enabled():
             if torch.compiler.is_compiling():
                 # With fullgraph=True an error that has the text.
@@ -350,22 +354,6 @@ class DistributedDataParallel(HoldsGradients, SyncsParameters, UnevenInputs, Aba
         if self.require_backward_grad_sync:
             self.require_forward_param_sync = True  # as after a forward whose backward averages
         self._reducer.set_require_sync(self.require_backward_grad_sync)
-
-    def register_comm_hook(self, state: object, hook: Callable[..., torch.futures.Future[torch.Tensor]]) -> None:
-        """Has ``hook(state, bucket)`` reduce each bucket, a ``torch.distributed.GradBucket``: torch's, e.g. PowerSGD's.
-
-        The bucket holds this rank's gradients, which are not divided by anything; the tensor of the future that the
-        hook returns replaces them. Buckets come in index order. A hook must neither wait nor call the model: it runs inside
-        of backward, while the reducer is locked. Call it once, on all ranks, between steps. With experts
-        in a group of their own, several optimizer instances or ``use_distributed_optimizer`` it is a ValueError.
-        """
-        if self._tuner is not None and self._tuner.is_pending:
-            raise ValueError("register_comm_hook with bucket_size='auto': expected a number of elements")
-        self._reducer.register_comm_hook(state, checked_comm_hook(hook))
-
-    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        """So one of torch.distributed's ``BuiltinCommHookType``."""
-        self.register_comm_hook(self.process_group, builtin_comm_hook(comm_hook_type))
 
     def start_grad_sync(self) -> None:
         """Starts to average what has accumulated, for backwards that ran without synchronizing."""

@@ -10,6 +10,7 @@ from support.devices import seeded
 from support.processes import run_ranks
 
 LAYOUTS = [{"grad_reduce_in_fp32": True}, {"use_distributed_optimizer": True}]
+CLIP_BY_VALUE = torch.nn.utils.clip_grad_value_  # bound before a model is wrapped
 
 
 def _wrapped(dtype=torch.bfloat16, **layout):
@@ -92,9 +93,50 @@ def _blind_clips(rank, world_size, layout):
     assert torch.nn.utils.get_total_norm([one.grad for one in alone.parameters()]).item() == pytest.approx(
         0.5, rel=1e-4
     )
+    refused = pytest.raises(RuntimeError, match=r"clip_grad_value_: the gradient of .* '0\.weight' is in its main_grad")
+    for given in (lambda: parameters, lambda: iter(parameters), lambda: [*alone.parameters(), *parameters]):
+        with refused:
+            torch.nn.utils.clip_grad_value_(given(), 1.0)
+    with pytest.raises(
+        RuntimeError, match=r"clip_grad_value_: no parameter has a \.grad\..* expected parameter\.main_grad\.clamp_"
+    ):
+        CLIP_BY_VALUE(iter(parameters), 1.0)
+    torch.nn.utils.clip_grad_value_(alone.parameters(), 1e-3)
+    CLIP_BY_VALUE(alone.parameters(), 1e-4)
+    assert all(one.grad.abs().max() <= 1e-4 for one in alone.parameters())
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    torch.nn.utils.clip_grad_value_(parameters, 0.1)
+    assert all(one.grad.max() <= 0.1 for one in parameters)
+
+
+def _blind_scalers(rank, world_size, layout):
+    model = _wrapped(**layout)
+    for kind in (torch.optim.SGD, torch.optim.AdamW):
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        plain = kind(model.parameters(), lr=0.1)
+        for unscales in (False, True):
+            model.zero_grad()
+            scaler.scale(model(torch.ones(2, 6).to(next(model.parameters()))).float().sum()).backward()
+            if unscales:
+                scaler.unscale_(plain)
+            with pytest.raises(
+                RuntimeError, match=rf"{kind.__name__}.step\(\): the gradient of parameter '0\.weight' is"
+            ):
+                scaler.step(plain)
+    alone = torch.nn.Linear(2, 2)  # with which it has nothing to do
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.5)
+    before = alone.bias.detach().clone()
+    scaler.scale(alone(torch.ones(2)).sum()).backward()
+    scaler.step(optimizer)
+    assert torch.equal(alone.bias, before - 0.5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_scalers_step_that_would_change_nothing_is_refused(layout):
+    run_ranks(_blind_scalers, 2, "farandole", layout=layout)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -269,3 +311,18 @@ def _with_others(rank, world_size):
 
 def test_what_is_left_as_it_is_is_seen_beside_what_is_stepped():
     assert run_ranks(_with_others, 2, "farandole") == [True] * 2
+
+
+def _grown(rank, world_size):
+    model = _wrapped(use_distributed_optimizer=True)
+    inner = torch.optim.SGD([next(model.parameters())], lr=0.1)
+    optimizer = DistributedOptimizer(inner, model)
+    _backward(model, rank)
+    inner.add_param_group({"params": list(model.parameters())[1:]})
+    for use in (optimizer.step, optimizer.state_dict):
+        with pytest.raises(RuntimeError, match="has 2 param groups, and had 1 then: expected all from the start"):
+            use()
+
+
+def test_a_param_group_that_the_inner_optimizer_gets_later_is_refused_by_name():
+    run_ranks(_grown, 2, "farandole")

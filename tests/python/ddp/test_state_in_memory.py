@@ -102,6 +102,42 @@ def test_copies_of_the_state_stand_by_themselves():
     run_ranks(_copied, 2, "gloo", timeout=60)
 
 
+class _Recording(torch.optim.SGD):
+    """Whose state has a list."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("steps", []).append(len(self.state[parameter].get("steps", ())))
+        super().step(closure)
+
+
+def _loaded_state_stays(rank: int, world_size: int) -> None:
+    """What a state dict has is changed by no optimizer that has loaded it, as with torch's."""
+    for make in (torch.optim.AdamW, _Recording):
+        pairs = []
+        for _ in range(2):
+            model, optimizer = _pair(make=lambda given, kind=make: kind(given, lr=torch.tensor(0.5)))
+            _step(model, optimizer)
+            pairs.append((model, optimizer))
+        state = copy.deepcopy(pairs[0][1].state_dict())
+        before = str(state)
+        for _, optimizer in pairs:
+            optimizer.load_state_dict(state)
+        rates = [optimizer.param_groups[0]["lr"] for _, optimizer in pairs]
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(pairs[1][1], 0.1)
+        for _ in range(2):
+            _step(*pairs[1])
+            scheduler.step()
+        assert str(state) == before
+        assert rates[0].item() == 0.5
+        assert pairs[1][1].param_groups[0]["lr"].item() == pytest.approx(0.005)
+
+
+def test_a_state_that_was_loaded_stays_what_it_was():
+    run_ranks(_loaded_state_stays, 2, "farandole")
+
+
 def _saved_meanwhile(rank: int, world_size: int, path: str) -> None:
     model, optimizer = _pair()
     _step(model, optimizer)
