@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +18,14 @@ from farandole.sparse._contexts import NOTHING
 from farandole.sparse._draws_ahead import DrawsAhead
 from farandole.sparse._in_flight import InFlight
 from farandole.sparse._input_dist import InputDist
-from farandole.sparse._input_equality import is_alike, is_equal_input, is_same_part, versions_of, were_written
+from farandole.sparse._input_equality import (
+    differ,
+    is_alike,
+    is_equal_input,
+    is_same_part,
+    versions_of,
+    were_written,
+)
 from farandole.sparse._input_graph import InputGraph, trace_inputs
 from farandole.sparse._input_hooks import RecordedInputs, record_inputs
 from farandole.sparse._kernels import refuse_dense_sequences
@@ -27,6 +33,7 @@ from farandole.sparse._model_changes import ModelChanges
 from farandole.sparse._post_processing import PostProcessing
 from farandole.sparse._sharded import is_sharded, sharded_modules, unwrap
 from farandole.sparse._tracer import CannotTrace
+from farandole.sparse._untraced import untraced
 from farandole.sparse._verdict import Inputs, Verdict
 
 Take = Callable[[InFlight, str], tuple[Any, Any]]
@@ -149,7 +156,7 @@ class Attachment:
                 "calls have changed their state since: expected the mode of the model to be the same again for that "
                 "forward, or such modules to be called by its pipeline only"
             )
-        flying.owner, flying.results, flying.run = None, {}, None
+        flying.owner, flying.results, flying.run = None, None, None
         flying.is_training = self.model.training
         if modules:
             self._inputs_of(flying)
@@ -236,18 +243,17 @@ class Attachment:
             self._replace(name, module, self._sharded_forward(name, module))
         _mark(modules.values(), True)
         self._changes.watch(graph.post_processing, graph.attributes)
-        self._post_processing = PostProcessing(self.model, graph.post_processing)
+        self._post_processing = PostProcessing(self.model, graph.post_processing, graph.read_elsewhere)
         self._forwards.update(self._post_processing.forwards)
         if not isinstance(graph, RecordedInputs):
-            self._comparisons = Comparisons(self.model, graph.names)
+            self._comparisons = Comparisons(self.model, graph.names, graph.attributes)
         self.verdicts = graph.verdicts
 
     def _inputs_of(self, flying: InFlight) -> Inputs:
         assert self._graph is not None and self._post_processing is not None
         modules = self._processing()
         if not modules:
-            with self._post_processing.noting() as flying.results:
-                return self._computed(self._graph, flying)
+            return self._computed(self._graph, flying)
         run = AheadRun(modules, self._written)
         with self._draws.looked_for(modules, self.model.training, self._strict):
             with self._post_processing.noting() as flying.results:
@@ -258,7 +264,9 @@ class Attachment:
 
     def _computed(self, graph: InputGraph | RecordedInputs, flying: InFlight) -> Inputs:
         try:
-            return graph(flying.batch)
+            inputs, flying.sources = graph.run(flying.batch)
+            flying.source_versions = versions_of(flying.sources) if flying.sources else ()
+            return inputs
         except (AttributeError, LookupError, TypeError) as error:
             if not flying.has_custom_forward or isinstance(graph, RecordedInputs):
                 raise
@@ -274,13 +282,14 @@ class Attachment:
     def _replaying(self, flying: InFlight) -> contextlib.AbstractContextManager[None]:
         if self._post_processing is None or not flying.results:
             return NOTHING
-        return self._post_processing.replaying(flying.results)
+        return self._post_processing.replaying(flying.results, self._compares)
 
     # fx takes what a forward asks of a batch (is it None, say) for settled once; hooks have seen one batch.
     def _verify(self, name: str, flying: InFlight, now: tuple[Any, Any]) -> None:
         ahead = flying.calls[name]
         # Of inputs that are the same objects ahead and now, values tell nothing.
-        if were_written(flying.versions[name], versions_of(ahead)):
+        copies = flying.copies.get(name)
+        if were_written(flying.versions[name], versions_of(ahead)) or (copies is not None and differ(copies, ahead)):
             raise RuntimeError(
                 f"tensors among the inputs of {name} have been written to since these went ahead, maybe by the forward "
                 "a second time: expected nothing that works in place on what a sharded module is given, but in a module "
@@ -289,7 +298,10 @@ class Attachment:
         if isinstance(self._graph, RecordedInputs):
             is_same = is_same_part(ahead, now)
         else:
-            is_same = (is_equal_input if self._compares else is_alike)(ahead, now)
+            compares = self._compares
+            if not compares and flying.sources:
+                compares = were_written(flying.source_versions, versions_of(flying.sources))
+            is_same = (is_equal_input if compares else is_alike)(ahead, now)
         if not is_same:
             raise RuntimeError(
                 f"{name} is called with other inputs than those that were computed from the batch and went ahead: "
@@ -340,15 +352,7 @@ class Attachment:
             self._verify(name, flying, (args, kwargs))
             return module.compute_and_output_dist(*ahead)
 
-        return _untraced(forward)
-
-
-def _untraced(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """For torch.compile to run as it is: what comes ahead is on streams of its own. Where that is in use by now: it is
-    loaded slowly."""
-    dynamo = sys.modules.get("torch._dynamo")
-    result: Callable[..., Any] = forward if dynamo is None else dynamo.disable(forward)
-    return result
+        return untraced(forward)  # what comes ahead is on streams of its own
 
 
 # torchrec's feature processors look at it.

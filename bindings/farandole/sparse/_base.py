@@ -185,7 +185,7 @@ class TrainPipelineBase(Generic[In, Out]):
             self._warn_of_mode()
         before, has_ended, self._has_ended = len(self._stages.unused), self._has_ended, False
         self._stages.autocast = self._precision.as_now()
-        self._stages.caller = Caller()
+        self._stages.caller = Caller(self._stages.may_load_beside)
         self._before, self._began = self._began, time.monotonic()
         try:
             with ENDS_NOTHING:
@@ -306,6 +306,8 @@ class TrainPipelineBase(Generic[In, Out]):
         with ProfilerRange(f"## wait_for_batch {flying.number} ##"):
             self._streams.hand_over(self._streams.copy, flying.batch)
         self._adopt(flying)
+        if self._engine.load_on_thread or self._engine.dist_on_thread:
+            self._stages.caller = Caller()
         self._engine.beside(self._may_dist_beside(), self._stages.may_load_beside)
         self._stages.given.refuse(flying.number)
 

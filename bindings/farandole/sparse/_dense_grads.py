@@ -94,11 +94,14 @@ def _average(wrapper: DistributedDataParallel) -> None:
     used = torch.tensor([part.grad is not None for part in parameters], dtype=torch.int32, device=parameters[0].device)
     dist.all_reduce(used, dist.ReduceOp.MAX, group=group)
     works = []
-    for part, is_used in zip(parameters, used.tolist(), strict=True):
-        if not is_used:
-            continue
+    parameters = [part for part, is_used in zip(parameters, used.tolist(), strict=True) if is_used]
+    for part in parameters:
         if part.grad is None:
             part.grad = torch.zeros_like(part)
+    if wrapper._get_ddp_logging_data().get("comm_hook"):
+        _average_by_hook(wrapper, parameters)
+        return
+    for part in parameters:
         # To the bit what torch does, with gradients that are views of its buckets already and with others.
         if wrapper.gradient_as_bucket_view and part.grad._is_view():
             part.grad.div_(group.size())
@@ -107,6 +110,15 @@ def _average(wrapper: DistributedDataParallel) -> None:
         works.append(dist.all_reduce(part.grad, group=group, async_op=True))
     for work in works:
         work.wait()
+
+
+def _average_by_hook(wrapper: DistributedDataParallel, parameters: list[nn.Parameter]) -> None:
+    """In a backward that adds zeros, since torch's DDP calls its communication hook in no other place."""
+    with torch.enable_grad():
+        views = [part.view_as(part) for part in parameters]
+    wrapper.reducer.prepare_for_forward()
+    wrapper.reducer.prepare_for_backward(views if wrapper.find_unused_parameters else [])
+    torch.autograd.backward(views, [torch.zeros_like(part) for part in parameters])
 
 
 def _wrappers(model: nn.Module) -> list[Any]:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from farandole.sparse._ahead_run import AheadRun
-from farandole.sparse._input_equality import Versions
+from farandole.sparse._input_equality import Copies, Versions
+from farandole.sparse._post_processing import Noted
 
 
 @dataclass
@@ -17,10 +18,13 @@ class InFlight:
     # Whose input_dist has the batch, and in which mode of the model; None where it stays in the forward.
     owner: Any = None
     is_training: bool = True
-    results: dict[str, list[Any]] = field(default_factory=dict)  # of post-processing modules, by name and call
+    results: Noted | None = None  # of post-processing modules
     run: AheadRun | None = None  # of these modules
     calls: dict[str, tuple[Any, dict[str, Any]]] = field(default_factory=dict)  # what the modules are to be given
     versions: dict[str, Versions] = field(default_factory=dict)  # of the tensors in these
+    sources: Any = ()  # parts of the batch that these were computed from
+    source_versions: Versions = ()
+    copies: dict[str, Copies] = field(default_factory=dict)  # of these, of some batches
     contexts: dict[str, Any] = field(default_factory=dict)
     requests: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import fx, nn
@@ -10,6 +11,7 @@ from torch.fx.node import Node
 
 from farandole.sparse._purity import Memory, changed_by, is_random, is_unknown, name_of
 from farandole.sparse._sharded import is_fsdp, is_object_pool
+from farandole.sparse._shared_memory import SharedMemory
 from farandole.sparse._tracer import InputTracer
 from farandole.sparse._verdict import NEVER_CALLED, OBJECT_POOL, Refusal, called_again, no_inputs
 
@@ -34,7 +36,12 @@ class InputClosures:
             if node.op == "call_module":
                 self._calls.setdefault(node.target, []).append(node)
         self._modules = {name: model.get_submodule(name) for name in self._calls}
-        self._memory = Memory(lambda node: node.target in tracer.sharded)
+        names = [
+            str(node.target) for node in graph.nodes if node.op == "get_attr" and node.target not in tracer.constants
+        ]
+        attributes = {name: operator.attrgetter(name)(model) for name in dict.fromkeys(names)}
+        self._shared = SharedMemory(self._modules, attributes, model)
+        self._memory = Memory(lambda node: node.target in tracer.sharded, self._shared.name_of)
         changes = [(node, self._changed_by(node)) for node in graph.nodes]
         self._changes = [(node, self._memory.changed(node, inputs)) for node, inputs in changes if inputs]
 
@@ -63,6 +70,38 @@ class InputClosures:
             others = self._calls.get(str(node.target), ()) if node.op == "call_module" else ()
             todo += [*others, *reversed(node.all_input_nodes)]
         return self._changed_before(call, needed) or (call, needed)
+
+    def sources(self, needed: set[Node]) -> frozenset[Node]:
+        """Those of these nodes that are parts of the batch, and that others of these are computed from."""
+        used = {one for node in needed if not self._memory.is_part(node) for one in node.all_input_nodes}
+        return frozenset(one for one in used & needed if one.op == "placeholder" or self._memory.is_part(one))
+
+    def read_elsewhere(self, ahead: set[Node]) -> frozenset[str]:
+        """Modules among these nodes that must not write to what they are given: others would see that too early, who read
+        it before, or, where forward computes it a second time, not at all, who read it after."""
+        calls = [node for node in ahead if node.op == "call_module"]
+        return frozenset(
+            str(call.target)
+            for call in calls
+            for given in call.all_input_nodes
+            if self._is_read_beside(given, call, ahead)
+        )
+
+    def _is_read_beside(self, given: Node, call: Node, ahead: set[Node]) -> bool:
+        roots = self._memory.roots(given)
+        is_of_batch = all(isinstance(root[0], Node) and root[0].op == "placeholder" for root in roots)
+        is_new = all(isinstance(root[0], Node) and root[0].op != "placeholder" for root in roots)
+        made_of, made_by = _related(given, lambda node: node.all_input_nodes), _related(call, lambda node: node.users)
+        for node in self._order:
+            is_before = self._order[node] < self._order[call]
+            is_harmless = is_new if is_before else is_of_batch
+            is_once = node.op == "call_module" and node in ahead  # before and behind the call, ahead as in a forward
+            if is_harmless or is_once or node is call or node in made_of or self._memory.is_part(node):
+                continue
+            inputs = [one for one in node.all_input_nodes if one not in made_by]
+            if any(self._memory.shares(one, roots) for one in inputs):
+                return True
+        return False
 
     def _objection(self, node: Node) -> Refusal | None:
         if node.meta["autocast"] and node.op.startswith("call_"):
@@ -108,6 +147,14 @@ class InputClosures:
             return Refusal(
                 node.name, reason, "Give each a copy of its own: which of their calls comes first is not known"
             )
+        shared = self._shared.others_of_module(name, module)
+        if shared is not None:
+            tensor, place = shared
+            where = f"what {place.module!r} has as {place.name!r}" if place.module else f"{place.name!r} of the model"
+            reason = f"its input goes through {name!r}, whose tensor {tensor!r} lies in the memory of {where}"
+            return Refusal(
+                node.name, reason, "Give each memory of its own: which of them is written or read first is not known"
+            )
         return None
 
     def _attribute_objection(self, node: Node) -> Refusal | None:
@@ -123,10 +170,13 @@ class InputClosures:
         if value.requires_grad:
             reason = f"its input depends on {name!r}, a parameter that is trained{_line(node)}"
             return Refusal(node.name, reason, "Use that parameter behind the sharded module")
-        for owner, module in self._modules.items():
-            if any(buffer is value for buffer in module.buffers()):
-                reason = f"its input depends on {name!r}, a buffer that {owner!r} may change in the same forward"
-                return Refusal(node.name, reason, "Keep a copy of the buffer for the input")
+        place = self._shared.others_of_attribute(value)
+        if place is not None and place.module is None:
+            reason = f"its input depends on {name!r}, which lies in the memory of {place.name!r}, a parameter that is trained"
+            return Refusal(node.name, reason, "Use that parameter behind the sharded module")
+        if place is not None:
+            reason = f"its input depends on {name!r}, a buffer that {place.module!r} may change in the same forward"
+            return Refusal(node.name, reason, "Keep a copy of the buffer for the input")
         return None
 
     def _changed_by(self, node: Node) -> list[Node]:
@@ -167,6 +217,18 @@ class InputClosures:
 
 def _share(one: nn.Module, other: nn.Module) -> bool:
     return not {id(module) for module in one.modules()}.isdisjoint(id(module) for module in other.modules())
+
+
+def _related(node: Node, following: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """It and all that follow."""
+    found: set[Node] = set()
+    todo = [node]
+    while todo:
+        one = todo.pop()
+        if one not in found:
+            found.add(one)
+            todo += following(one)
+    return found
 
 
 def _line(node: Node) -> str:

@@ -15,12 +15,12 @@ from farandole.sparse._exchange import SplitsExchange
 from farandole.sparse._failed_steps import FailedSteps
 from farandole.sparse._forms import other_forms
 from farandole.sparse._in_flight import InFlight
-from farandole.sparse._input_equality import versions_of
+from farandole.sparse._input_equality import copies_of, is_to_be_copied, versions_of
 from farandole.sparse._joint_steps import JointSteps
 from farandole.sparse._preprocessing import preprocessed
 from farandole.sparse._sharded import is_torchrec
 from farandole.sparse._verdict import Inputs
-from farandole.sparse._wrong_inputs import refuse_wrong_inputs
+from farandole.sparse._wrong_inputs import KeyOrders, refuse_wrong_inputs
 
 
 class InputDist:
@@ -44,6 +44,8 @@ class InputDist:
         self._held: dict[str, Any] = {}
         self._all_to_alls: dict[str, list[Any]] = {}  # of torchrec's modules, that have been used
         self._has_begun = False
+        self._calls_made = 0
+        self._orders = KeyOrders()
         self._had_turn = False  # after what makes it impossible to go on
         self._may_run_beside = True
         self._decided: Presence | None = None  # where no exchange is outstanding
@@ -107,9 +109,12 @@ class InputDist:
             try:
                 calls = self._calls(flying, self._inputs)
                 if self._has_begun:
+                    self._orders.refuse_others(self._modules, flying.calls)
                     self._hold(flying, calls)
                 else:  # before a module makes itself by them
                     refuse_wrong_inputs(self._modules, flying.calls)
+                    self._orders = KeyOrders()
+                    self._orders.refuse_others(self._modules, flying.calls)
             except Exception as raised:
                 error = self._explained(raised, flying)
                 presence, reason = Presence.FAILED, _told("input_dist", number, error)
@@ -154,6 +159,9 @@ class InputDist:
             calls = preprocessed(self._modules, flying.calls)
         flying.owner = self
         flying.versions = {name: versions_of(call) for name, call in flying.calls.items()}
+        if is_to_be_copied(self._calls_made):
+            flying.copies = {name: copies_of(call) for name, call in flying.calls.items()}
+        self._calls_made += 1
         return calls
 
     def _explained(self, error: Exception, flying: InFlight) -> Exception:

@@ -23,17 +23,27 @@ def is_equal_input(ahead: Any, now: Any) -> bool:
 
 
 Versions = tuple[int | None, ...]
+Copies = tuple[torch.Tensor | None, ...]
 
 
 def versions_of(call: Any) -> Versions:
     """How often each tensor in it has been written to; None for what features do not have, or not yet. Lengths they
     have from here on: an input_dist would make them of their offsets."""
-    versions: list[int | None] = []
+    return tuple([None if part is None else version_of(part) for part in _tensors_in(call)])
+
+
+def copies_of(call: Any) -> Copies:
+    """The same tensors, as they are now."""
+    return tuple(None if part is None else part.detach().clone() for part in _tensors_in(call))
+
+
+def _tensors_in(call: Any) -> list[torch.Tensor | None]:
+    found: list[torch.Tensor | None] = []
     todo, seen = [call], set()
     while todo:
         item = todo.pop()
         if isinstance(item, torch.Tensor):
-            versions.append(_version_of(item))
+            found.append(item)
             continue
         if id(item) in seen:
             continue
@@ -43,9 +53,8 @@ def versions_of(call: Any) -> Versions:
         elif isinstance(item, dict):
             todo += item.values()
         elif hasattr(item, "weights_or_none"):  # torchrec's features
-            parts = item.values(), item.weights_or_none(), item.lengths(), item.offsets_or_none()
-            versions += [None if part is None else _version_of(part) for part in parts]
-    return tuple(versions)
+            found += [item.values(), item.weights_or_none(), item.lengths(), item.offsets_or_none()]
+    return found
 
 
 def were_written(before: Versions, now: Versions) -> bool:
@@ -55,7 +64,25 @@ def were_written(before: Versions, now: Versions) -> bool:
     )
 
 
-def _version_of(tensor: torch.Tensor) -> int:
+def is_to_be_copied(number: int) -> bool:
+    """Whether the inputs of this batch are: what writes past torch's counts does so from the first ones on, or often."""
+    return number < 2 or number % 16 == 0
+
+
+def differ(before: Copies, call: Any) -> bool:
+    """Whether these tensors have other values: torch counts no writes by numpy, or to a tensor's data."""
+    return any(
+        one is not None and other is not None and not _are_same_bits(one, other)
+        for one, other in zip(before, _tensors_in(call), strict=True)
+    )
+
+
+def _are_same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Of tensors of the same kind, whose values may be none (nan)."""
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 

@@ -28,6 +28,7 @@ class InputGraph:
         verdicts: one for every sharded module of the model.
         post_processing: names of the modules that run in it.
         attributes: names of attributes of the model that it reads.
+        read_elsewhere: names of modules that run in it and must not write to what they are given.
     """
 
     def __init__(
@@ -37,22 +38,31 @@ class InputGraph:
         calls: tuple[Node, ...] = (),
         needed: tuple[Node, ...] = (),
         constants: dict[str, Any] | None = None,
+        read_elsewhere: frozenset[str] = frozenset(),
+        sources: frozenset[Node] = frozenset(),
     ) -> None:
         self.names = tuple(str(call.target) for call in calls)
         self.verdicts = verdicts
+        self.read_elsewhere = read_elsewhere
         self._model = model
         constants = constants or {}
         self.post_processing = tuple(dict.fromkeys(str(node.target) for node in needed if node.op == "call_module"))
         attributes = [node for node in needed if node.op == "get_attr" and node.target not in constants]
         self.attributes = tuple(str(node.target) for node in attributes)
         self._attributes = [operator.attrgetter(str(node.target)) for node in attributes]
-        graph = _subgraph(needed, attributes, [(call.args, call.kwargs) for call in calls])
+        outputs = [(call.args, call.kwargs) for call in calls], [node for node in needed if node in sources]
+        graph = _subgraph(needed, attributes, outputs)
         own = {str(node.target): constants[str(node.target)] for node in needed if node.target in constants}
         self._compute = fx.GraphModule(own | {name: model.get_submodule(name) for name in self.post_processing}, graph)
 
     def __call__(self, batch: Any) -> Inputs:
-        inputs: Inputs = self._compute(batch, *(attribute(self._model) for attribute in self._attributes))
-        return inputs
+        return self.run(batch)[0]
+
+    def run(self, batch: Any) -> tuple[Inputs, list[Any]]:
+        """The inputs, and the parts of the batch that they were computed from."""
+        # Not the module's __call__, which prints where it fails.
+        result: tuple[Inputs, list[Any]] = self._compute.forward(batch, *(get(self._model) for get in self._attributes))
+        return result
 
 
 def trace_inputs(model: nn.Module, is_sharded: Callable[[nn.Module], bool], batch: object = None) -> InputGraph:
@@ -86,7 +96,15 @@ def trace_inputs(model: nn.Module, is_sharded: Callable[[nn.Module], bool], batc
             calls.add(call)
             needed |= inputs
     called, computed = (tuple(node for node in graph.nodes if node in nodes) for nodes in (calls, needed))
-    return InputGraph(model, tuple(verdicts), called, computed, tracer.constants)
+    return InputGraph(
+        model,
+        tuple(verdicts),
+        called,
+        computed,
+        tracer.constants,
+        closures.read_elsewhere(needed),
+        closures.sources(needed),
+    )
 
 
 def _subgraph(needed: tuple[Node, ...], attributes: list[Node], outputs: Any) -> fx.Graph:

@@ -37,6 +37,7 @@ class RecordedInputs:
 
     post_processing: tuple[str, ...] = ()
     attributes: tuple[str, ...] = ()
+    read_elsewhere: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
         self.names: tuple[str, ...] = ()
@@ -45,6 +46,10 @@ class RecordedInputs:
 
     def __call__(self, batch: Any) -> Inputs:
         return [replaced(template, lambda _, part: _taken(part, batch)) for template in self._templates]
+
+    def run(self, batch: Any) -> tuple[Inputs, list[Any]]:
+        """The inputs, which are parts of the batch, computed from none."""
+        return self(batch), []
 
     def _settle(self, sharded: dict[str, nn.Module], seen: dict[str, list[_Call | Refusal]]) -> None:
         found: dict[str, _Call] = {}  # in call order

@@ -6,6 +6,7 @@ import functools
 import inspect
 import operator
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,12 +27,20 @@ _FEATURES = ("torchrec", "fbgemm_gpu", "math")
 # Random functions in Python, which are no operators themselves.
 _RANDOM_FUNCTIONS = re.compile(r"dropout[123]d|fractional_max_pool[23]d|gumbel_softmax|multi_head_attention_forward")
 
+_NORMS = ("batch_norm", "instance_norm")
+_EMBEDDINGS = ("embedding", "embedding_bag")
+
 Root = tuple[Any, ...]  # a node, or an attribute of the model, and the names of parts in it
 
 
 def name_of(target: Any) -> str:
     """Of a function; a method is its name already."""
     return target if isinstance(target, str) else str(getattr(target, "__name__", target)).partition(".")[0]
+
+
+def is_in_place(name: str) -> bool:
+    """Whether a function or method of this name writes to its first argument."""
+    return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or name.strip("_") in IN_PLACE
 
 
 def is_random(target: Any, args: Any, kwargs: Any) -> bool:
@@ -61,10 +70,25 @@ def changed_by(node: Node) -> list[Node]:
         return inputs if is_ignored or _MUTATING_METHODS.fullmatch(name) else []
     if node.target in _MUTATING_FUNCTIONS or _is_mutating_operator(node.target):
         return inputs
-    if _arguments(node.target, args, kwargs).get("inplace") is True:
+    given = _arguments(node.target, args, kwargs)
+    if given.get("inplace") is True:
         return nodes_in(args[:1] or kwargs)
+    if written := _written_beside(name, args, given):
+        return written
     is_ignored = not node.users and not isinstance(node.target, type) and _source(node.target) not in _HARMLESS
     return inputs if is_ignored else []
+
+
+def _written_beside(name: str, args: tuple[Any, ...], given: dict[str, Any]) -> list[Node]:
+    """Of functions that update some of their inputs, and whose schemas do not say so."""
+    if name in _NORMS:
+        has_names = "running_mean" in given  # torch's operator has none, and another order
+        training = given.get("training", given.get("use_input_stats")) if has_names else args[5]
+        statistics = (given["running_mean"], given["running_var"]) if has_names else args[3:5]
+        return [] if training is False else nodes_in(statistics)
+    if name in _EMBEDDINGS and given.get("max_norm") is not None:
+        return nodes_in(given["weight"])
+    return []
 
 
 def nodes_in(argument: Any) -> list[Node]:
@@ -76,8 +100,9 @@ def nodes_in(argument: Any) -> list[Node]:
 class Memory:
     """Which nodes of a graph may share memory or objects: a part has that of its whole, a result that of its inputs."""
 
-    def __init__(self, is_fresh: Any) -> None:
+    def __init__(self, is_fresh: Callable[[Node], bool], name_of_attribute: Callable[[str], str]) -> None:
         self._is_fresh = is_fresh  # of nodes that call modules: whether all they return is their own
+        self._name_of_attribute = name_of_attribute  # the same for those that share memory
         self._roots: dict[Node, frozenset[Root]] = {}
 
     def shares(self, node: Node, roots: frozenset[Root]) -> bool:
@@ -108,7 +133,7 @@ class Memory:
 
     def _find(self, node: Node) -> frozenset[Root]:
         if node.op == "get_attr":
-            return frozenset([(node.target,)])
+            return frozenset([(self._name_of_attribute(str(node.target)),)])
         if node.op == "placeholder" or (node.op == "call_module" and self._is_fresh(node)):
             return frozenset([(node,)])
         if node.op in ("call_function", "call_method") and _returns_new_tensors(node.target):

@@ -238,7 +238,9 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
 
     def _running(self, flying: Any) -> contextlib.AbstractContextManager[Any]:
         assert self._attachment is not None
-        self._streams.hand_over(self._streams.dist, flying.results)
+        if self._streams.dist is not None:
+            given = [] if flying.results is None else flying.results.tensors()
+            self._streams.hand_over(self._streams.dist, flying.results, given, flying.copies)
         return self._attachment.running(flying, self._complete)
 
     def _complete(self, flying: Any, name: str) -> tuple[Any, Any]:

@@ -180,4 +180,5 @@ class Stages:
 
 
 def _yielded_by(source: Iterator[Any]) -> int:
-    return getattr(source, "_num_yielded", 0)  # of torch's DataLoader
+    count = getattr(source, "_num_yielded", 0)  # of torch's DataLoader
+    return count if isinstance(count, int) else 0

@@ -20,8 +20,9 @@ from torch.utils._pytree import tree_leaves
 
 from farandole.sparse._batch_paths import Path, follow, replaced
 from farandole.sparse._model_state import ModelState
-from farandole.sparse._purity import IN_PLACE, is_random, name_of
+from farandole.sparse._purity import IN_PLACE, is_in_place, is_random, name_of
 from farandole.sparse._sharded import is_fsdp, sharded_modules, wrapped_name
+from farandole.sparse._shared_memory import memory_of, tensors_of
 
 _INTERNAL = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, __file__))
 
@@ -65,11 +66,13 @@ class InputTracer(fx.Tracer):
     def run(self) -> fx.Graph:
         """Raises CannotTrace. The nodes' ``meta`` has the source ``line``, and whether forward set ``autocast``."""
         self._autocast = _autocast()
+        self._memory = {memory_of(tensor): name for name, tensor in tensors_of(self._model)}
+        self._memory.pop(0, None)
         state = ModelState(self._model)
         try:
             if hasattr(self._batch, "to_proxy"):
                 self._proxied = copy.copy(self._batch).to_proxy()
-            with _RandomTensors(self):
+            with _Effects(self):
                 graph = self.trace(self._model)
         except Exception as error:  # user's code and torch.fx raise whatever they like
             raise self._stopped(error) from error
@@ -141,6 +144,17 @@ class InputTracer(fx.Tracer):
 
         return replaced(self._proxied, replace)
 
+    def attribute_of(self, tensor: Any) -> str | None:
+        """The name that a tensor has in the model.
+
+        Raises:
+            TypeError: it has none, and lies in the memory of one that has.
+        """
+        name = self._memory.get(memory_of(tensor))
+        if name is None or tensor in self.tensor_attrs:
+            return None if name is None else self.tensor_attrs[tensor]
+        raise TypeError(f"forward writes to {name!r} in place, in a way that cannot be recorded")
+
     def _is_hybrid(self, module: nn.Module) -> bool:
         """Whether sharded modules are inside, in what is traced through."""
         if id(module) in self._sharded_names:
@@ -180,17 +194,21 @@ def _autocast() -> list[tuple[bool, torch.dtype]]:
     return [(torch.is_autocast_enabled(type_), torch.get_autocast_dtype(type_)) for type_ in types]
 
 
-class _RandomTensors(TorchFunctionMode):
-    """Records random functions of no input of the batch, which would be drawn once, in tracing."""
+class _Effects(TorchFunctionMode):
+    """Records random functions of no input of the batch, which would be drawn once, in tracing; and writes to tensors of
+    the model that are neither buffers nor parameters, which would be done in it."""
 
-    def __init__(self, tracer: fx.Tracer) -> None:
+    def __init__(self, tracer: InputTracer) -> None:
         super().__init__()
         self._tracer = tracer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         traced = any(isinstance(leaf, fx.Proxy) for leaf in tree_leaves((args, kwargs)))
-        if traced or not is_random(func, args, kwargs):
+        written = self._tracer.attribute_of(args[0]) if args and is_in_place(name_of(func)) else None
+        if written is not None:
+            args = (self._tracer.create_proxy("get_attr", written, (), {}), *args[1:])
+        elif traced or not is_random(func, args, kwargs):
             return func(*args, **kwargs)
         if getattr(torch.Tensor, name_of(func), None) is func:
             return self._tracer.create_proxy("call_method", name_of(func), args, kwargs)

@@ -54,3 +54,29 @@ def _keys_of(module: nn.Module) -> Iterator[str]:
 def _values(module: nn.Module, name: str) -> tuple[Any, ...]:
     found = getattr(module, name, None)
     return tuple(found.values()) if isinstance(found, Mapping) else ()
+
+
+class KeyOrders:
+    """The order in which the features of each of torchrec's modules have their keys, which it settles with its first
+    batch: of others it would take one feature for another."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, list[list[str]]] = {}
+
+    def refuse_others(self, modules: Mapping[str, nn.Module], calls: Mapping[str, Call]) -> None:
+        """
+        Raises:
+            ValueError: features with keys in another order than in the first batch.
+        """
+        for name, (args, kwargs) in calls.items():
+            if not is_torchrec(modules[name]):
+                continue
+            features = [part for part in (*args, *kwargs.values()) if hasattr(part, "weights_or_none")]
+            now = [part.keys() for part in features if hasattr(part, "keys")]
+            first = self._first.setdefault(name, now)
+            for keys, expected in zip(now, first, strict=False):
+                if keys is not expected and keys[: len(expected)] != expected:
+                    raise ValueError(
+                        f"{name} is given features with the keys {keys}: expected {expected} in this order, as in the first "
+                        "batch, since torchrec's modules take features by their places"
+                    )

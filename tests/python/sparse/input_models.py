@@ -89,6 +89,28 @@ class Counter(nn.Module):
         return x + self.count
 
 
+class Reader(nn.Module):
+    """Post-processing by what others have."""
+
+    def __init__(self, seen: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("seen", seen)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.seen[0]
+
+
+class Holder(nn.Module):
+    """Post-processing by a module that it has not registered."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.others = [other]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.others[0].weight.detach().sum()
+
+
 class Untraceable(nn.Module):
     """Dense code that depends on values."""
 
@@ -284,6 +306,12 @@ class Net(nn.Module):
         self.fixed = nn.Parameter(torch.full((4,), 2.0), requires_grad=False)
         self.sharing = nn.Sequential(self.scale, self.count)
         self.register_buffer("offset", torch.arange(4.0))
+        self.register_buffer("part", self.offset[:2])
+        self.register_buffer("mean", self.norm.running_mean[1:])
+        self.register_buffer("bias", self.scale.bias.detach()[:1])
+        self.register_buffer("rows", torch.ones(8, 4))
+        self.reader = Reader(self.norm.running_mean)
+        self.holder = Holder(self.scale)
         self._forward = forward
 
     def forward(self, batch: Batch) -> Any:

@@ -112,3 +112,38 @@ def begin_elsewhere(rank: int, world_size: int) -> None:
 
 def test_a_static_graph_that_has_begun_elsewhere_is_reduced_once_in_its_first_window():
     run_ranks(begin_elsewhere, 2, "farandole")
+
+
+def sum_up(_, bucket):  # torch would take these annotations for wrong ones
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda future: future.value()[0])
+
+
+def cut_with_hooks(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    for hook in (sum_up, dist.BuiltinCommHookType.FP16_COMPRESS):
+        models, optimizers = [], []
+        for _ in range(2):
+            inner = Recommender(3)
+            names = [name for name, _ in inner.named_parameters() if name.startswith("tables")]
+            TorchsDdp._set_params_and_buffers_to_ignore_for_model(inner, names)
+            model = TorchsDdp(inner, **options)
+            if callable(hook):
+                model.register_comm_hook(None, hook)
+            else:
+                model._register_builtin_comm_hook(hook)
+            models.append(model)
+            optimizers.append(torch.optim.SGD(model.parameters(), lr=0.1))
+        pipeline = TrainPipelineSparseDist(models[0], optimizers[0], DEVICE, strict=True, grad_accum=3)
+        for number in (5, 4):
+            batches = make_batches(number, number)
+            outputs = drain(pipeline, iter(batches))
+            assert all(map(torch.equal, outputs, plain_loop(models[1], optimizers[1], batches, 3))), hook
+            assert_same(*models)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"static_graph": True}],
+    ids=["plain", "views", "unused", "static"],
+)
+def test_a_window_that_is_cut_short_goes_through_torchs_hook(options):
+    run_ranks(cut_with_hooks, 2, "farandole", options=options)

@@ -63,6 +63,10 @@ def under_autocast(net: Net, batch: Batch) -> torch.Tensor:
         return batch.ids @ net.fixed
 
 
+def normalized(x: torch.Tensor, net: Net, training: bool) -> torch.Tensor:
+    return functional.batch_norm(x[None], net.offset, net.fixed, training=training)
+
+
 def twice(net: Net, batch: Batch) -> torch.Tensor:
     return net.a(batch.ids) + net.a(batch.pair[0])
 
@@ -148,6 +152,58 @@ REFUSALS: dict[str, tuple[Callable[[Any, Batch], Any], str | None, str]] = {
         lambda net, batch: net.a(batch.ids + net.norm.running_mean) + net.norm(batch.ids),
         "norm_running_mean",
         "a buffer that 'norm' may change",
+    ),
+    "buffer in the memory of one that is written": (
+        lambda net, batch: (net.a(batch.ids + net.part[0]), net.offset.add_(1)),
+        "add_",
+        "add_ may change",
+    ),
+    "buffer in the memory of one of a module that runs": (
+        lambda net, batch: net.a(batch.ids + net.mean[0]) + net.norm(batch.ids),
+        "mean",
+        "a buffer that 'norm' may change",
+    ),
+    "buffer in the memory of a parameter": (
+        lambda net, batch: net.a(batch.ids + net.bias[0]),
+        "bias",
+        "in the memory of 'scale.bias', a parameter",
+    ),
+    "post-processing that shares memory with a module": (
+        lambda net, batch: net.a(net.reader(batch.ids)) + net.norm(batch.ids),
+        "reader",
+        "'seen' lies in the memory of what 'norm' has as 'running_mean'",
+    ),
+    "post-processing whose state is read": (
+        lambda net, batch: net.a(net.count(batch.ids)) * net.count.count,
+        "count",
+        "'count' lies in the memory of 'count.count' of the model",
+    ),
+    "post-processing that holds what is trained": (
+        lambda net, batch: net.a(net.holder(batch.ids)) + net.scale(batch.ids),
+        "holder",
+        "'others.weight' lies in the memory of what 'scale' has",
+    ),
+    "running statistics": (
+        lambda net, batch: net.a(normalized(batch.ids, net, True)),
+        "batch_norm",
+        "batch_norm() at test_input_refusals",
+    ),
+    "running statistics of torch's operator": (
+        lambda net, batch: net.a(
+            torch.batch_norm(batch.ids[None], None, None, net.mean, net.fixed, True, 0.1, 1e-5, False)
+        ),
+        "batch_norm",
+        "works in place",
+    ),
+    "running statistics that are read": (
+        lambda net, batch: (net.a(batch.ids + net.offset), normalized(batch.ids, net, True)),
+        "batch_norm",
+        "batch_norm may change",
+    ),
+    "embedding that renormalizes": (
+        lambda net, batch: net.a(functional.embedding(batch.ids.long(), net.rows, max_norm=1.0)),
+        "embedding",
+        "works in place",
     ),
     "custom operator": (
         lambda net, batch: last(OPERATORS.shift(batch.ids, 1), net.a(batch.ids)),
