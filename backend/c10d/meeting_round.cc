@@ -1,9 +1,11 @@
 #include "backend/c10d/meeting_round.h"
 
 #include <algorithm>
+#include <charconv>
 #include <mutex>
 #include <set>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <utility>
 
 #include "backend/common/settings.h"
 #include "backend/common/text.h"
@@ -84,6 +86,7 @@ bool MeetingRound::isAnothers(const std::string& key) const {
 bool MeetingRound::isTwice() const { return isAnothers(guestKey(rank_)) || isAnothers(welcomeKey(rank_)); }
 
 void MeetingRound::tellTwice() {
+  if (std::exchange(toldTwice_, name_) == name_) return;
   const std::string rank = std::to_string(rank_);
   store_->set(kTwice, Blob(rank.begin(), rank.end()));
 }
@@ -91,8 +94,11 @@ void MeetingRound::tellTwice() {
 std::optional<int> MeetingRound::whoIsTwice() const {
   if (shared_->get(kRound) != number_) return 0;
   if (!store_->check({kTwice})) return std::nullopt;
-  const Blob rank = store_->get(kTwice);
-  return std::stoi(std::string(rank.begin(), rank.end()));
+  const Blob text = store_->get(kTwice);
+  int rank = 0;
+  std::from_chars(reinterpret_cast<const char*>(text.data()), reinterpret_cast<const char*>(text.data() + text.size()),
+                  rank);
+  return rank;
 }
 
 bool MeetingRound::enter() {

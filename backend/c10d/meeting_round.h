@@ -27,7 +27,8 @@ class MeetingRound {
   // The others look once. Whether they have found another one, or are in it now.
   bool enter();
 
-  // Whether another process has come as this rank, which is in no meeting yet: to that of now, or to an earlier one.
+  // Whether another process has come as this rank, which is in no meeting yet: to that of now, or to an earlier one,
+  // as every process has after a restart.
   bool isTwice() const;
   void tellTwice();
   // Rank 0 looks: who was told to have come twice to this meeting, or rank 0 where another one has begun since.
@@ -61,6 +62,7 @@ class MeetingRound {
   std::string name_;
   StorePtr store_;
   bool isEntered_ = false;
+  std::string toldTwice_;  // the round that was told
 };
 
 }  // namespace farandole::backend

@@ -32,6 +32,13 @@ std::vector<int> globalRanksOf(const ProcessGroupFarandole::Options& options, in
   return {ranks.begin(), ranks.end()};
 }
 
+std::string misfitOf(int rank, int size) {
+  if (size < 1 || size > p2p::kMaxRanks) {
+    return "size is " + std::to_string(size) + "; expected 1 to " + std::to_string(p2p::kMaxRanks);
+  }
+  return rank < size ? "" : "rank is " + std::to_string(rank) + "; expected 0 to " + std::to_string(size - 1);
+}
+
 // What a group needs of its process.
 struct Beginnings {
   collective::AlgorithmTable table;
@@ -63,10 +70,12 @@ ProcessGroupFarandole::ProcessGroupFarandole(const c10::intrusive_ptr<::c10d::St
       options_(std::move(options)),
       timeout_(options_->timeout),
       lastChildStore_(c10::intrusive_ptr<::c10d::Store>()) {
-  TORCH_CHECK_VALUE(size >= 1 && size <= p2p::kMaxRanks, "farandole: size is ", size, "; expected 1 to ",
-                    p2p::kMaxRanks);
-  TORCH_CHECK_VALUE(rank >= 0 && rank < size, "farandole: rank is ", rank, "; expected 0 to ", size - 1);
   TORCH_CHECK_VALUE(store != nullptr, "farandole: store is None; expected a store that all ranks share");
+  TORCH_CHECK_VALUE(rank >= 0, "farandole: rank is ", rank, "; expected 0 or more");
+  if (const std::string misfit = misfitOf(rank, size); !misfit.empty()) {
+    refuse(store, rank, size, *options_, misfit);
+    TORCH_CHECK_VALUE(false, "farandole: ", misfit);
+  }
   MeetingPlace place(store, rank, size, globalRanksOf(*options_, size), options_->timeout);
   const std::shared_ptr<const GroupFlight> flight = valueOrThrow(place.orGiveUp(startFlight()));
   auto [table, cudaMessages, windowBytes, context, group] = valueOrThrow(place.orGiveUp(begin()));
@@ -89,6 +98,7 @@ ProcessGroupFarandole::ProcessGroupFarandole(const c10::intrusive_ptr<::c10d::St
 
 void ProcessGroupFarandole::refuse(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int size,
                                    const Options& options, const std::string& reason) {
+  if (store == nullptr || rank < 0) return;
   MeetingPlace place(store, rank, size, globalRanksOf(options, size), options.timeout);
   (void)place.giveUp(Status::invalidArgument(reason));
 }

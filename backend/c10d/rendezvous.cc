@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <exception>
 #include <string_view>
 #include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -28,6 +29,8 @@ class Pauses {
     next_ = std::min(2 * next_, kLongest);
   }
   void restart() { next_ = kShortest; }
+  // What goes as it should never comes so far, but on large groups.
+  bool areLong() const { return next_ == kLongest; }
 
  private:
   static constexpr std::chrono::milliseconds kShortest{1};
@@ -175,10 +178,10 @@ Status MeetingPlace::enterRound() {
     if (round_.isEntered()) break;
     FARANDOLE_RETURN_IF_ERROR(givenUp());
     FARANDOLE_RETURN_IF_ERROR(health());
-    const bool isTwice = round_.isTwice();
-    if (isTwice) round_.tellTwice();
+    if (pauses.areLong() && round_.isTwice()) round_.tellTwice();
     if (std::chrono::steady_clock::now() < deadline_) continue;
-    return isTwice ? timedOut(0).wrap("another process has come as " + nameOf(rank_) + ", too") : timedOut(0);
+    const char* const who = "another process has come as this rank, too, or did so to an earlier meeting in this store";
+    return round_.isTwice() ? timedOut(0).wrap(who) : timedOut(0);
   }
   return Status::ok();
 }
@@ -188,7 +191,14 @@ Result<MeetingPlace::Blob> MeetingPlace::read(const std::string& board, int rank
   for (Pauses pauses; !round_.store()->check({key}); pauses.take()) {
     if (rank_ == 0 && round_.welcome()) pauses.restart();
     FARANDOLE_RETURN_IF_ERROR(givenUp());
-    if (rank_ == 0) FARANDOLE_RETURN_IF_ERROR(onceEach());
+    if (rank_ == 0 && pauses.areLong()) {
+      if (Status twice = onceEach(); !twice) {
+        // Who has heard of the end, or been met, may have come again since.
+        FARANDOLE_RETURN_IF_ERROR(givenUp());
+        if (!round_.store()->check({key})) return twice;
+        break;
+      }
+    }
     FARANDOLE_RETURN_IF_ERROR(health());
     if (std::chrono::steady_clock::now() >= deadline_) return timedOut(rank);
   }
@@ -203,8 +213,12 @@ Status MeetingPlace::givenUp() {
 
 Status MeetingPlace::giveUp(const Status& why) {
   // The first reason stays; who leaves has told why before that.
-  if (const Status first = givenUp(); !first) return why.code() == StatusCode::kPeerLeft ? first : why;
-  round_.giveUp(nameOf(rank_) + " has given the group up: " + why.toString());
+  try {
+    const bool isLoss = why.code() == StatusCode::kPeerLeft || why.code() == StatusCode::kPeerFailed;
+    if (const Status first = givenUp(); !first) return isLoss ? first : why;
+    round_.giveUp(nameOf(rank_) + " has given the group up: " + why.toString());
+  } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the store is gone, and `why` came first
+  }
   return why;
 }
 

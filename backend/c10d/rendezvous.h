@@ -64,7 +64,7 @@ class MeetingPlace {
   };
 
   std::string nameOf(int rank) const;
-  int globalRank(int rank) const { return globalRanks_.empty() ? -1 : globalRanks_[rank]; }
+  int globalRank(int rank) const { return rank < static_cast<int>(globalRanks_.size()) ? globalRanks_[rank] : -1; }
   std::string keyOf(const std::string& board, int rank) const;
   void post(const std::string& board, const Blob& blob);
   Result<Blob> read(const std::string& board, int rank);

@@ -38,7 +38,7 @@ Status ProgramOperation::mismatch(const Message& message) {
   if (message.bytes != message.expectedBytes) text = Operation::mismatch(message).toString() + "; ";
   text += communicator_->describe(message.peer) + " has called other collectives than " +
           communicator_->nameOf(communicator_->rank());
-  if (numCalls_ > 0) text += ", whose last ones are " + describeCalls();
+  if (const std::string calls = describeCalls(); !calls.empty()) text += ", whose last ones are " + calls;
   return Status::invalidArgument(text + "; expected the same on all ranks, in the same order");
 }
 
@@ -68,7 +68,8 @@ std::string ProgramOperation::describeCalls() const {
 }
 
 std::string ProgramOperation::circumstances() const {
-  return numCalls_ == 0 ? "" : " (the last calls: " + describeCalls() + ")";
+  const std::string calls = describeCalls();
+  return calls.empty() ? "" : " (the last calls: " + calls + ")";
 }
 
 }  // namespace farandole::collective

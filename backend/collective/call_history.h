@@ -22,8 +22,8 @@ class CallHistory {
   }
 
   std::uint64_t count() const { return count_; }
-  // As much as a message has room for: one of 64 pairs of different calls is not told by the first message after them,
-  // but by the next one or the one after that.
+  // As much as a message has room for: one of 64 pairs of different calls is not told by their own messages, but by
+  // those of the next call, or of the one after that.
   std::uint32_t mark() const { return static_cast<std::uint32_t>(digest_.value() >> (64 - p2p::kElementBits)); }
 
   // The last ones of the first `count`, oldest first, as far as they are kept.

@@ -21,6 +21,8 @@ class Descriptor {
   }
 
   int get() const { return fd_; }
+  // To another owner.
+  int release() { return std::exchange(fd_, -1); }
   explicit operator bool() const { return fd_ >= 0; }
 
  private:

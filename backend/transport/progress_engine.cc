@@ -6,6 +6,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <system_error>
 #include <utility>
 
 namespace farandole::transport {
@@ -64,10 +66,14 @@ ProgressEngine::ProgressEngine(std::unique_ptr<Transport> transport, net::EventL
       loop_(loop),
       patience_(kPatience + getpid() % 7 * std::chrono::microseconds(8)),
       stepsAsideAfter_(patience_),
-      descriptor_(loop.context(), fcntl(transport_->eventFd(), F_DUPFD_CLOEXEC, 0)),
+      descriptor_(loop.context()),
       tick_(loop.context()),
       deadlineTimer_(loop.context()),
       tickInterval_(kTick) {
+  Descriptor own(fcntl(transport_->eventFd(), F_DUPFD_CLOEXEC, 0));
+  if (!own) throw std::system_error(errno, std::generic_category(), "fcntl(F_DUPFD_CLOEXEC)");
+  descriptor_.assign(own.get());
+  own.release();
   transport_->watchWaiter(hasWaiter_);
   transport_->onPeerFailed([this](PeerId peer, const Status& status) {
     for (Listener* listener : listeners_) listener->peerFailed(peer, status);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing.util
 import os
 import sys
@@ -43,7 +44,8 @@ def create_backend(options: Any, backend_options: Any = None) -> Any:
         _settle_devices()
         _flight_recorder.settle_who_records()
     except Exception as error:
-        _C.refuse_backend(options, str(error))  # the others need not wait for this rank
+        with contextlib.suppress(Exception):
+            _C.refuse_backend(options, str(error))  # the others need not wait for this rank
         raise
     return _C.create_backend(options)
 

@@ -32,7 +32,7 @@ void drainEvents(int descriptor) {
 Status noDescriptorsLeft() {
   rlimit limit = {};
   getrlimit(RLIMIT_NOFILE, &limit);
-  return Status::unavailable("this process has no file descriptors left for it (ulimit -n allows " +
+  return Status::unavailable("this process had no file descriptors left for it (ulimit -n allows " +
                              std::to_string(limit.rlim_cur) + ")");
 }
 
@@ -203,11 +203,13 @@ void ShmTransport::settle(Visitor visitor, Descriptor socket) {
   Link& link = linkTo(visitor.hello.token);
   if (link.inSocket || link.isSelf || !link.failure) return;
   link.inSocket = std::move(socket);
-  if (Status status = connectBack(link, std::move(visitor)); !status) {
-    say(link.inSocket, kRefusal);
-    return noteGone(link, std::move(status));
-  }
-  wake(link);
+  const Status status = connectBack(link, std::move(visitor));
+  if (status) return wake(link);
+  const bool isOver = status.code() == StatusCode::kPeerLeft || status.code() == StatusCode::kPeerFailed;
+  if (isOver) return noteGone(link);
+  say(link.inSocket, kRefusal);
+  say(link.outSocket, kRefusal);
+  noteGone(link, status);
 }
 
 Status ShmTransport::connectBack(Link& link, Visitor visitor) {
@@ -326,7 +328,10 @@ void ShmTransport::ring(Link& link) {
 Status ShmTransport::shareMemory(PeerId peer, std::uint64_t key, int descriptor) {
   Link& link = links_[static_cast<std::uint32_t>(peer)];
   FARANDOLE_RETURN_IF_ERROR(link.failure);
-  return sayWord(link.outSocket.get(), {kMemory, key}, descriptor);
+  Status said = sayWord(link.outSocket.get(), {kMemory, key}, descriptor);
+  if (said.code() != StatusCode::kPeerLeft) return said;
+  hear(link, link.outSocket);  // it may have said why
+  return !link.reason ? link.reason : said;
 }
 
 Result<Descriptor> ShmTransport::takeSharedMemory(PeerId peer, std::uint64_t key) {

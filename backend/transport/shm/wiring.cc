@@ -15,6 +15,7 @@
 #include <fstream>
 
 #include "backend/common/text.h"
+#include "backend/transport/departure.h"
 
 namespace farandole::transport {
 namespace {
@@ -140,6 +141,7 @@ Result<Descriptor> introduce(const ShmToken& token, const Hello& hello, int door
   pid = credentials->pid;
 
   if (!sendParts(socket.get(), &hello, sizeof hello, std::array{door, bell, ring})) {
+    if (errno == EPIPE || errno == ECONNRESET) return processLeft();
     return systemError("passing shared memory to a process of this host");
   }
   return socket;
@@ -164,12 +166,15 @@ Result<Visitor> receiveHello(int socket) {
 Status sayWord(int socket, const Word& word, int descriptor) {
   const bool said = descriptor >= 0 ? sendParts(socket, &word, sizeof word, std::array{descriptor})
                                     : ::send(socket, &word, sizeof word, MSG_NOSIGNAL | MSG_DONTWAIT) == sizeof word;
-  return said ? Status::ok() : systemError("writing to a process of this host");
+  if (said) return Status::ok();
+  return errno == EPIPE || errno == ECONNRESET ? processLeft() : systemError("writing to a process of this host");
 }
 
 ssize_t hearWord(int socket, Word& word, Descriptor& descriptor) {
   std::array<int, 1> passed{-1};
-  const ssize_t got = recvParts(socket, &word, sizeof word, passed);
+  ssize_t got = recvParts(socket, &word, sizeof word, passed);
+  // Who has closed it without reading all is told first, what it had said before comes after that.
+  if (got < 0 && errno == ECONNRESET) got = recvParts(socket, &word, sizeof word, passed);
   descriptor = Descriptor(passed[0]);
   return got;
 }

@@ -122,6 +122,7 @@ class DifferentCalls : public ::testing::Test {
       return isDone;
     };
     while (!isOver() && transport::Clock::now() < deadline) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    EXPECT_TRUE(isOver());
     for (int rank = 0; rank < group.size(); ++rank) {
       for (auto& operation : operations[rank]) {
         if (operation->isDone() && !operation->status()) texts[rank] = operation->status().toString();
@@ -161,9 +162,8 @@ TEST_F(DifferentCalls, AreToldBySomeRankWhereRanksShareNoMemory) {
     for (const std::string& text : run(*group, calls)) all += text + "\n";
     EXPECT_NE(all, std::string(size, '\n'));
     if (all.find("has called other collectives") != std::string::npos) ++numTold;
-    EXPECT_EQ(all.find("timeout"), std::string::npos) << all;
   }
-  EXPECT_GT(numTold, 10);  // the others have sizes that differ, or meet on their host
+  EXPECT_GT(numTold, 0);  // the others meet on their host
 }
 
 TEST_F(DifferentCalls, AreToldByTheNextOneWhereNobodyWaitedInThem) {
