@@ -81,25 +81,26 @@ def _measure(rank: int, world_size: int, width: int, rows: int) -> tuple[StageCo
     return costs, auto_plan(2, 8, costs).reason
 
 
-def _choose(rank: int, world_size: int) -> tuple[StageCosts, str, str, float, float]:
+def _choose(rank: int, world_size: int) -> tuple[StageCosts, str, bool, float, float]:
     costs, reason = _measure(rank, world_size, width=8, rows=1)
     made = auto_plan(2, 8, costs)
     assert made.reason == reason
     without = auto_plan(2, 8, costs, transfer=0.0)
-    return costs, reason, without.chosen.name, _steps_by(made.plan, rank), _steps_by(without.plan, rank)
+    is_other = made.plan.to_csv() != without.plan.to_csv()  # of another schedule, or in another order
+    return costs, reason, is_other, _steps_by(made.plan, rank), _steps_by(without.plan, rank)
 
 
 @only_on_cpu("network namespaces")
 def test_over_a_slow_link_messages_take_its_delay_and_another_plan_is_chosen() -> None:
     with Hosts(2, delay=DELAY) as hosts:
         results = run_ranks(_choose, 2, "farandole", timeout=90, enter=hosts.enter((0, 1)))
-    costs, reason, name_without, seconds, seconds_without = results[0]
+    costs, reason, is_other, seconds, seconds_without = results[0]
     print(reason, costs.transfers, seconds, seconds_without)
     assert results[1][:2] == results[0][:2], "all ranks know the same"
     for took in costs.transfers.by_edge[0, 1]:
         assert 2 * DELAY <= took < 4 * DELAY  # out of one host, and into the other
     assert "where messages take" in reason
-    assert not reason.startswith(f"{name_without} takes")
+    assert is_other
     assert seconds < 0.9 * seconds_without
 
 
