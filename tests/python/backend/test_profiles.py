@@ -81,9 +81,6 @@ def _ended(how, work):
             time.sleep(0.001)
     elif how == "future":
         work.get_future().wait()
-    elif how == "dropped":
-        while not work.is_success():
-            time.sleep(0.001)
     elif how == "elsewhere":
         other = threading.Thread(target=work.wait)
         other.start()
@@ -114,7 +111,6 @@ def _late_sender(rank, world_size, how):
     [
         ("wait", 0.9 * LATE, 0.9 * LATE),
         ("is_completed", 0.9 * LATE, 0.9 * LATE),
-        ("dropped", 0.9 * LATE, 0.9 * LATE),
         ("future", 0, 1.4 * LATE),  # as over NCCL: what it took to begin it
         ("elsewhere", 0, 1.4 * LATE),
     ],
