@@ -118,6 +118,7 @@ void MeetingRound::giveUp(const std::string& reason) {
   Blob blob = number_;
   blob.insert(blob.end(), reason.begin(), reason.end());
   (void)note({number_.begin(), number_.end()});
+  (void)note(name_);  // rank 0's number, who may give up at the same time: no news to the next meeting
   if (!isEntered_) {
     waiting_->set(kGivenUp, blob);
     if (rank_ != 0) (void)enter();  // rank 0 looks no more where others wait once it has begun

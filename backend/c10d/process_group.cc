@@ -40,7 +40,7 @@ std::string misfitOf(int rank, int size) {
 }
 
 // What a group needs of its process.
-struct Beginnings {
+struct Preparations {
   collective::AlgorithmTable table;
   std::string cudaMessages;
   std::size_t windowBytes;
@@ -48,7 +48,7 @@ struct Beginnings {
   std::uint32_t group;  // its number
 };
 
-Result<Beginnings> begin() {
+Result<Preparations> prepare() {
   auto table = collective::AlgorithmTable::fromEnvironment();
   FARANDOLE_RETURN_IF_ERROR(table.status());
   auto cudaMessages = choiceSetting("FARANDOLE_CUDA_MESSAGES", "nccl", {"nccl", "ucx"});
@@ -59,7 +59,7 @@ Result<Beginnings> begin() {
   FARANDOLE_RETURN_IF_ERROR(context.status());
   const auto group = (*context)->takeGroupNumber();
   FARANDOLE_RETURN_IF_ERROR(group.status());
-  return Beginnings{std::move(*table), std::move(*cudaMessages), *windowBytes, std::move(*context), *group};
+  return Preparations{std::move(*table), std::move(*cudaMessages), *windowBytes, std::move(*context), *group};
 }
 
 }  // namespace
@@ -78,7 +78,7 @@ ProcessGroupFarandole::ProcessGroupFarandole(const c10::intrusive_ptr<::c10d::St
   }
   MeetingPlace place(store, rank, size, globalRanksOf(*options_, size), options_->timeout);
   const std::shared_ptr<const GroupFlight> flight = valueOrThrow(place.orGiveUp(startFlight()));
-  auto [table, cudaMessages, windowBytes, context, group] = valueOrThrow(place.orGiveUp(begin()));
+  auto [table, cudaMessages, windowBytes, context, group] = valueOrThrow(place.orGiveUp(prepare()));
   context_ = std::move(context);
   // The number is free again once nothing that carries it is in flight.
   std::shared_ptr<void> lease(

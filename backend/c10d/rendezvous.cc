@@ -13,6 +13,7 @@
 #include "backend/common/rank_name.h"
 #include "backend/net/token_proof.h"
 #include "backend/net/wire.h"
+#include "backend/transport/departure.h"
 
 namespace farandole::backend {
 namespace {
@@ -214,8 +215,7 @@ Status MeetingPlace::givenUp() {
 Status MeetingPlace::giveUp(const Status& why) {
   // The first reason stays; who leaves has told why before that.
   try {
-    const bool isLoss = why.code() == StatusCode::kPeerLeft || why.code() == StatusCode::kPeerFailed;
-    if (const Status first = givenUp(); !first) return isLoss ? first : why;
+    if (const Status first = givenUp(); !first) return transport::isGone(why) ? first : why;
     round_.giveUp(nameOf(rank_) + " has given the group up: " + why.toString());
   } catch (const std::exception&) {  // NOLINT(bugprone-empty-catch): the store is gone, and `why` came first
   }

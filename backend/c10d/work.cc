@@ -109,6 +109,13 @@ bool WorkOf<Base>::isCompleted() {
 }
 
 template <typename Base>
+bool WorkOf<Base>::isSuccess() const {
+  if (!Base::isDone()) return false;
+  endRange();
+  return Base::status().isOk();
+}
+
+template <typename Base>
 std::exception_ptr WorkOf<Base>::exception() const {
   return Base::isDone() ? exceptionOf(Base::status()) : nullptr;
 }

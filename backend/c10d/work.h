@@ -41,7 +41,7 @@ class WorkOf : public ::c10d::Work, public Base {
   void launch();
 
   bool isCompleted() override;
-  bool isSuccess() const override { return Base::isDone() && Base::status().isOk(); }
+  bool isSuccess() const override;
   std::exception_ptr exception() const override;
   std::vector<at::Tensor> result() override { return Base::results(); }
   void synchronize() override { wait(); }
@@ -63,7 +63,7 @@ class WorkOf : public ::c10d::Work, public Base {
   void release() override { c10::raw::intrusive_ptr::decref(this); }
 
  private:
-  void endRange() {
+  void endRange() const {
     if (range_ != nullptr) range_->end();
   }
   void report(std::chrono::steady_clock::time_point started);

@@ -95,7 +95,7 @@ Result<PeerId> ShmTransport::connect(std::string_view address) {
   acceptVisitors();  // it may have come, and gone, already
   Link& link = linkTo(token);
   const Status called = callOn(link);
-  if (called.code() == StatusCode::kPeerLeft || called.code() == StatusCode::kPeerFailed) {
+  if (isGone(called)) {
     // What it sent before can still be received.
     link.failure = called;
     noteGone(link);
@@ -205,8 +205,7 @@ void ShmTransport::settle(Visitor visitor, Descriptor socket) {
   link.inSocket = std::move(socket);
   const Status status = connectBack(link, std::move(visitor));
   if (status) return wake(link);
-  const bool isOver = status.code() == StatusCode::kPeerLeft || status.code() == StatusCode::kPeerFailed;
-  if (isOver) return noteGone(link);
+  if (isGone(status)) return noteGone(link);
   say(link.inSocket, kRefusal);
   say(link.outSocket, kRefusal);
   noteGone(link, status);

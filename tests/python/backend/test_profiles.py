@@ -79,6 +79,9 @@ def _ended(how, work):
     elif how == "is_completed":
         while not work.is_completed():
             time.sleep(0.001)
+    elif how == "is_success":
+        while not work.is_success():
+            time.sleep(0.001)
     elif how == "future":
         work.get_future().wait()
     elif how == "elsewhere":
@@ -111,6 +114,7 @@ def _late_sender(rank, world_size, how):
     [
         ("wait", 0.9 * LATE, 0.9 * LATE),
         ("is_completed", 0.9 * LATE, 0.9 * LATE),
+        ("is_success", 0.9 * LATE, 0.9 * LATE),
         ("future", 0, 1.4 * LATE),  # as over NCCL: what it took to begin it
         ("elsewhere", 0, 1.4 * LATE),
     ],

@@ -79,7 +79,11 @@ def train(rank: int, world_size: int, how: str, grad_accum: int, seed: int) -> N
         is_last = index % grad_accum == grad_accum - 1 or index == len(batches) - 1
         if index % grad_accum == 0:
             plain_optimizer.zero_grad()
-        with contextlib.nullcontext() if is_last else wrapper.no_sync():
+        # Not compiled: on torch 2.11 a plain loop of what is compiled around the exchange gives other numbers.
+        with (
+            contextlib.nullcontext() if is_last else wrapper.no_sync(),
+            torch.compiler.set_stance("force_eager"),
+        ):
             losses, output = plain(on_device(batch))
             torch.sum(losses / grad_accum, dim=0).backward()
         if is_last:
@@ -97,8 +101,6 @@ def train(rank: int, world_size: int, how: str, grad_accum: int, seed: int) -> N
     "how", ["dense, DDP around", "dense, DDP inside", "DDP around all", "around DDP", "all, DDP inside"]
 )
 def test_compiled_parts_train_as_in_the_plain_loop(how, grad_accum):
-    if how == "around DDP" and torch.__version__ < "2.15":
-        pytest.skip("around torch's DDP an older compiler gives other numbers than the plain loop; which is not known")
     seed = random.randrange(1 << 20)
     print(f"seed {seed}")
     run_ranks(train, 2, "farandole", timeout=120, how=how, grad_accum=grad_accum, seed=seed)
