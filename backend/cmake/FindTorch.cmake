@@ -6,8 +6,8 @@
 # Torch::CUDA     libtorch_cuda and libc10_cuda, where torch was built for CUDA; the headers of CUDA are NCCL::Headers'
 # Torch_VERSION   e.g. 2.15.0
 # Torch_CUDA      ON when torch was built for CUDA
-execute_process(
-  COMMAND ${Python3_EXECUTABLE} -c
+execute_process(  # without torch's plugins, an installed farandole among them, of which one may be broken
+  COMMAND ${CMAKE_COMMAND} -E env TORCH_DEVICE_BACKEND_AUTOLOAD=0 ${Python3_EXECUTABLE} -c
 "import torch, pathlib
 root = pathlib.Path(torch.__file__).parent
 print(torch.__version__.split('+')[0], root, torch.version.cuda or 'OFF', int(torch._C._GLIBCXX_USE_CXX11_ABI), sep=';')"

@@ -10,9 +10,10 @@ os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
 import torch
 
 import farandole_autoload
-from farandole import _build
+from farandole import _build, _ucx_wheel
 
 _build.check(torch.__version__)
+_ucx_wheel.load()
 
 from farandole import _C  # noqa: E402
 from farandole._backend import algorithms, batch_p2p, connect_edges, create_backend, transport_report  # noqa: E402

@@ -1,6 +1,8 @@
 """``init_process_group("farandole")`` with no import of farandole, and what a broken installation does."""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -103,6 +105,19 @@ def test_the_module_that_torch_loads_imports_the_standard_library_only():
     """
     result = _run("", script)
     assert result.stdout.strip() == "clean", result.stderr
+
+
+def test_ucx_may_be_in_another_folder_than_farandole(tmp_path):
+    """As in a virtual environment that sees the packages of the system."""
+    build = Path(farandole._C.__file__).parents[2]
+    [cmake] = re.findall(r"(?m)^CMAKE_COMMAND:INTERNAL=(.*)$", (build / "CMakeCache.txt").read_text())
+    subprocess.run([cmake, "--install", build, "--prefix", tmp_path], check=True, timeout=60, stdout=subprocess.DEVNULL)
+    built = shutil.ignore_patterns("_C*.so", "_build_info.py", "__pycache__")
+    shutil.copytree(Path(farandole.__file__).parent, tmp_path / "farandole", dirs_exist_ok=True, ignore=built)
+    shutil.copy(farandole_autoload.__file__, tmp_path)
+    result = _run(tmp_path, "import farandole; print(farandole.__file__)")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == str(tmp_path / "farandole" / "__init__.py")
 
 
 def test_a_torch_of_another_minor_version_is_refused_by_name():
