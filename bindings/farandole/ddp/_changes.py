@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-import operator
 from collections.abc import Collection, Iterable
 
 import torch
 
 from farandole.ddp._fused import ADDED
 from farandole.ddp._ignored import named_parameters
+from farandole.ddp._members import Members
 
-_END = object()
 _FIRST_ROUNDS = 3
 
 
@@ -49,16 +47,11 @@ class ParameterWatch:
         return self._change
 
     def _look(self) -> None:
-        # Scripted modules have no dicts of their own, and do not change.
-        modules = [one for one in self._module.modules() if not isinstance(one, torch.jit.ScriptModule)]
-        dicts = [members for one in modules for members in (one._parameters, one._modules)]
-        self._views = [*(members.values() for members in dicts), (_END,)]  # which show what is in them later, too
-        self._members = list(itertools.chain.from_iterable(self._views))
+        self._members = Members(self._module, "_parameters")
         self._frozen = [parameter for parameter in self._module.parameters() if not parameter.requires_grad]
 
     def _has_changed(self) -> bool:
-        is_same = all(map(operator.is_, itertools.chain.from_iterable(self._views), self._members))
-        return not is_same or any(one.requires_grad for one in self._frozen)
+        return self._members.have_changed() or any(one.requires_grad for one in self._frozen)
 
     def _describe_added(self) -> str:
         for name, parameter in self._module.named_parameters():

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _MADE_AGAIN = (
     *("process_group", "replicas", "experts", "_reducer", "_trainable", "_param_sync", "_options", "_is_added"),
-    *("_tuner", "_timeline", "_watch", "_optimizers"),
+    *("_tuner", "_timeline", "_watch", "_shared_buffers", "_optimizers"),
 )
 _KEPT = ("require_backward_grad_sync", "require_forward_param_sync")
 

@@ -16,6 +16,7 @@ from farandole import _C
 from farandole._default_device import default_device
 from farandole.ddp._abandonment import AbandonsGroup
 from farandole.ddp._agreement import refusing_together
+from farandole.ddp._buffers import Buffers
 from farandole.ddp._changes import ParameterWatch
 from farandole.ddp._comm_hook import TakesCommHook
 from farandole.ddp._compiled import calls_may_be_compiled
@@ -267,6 +268,7 @@ class DistributedDataParallel(HoldsGradients, TakesCommHook, SyncsParameters, Un
             parameter.main_grad, parameter.main_grad_place = main_grads[name], grad_place(options)
         first = next((p for p in (*self._trainable.values(), *module.parameters())), None)
         self.device = default_device(replicas.group) if first is None else first.device
+        self._shared_buffers = Buffers(module, self.parameters_to_ignore)
         self._watch = ParameterWatch(
             module, self._trainable.values(), self.parameters_to_ignore, self._is_added is not None
         )
@@ -319,7 +321,7 @@ class DistributedDataParallel(HoldsGradients, TakesCommHook, SyncsParameters, Un
         self.broadcast_buffers = value
 
     def _sync_buffers(self, source: int = 0) -> None:
-        buffers = [buffer for _, buffer in named_buffers(self.module, self.parameters_to_ignore)]
+        buffers = self._shared_buffers.now()
         for group in (self.replicas.instances, self.replicas.group):
             if group is not None:
                 _C.broadcast_tensors(group, buffers, source)
