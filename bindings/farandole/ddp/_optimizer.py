@@ -10,7 +10,10 @@ import torch
 import torch.distributed as dist
 
 from farandole.ddp import _optimizer_state as saved
+from farandole.ddp import _state_hooks as state_hooks
+from farandole.ddp import _state_loading as loading
 from farandole.ddp._agreement import Facts, raising_together
+from farandole.ddp._kept_graphs import note_step
 from farandole.ddp._measures import MeasuresGradients
 from farandole.ddp._model_values import values_of
 from farandole.ddp._norms import NormGroups, norm_groups_of, uncounted
@@ -140,6 +143,7 @@ class DistributedOptimizer(StandsFor, MeasuresGradients, torch.optim.Optimizer):
         with self._raising_together():
             saved.check_counts(optimizer, self._runs)
         saved.take_over(optimizer, self._runs)
+        self._stepped = list(group_of)
         self._others = OtherOptimizers(self, models, group_of)
         for one in models:
             one._reducer.hold_parameters()  # the runs have their memory
@@ -208,10 +212,15 @@ class DistributedOptimizer(StandsFor, MeasuresGradients, torch.optim.Optimizer):
             run.take_writes()
             run.hold_frozen(self._inner.state)
         self._agree_on_settings()
-        if self._parts is not None:
-            self._parts.step()
-        else:
-            self._inner.step()
+        try:
+            if self._parts is not None:
+                self._parts.step()
+            else:
+                self._inner.step()
+        finally:
+            for run in self._runs:
+                run.release_frozen()
+        note_step(self._stepped)
         self._has_stepped = True
         self._show_settings()
         self._drop_grads()
@@ -251,14 +260,15 @@ class DistributedOptimizer(StandsFor, MeasuresGradients, torch.optim.Optimizer):
         another bucket size. Where the optimizer has not stepped, or not some of its parameters, their state is made
         first, by a step that changes nothing, to be loaded into.
         """
+        state_hooks.before_saving(self)
         self._check_names("state_dict()")
         if self._exchanges:
             self._finish_params()  # making the state steps in memory that is gathered into
         for run in self._runs:
             run.take_writes()
         self._agree_on_settings()
-        self._is_provisional = saved.initialize(self._inner, self._runs) or self._is_provisional
-        return saved.collect(self._inner, self._runs, self._names, self._has_stepped)
+        self._initialize()
+        return state_hooks.after_saving(self, saved.collect(self._inner, self._runs, self._names, self._has_stepped))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """What :meth:`state_dict` or :meth:`full_state_dict` gave, or what torch.distributed.checkpoint has loaded.
@@ -266,28 +276,31 @@ class DistributedOptimizer(StandsFor, MeasuresGradients, torch.optim.Optimizer):
         A collective: parameters of a shorter type become those of the float32 copies, on all ranks.
 
         Raises:
-            ValueError: another number of param groups, a parameter or a state that is missing, or parts that do not
-                have what a rank owns, on any rank (those of another number of ranks: use full_state_dict() or a
+            ValueError: another number of param groups, a parameter or a state that is missing, one that this optimizer does
+                not make, or parts that do not have what a rank owns, on any rank (those of another number of ranks: use full_state_dict() or a
                 checkpoint). Then nothing has changed.
         """
         self._finish_params()
-        with self._raising_together():
+        with loading.undone_on_error(self._inner, self._runs, self._has_stepped), self._raising_together():
             self._check_names("load_state_dict()")
-            saved.check_form(state_dict)
-            self._is_provisional = saved.initialize(self._inner, self._runs) or self._is_provisional
-            made = saved.initialize_lacking(self._inner, self._runs, state_dict)
-            try:
-                todo = saved.match(self._inner, self._runs, self._names, state_dict)
-            except Exception:
-                for run in made:
-                    del self._inner.state[run.tensor]
-                raise
+            state_dict = state_hooks.before_loading(self, state_dict)
+            loading.check_form(state_dict)
+            loading.take_settings(self._inner, self._names, state_dict)
+            if not self._has_stepped:
+                saved.forget(self._inner, self._runs)
+            self._initialize()
+            todo = loading.match(self._inner, self._runs, state_dict)
         for restore in todo:
             restore()
         self._show_settings()
-        self._has_stepped = saved.has_stepped(state_dict)
+        self._has_stepped = loading.has_stepped(state_dict)
         self._is_provisional = not self._has_stepped
         self._publish()
+        state_hooks.after_loading(self)
+
+    def _initialize(self) -> None:
+        is_made = saved.initialize(self._inner, self._runs, self._has_stepped)
+        self._is_provisional = is_made or self._is_provisional
 
     def _finish_params(self) -> None:
         for model in self._models:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.utils._pytree import tree_leaves
 
 from farandole.ddp._runs import Piece, Run
 from farandole.ddp._settings import counters_of, kept_settings, restore_settings
 
-_MASTER = "param"  # Megatron-core's name of the float32 copy
-_HAS_STEPPED = "has_stepped"  # in param groups, and of each parameter: some may be unused while others are stepped
+MASTER = "param"  # Megatron-core's name of the float32 copy
+HAS_STEPPED = "has_stepped"  # in param groups, and of each parameter: some may be unused while others are stepped
 
 # The module whose functions take states apart by the parameters of a model. The first that they read is ``state``.
 BY_PARAMETER = "torch.distributed.checkpoint.state_dict"
@@ -106,10 +104,10 @@ def check_counts(optimizer: torch.optim.Optimizer, runs: list[Run]) -> None:
     for run in runs:
         steps = [optimizer.state.get(piece.parameter, {}).get("step", 0) for piece in run.pieces]
         for piece, step in zip(run.pieces, steps, strict=True):
-            _check_same("optimizer's state has", run, piece, "step", steps[0], step)
+            check_same("optimizer's state has", run, piece, "step", steps[0], step)
 
 
-def _check_same(what: str, run: Run, piece: Piece, key: str, first: Any, value: Any) -> None:
+def check_same(what: str, run: Run, piece: Piece, key: str, first: Any, value: Any) -> None:
     if first is value:
         return
     first, value = torch.as_tensor(first).detach().cpu(), torch.as_tensor(value).detach().cpu()
@@ -120,12 +118,13 @@ def _check_same(what: str, run: Run, piece: Piece, key: str, first: Any, value: 
         )
 
 
-def initialize(optimizer: torch.optim.Optimizer, runs: list[Run]) -> bool:
+def initialize(optimizer: torch.optim.Optimizer, runs: list[Run], has_stepped: bool) -> bool:
     """Makes the state of an optimizer that has not stepped, by a step with zero gradients that changes nothing.
 
-    True when it did.
+    True when it did. One that has may be without state on this rank, where all its parameters are frozen.
     """
-    if optimizer.state or all(run.stand_in is not None for run in runs):
+    may_be_frozen = has_stepped and any(run.is_whole for run in runs)
+    if optimizer.state or may_be_frozen or all(run.stand_in is not None for run in runs):
         return False
     _make(optimizer, runs, runs)
     for run in runs:
@@ -134,23 +133,31 @@ def initialize(optimizer: torch.optim.Optimizer, runs: list[Run]) -> bool:
     return True
 
 
+def forget(optimizer: torch.optim.Optimizer, runs: list[Run]) -> None:
+    """As before initialize()."""
+    optimizer.state.clear()
+    for run in runs:
+        run.stand_in = None
+
+
 def initialize_lacking(optimizer: torch.optim.Optimizer, runs: list[Run], state_dict: dict[str, Any]) -> list[Run]:
     """So that of parameters that this optimizer has never stepped, and that which was saved has. Returns these."""
-    lacking = [run for run in _never_stepped(optimizer, runs) if not _is_unused_in(state_dict, run)]
+    lacking = [run for run in _never_stepped(optimizer, runs) if not is_unused_in(state_dict, run)]
     if lacking:
         _make(optimizer, runs, lacking)
     return lacking
 
 
 def _never_stepped(optimizer: torch.optim.Optimizer, runs: list[Run]) -> list[Run]:
-    return [run for run in runs if run.may_be_unused and not optimizer.state.get(run.tensor)]
+    """Each parameter by itself may be frozen, or used by no rank, where others are stepped."""
+    return [run for run in runs if run.is_whole and not optimizer.state.get(run.tensor)]
 
 
-def _is_unused_in(state_dict: dict[str, Any], run: Run) -> bool:
-    if not run.may_be_unused:
+def is_unused_in(state_dict: dict[str, Any], run: Run) -> bool:
+    if not run.is_whole:
         return False
     values = state_dict["state"].get(run.pieces[0].name, {})
-    return not values[_HAS_STEPPED] if _HAS_STEPPED in values else values.keys() <= {_MASTER}
+    return not values[HAS_STEPPED] if HAS_STEPPED in values else values.keys() <= {MASTER}
 
 
 def _make(optimizer: torch.optim.Optimizer, runs: list[Run], wanted: list[Run]) -> None:
@@ -186,18 +193,31 @@ def _make(optimizer: torch.optim.Optimizer, runs: list[Run], wanted: list[Run]) 
             state["step"] = 0
 
 
-def _values_of(optimizer: torch.optim.Optimizer, run: Run) -> dict[str, Any]:
+def values_of(optimizer: torch.optim.Optimizer, run: Run) -> dict[str, Any]:
     values = dict(optimizer.state.get(run.tensor, {}))
     if run.has_master:
-        values[_MASTER] = run.tensor.detach()
+        values[MASTER] = run.tensor.detach()
     return values
 
 
-def _is_parted(key: str, value: Any, run: Run) -> bool:
+def is_parted(key: str, value: Any, run: Run) -> bool:
     """Whether it has an element for each of the run's."""
     if not isinstance(value, torch.Tensor) or value.numel() != run.tensor.numel():
         return False
     return value.dim() > 0 or (run.tensor.dim() == 0 and key != "step")
+
+
+def _check_cut(key: str, value: Any, run: Run) -> None:
+    """Of a tensor with parts of parameters nothing else is of one parameter than what has an element for each."""
+    if run.is_whole or is_parted(key, value, run):
+        return
+    found = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.numel() > 1]
+    if found:
+        raise ValueError(
+            f"the optimizer's {key!r} of parameter '{run.pieces[0].name}' is a {type(value).__name__} with elements of shape "
+            f"{tuple(found[0].shape)}, of parts of parameters with {run.tensor.numel()} elements: expected one tensor with "
+            "an element for each, one number, or is_elementwise=False of DistributedOptimizer"
+        )
 
 
 def collect(
@@ -218,115 +238,22 @@ def collect(
             run.stand_in = optimizer.state.pop(run.tensor, {})
     for run in runs:
         for piece in run.pieces:
-            state.setdefault(piece.name, {})[_HAS_STEPPED] = torch.tensor(has_stepped and run not in never)
-        values = _values_of(optimizer, run) | ((run.stand_in or {}) if run in never else {})
+            state.setdefault(piece.name, {})[HAS_STEPPED] = torch.tensor(has_stepped and run not in never)
+        values = values_of(optimizer, run) | ((run.stand_in or {}) if run in never else {})
         for key, value in values.items():
             if isinstance(value, (int, float)):
                 value = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+            _check_cut(key, value, run)
             for piece in run.pieces:
-                is_parted = _is_parted(key, value, run)
-                part = FlatPart(piece.of(value), piece.begin, piece.parameter.numel()) if is_parted else value
+                has_parts = is_parted(key, value, run)
+                part = FlatPart(piece.of(value), piece.begin, piece.parameter.numel()) if has_parts else value
                 state.setdefault(piece.name, {})[key] = part
     groups = [
         {key: value for key, value in group.items() if key != "params"}
-        | {"params": list(group_names), _HAS_STEPPED: has_stepped}
+        | {"params": list(group_names), HAS_STEPPED: has_stepped}
         for group, group_names in zip(optimizer.param_groups, names, strict=True)
     ]
     return {"state": state, "param_groups": groups}
-
-
-def check_form(state_dict: Any) -> None:
-    """Of what is loaded."""
-    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
-        has = f"has {sorted(map(str, state_dict))}" if isinstance(state_dict, dict) else f"is {state_dict!r}"
-        raise ValueError(f"state_dict {has}: expected 'state' and 'param_groups', as state_dict() makes it")
-
-
-def has_stepped(state_dict: dict[str, Any]) -> bool:
-    """Of the optimizer that it was saved of."""
-    return all(group.get(_HAS_STEPPED, True) for group in state_dict["param_groups"])
-
-
-def match(
-    optimizer: torch.optim.Optimizer, runs: list[Run], names: list[list[str]], state_dict: dict[str, Any]
-) -> list[Callable[[], Any]]:
-    """The way back, in place: what has to be done, once all of it was found to be there."""
-    groups = state_dict["param_groups"]
-    if len(groups) != len(optimizer.param_groups):
-        raise ValueError(f"state_dict has {len(groups)} param groups: expected {len(optimizer.param_groups)}")
-    todo: list[Callable[[], Any]] = []
-    for index, (group, loaded, group_names) in enumerate(zip(optimizer.param_groups, groups, names, strict=True)):
-        if set(loaded["params"]) != set(group_names):
-            raise ValueError(
-                f"state_dict's param group {index} has the parameters {list(loaded['params'])}: expected {group_names}"
-            )
-        settings = {key: value for key, value in loaded.items() if key not in ("params", _HAS_STEPPED)}
-        todo.append(partial(group.update, copy.deepcopy(settings)))  # schedulers change tensors in place
-    for run in runs:
-        is_unused = has_stepped(state_dict) and _is_unused_in(state_dict, run)
-        if is_unused:
-            todo.append(partial(optimizer.state.pop, run.tensor, None))
-        for key, value in _values_of(optimizer, run).items():
-            if is_unused and key != _MASTER:
-                continue
-            found = [_value_in(state_dict["state"], piece, key) for piece in run.pieces]
-            if _is_parted(key, value, run):
-                for piece, source in zip(run.pieces, found, strict=True):
-                    todo.append(partial(piece.put, value, _part_in(source, piece, key)))
-                continue
-            for piece, other in zip(run.pieces, found, strict=True):
-                if isinstance(other, (int, float, torch.Tensor)):
-                    _check_same("state_dict has", run, piece, key, found[0], other)
-            if not isinstance(value, torch.Tensor):
-                is_number = isinstance(value, (int, float)) and isinstance(found[0], torch.Tensor)
-                read = type(value)(found[0].item()) if is_number else copy.deepcopy(found[0])
-                todo.append(partial(optimizer.state[run.tensor].__setitem__, key, read))
-            elif found[0].shape != value.shape:
-                raise ValueError(
-                    f"state_dict has {key!r} of parameter '{run.pieces[0].name}' in the shape {tuple(found[0].shape)}: "
-                    f"expected {tuple(value.shape)}"
-                )
-            else:
-                todo.append(partial(value.copy_, found[0]))
-    return todo
-
-
-_REMEDY = (
-    "Was it saved by another number of ranks, or with another bucket size? Take full_state_dict(), or "
-    "torch.distributed.checkpoint"
-)
-
-
-def _value_in(state: dict[str, Any], piece: Piece, key: str) -> Any:
-    if piece.name not in state:
-        raise ValueError(
-            f"state_dict has nothing of parameter '{piece.name}', of which this rank owns the elements "
-            f"[{piece.begin}, {piece.begin + piece.numel}). {_REMEDY}"
-        )
-    if key not in state[piece.name]:
-        raise ValueError(
-            f"state_dict has no {key!r} of parameter '{piece.name}': expected the state of the same kind of optimizer"
-        )
-    return state[piece.name][key]
-
-
-def _part_in(source: Any, piece: Piece, key: str) -> torch.Tensor:
-    if isinstance(source, FlatPart):
-        begin, tensor, whole = source.begin, source.tensor, source.whole
-    else:
-        begin, tensor, whole = 0, source.reshape(-1), source.numel()
-    if whole != piece.parameter.numel():
-        raise ValueError(
-            f"state_dict has {key!r} of parameter '{piece.name}' with {whole} elements: expected "
-            f"{piece.parameter.numel()}, as the parameter has"
-        )
-    first = piece.begin - begin
-    if first < 0 or first + piece.numel > tensor.numel():
-        raise ValueError(
-            f"state_dict has the elements [{begin}, {begin + tensor.numel()}) of {key!r} of parameter '{piece.name}': "
-            f"expected [{piece.begin}, {piece.begin + piece.numel}), which this rank owns. {_REMEDY}"
-        )
-    return tensor[first : first + piece.numel]
 
 
 def gather(state_dict: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
@@ -346,7 +273,7 @@ def gather(state_dict: dict[str, Any], group: dist.ProcessGroup | None) -> dict[
                 if key not in values_here:
                     values_here[key] = torch.zeros(value.whole, dtype=value.tensor.dtype, device="cpu")
                 values_here[key][value.begin : value.begin + value.tensor.numel()] = value.tensor
-    return {"state": state, "param_groups": state_dict["param_groups"]}
+    return state_dict | {"state": state}
 
 
 def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:

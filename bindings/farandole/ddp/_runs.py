@@ -61,18 +61,21 @@ class Run:
         data: torch.Tensor,
         grads: torch.Tensor,
         is_expert: bool,
+        is_whole: bool = False,
         shown: torch.Tensor | None = None,
     ) -> None:
-        """``shown``: the parameter whose ``grad`` says whether there is a gradient; None where there always is one."""
+        """``is_whole``: one parameter. ``shown``: that whose ``grad`` says whether there is a gradient; None where there
+        always is one."""
         self.group = group
         self.pieces = pieces
         self.is_expert = is_expert
         self.padding = _padding_of(pieces, grads)
         self._data = data
         self._grads = grads
+        self.is_whole = is_whole
         self._shown = shown
         self._is_copy = False  # what was taken is one of main_grad
-        self._held: list[tuple[Any, Piece | None, torch.Tensor]] = []  # of frozen parameters, during a step
+        self._held: list[tuple[Any, Piece, torch.Tensor]] = []  # of frozen parameters, during a step
         self._state: Mapping[Any, Any] = {}
         self.stand_in: dict[str, Any] | None = None  # for the state of one that was never stepped, to be loaded into
         self.has_master = data.dtype in MASTERED
@@ -83,11 +86,6 @@ class Run:
             self.tensor.grad = grads
         self._versions: list[int] = []  # of parameters when the float32 copy was the same
         self.note_writes()
-
-    @property
-    def may_be_unused(self) -> bool:
-        """Whether the optimizer may have stepped others, and not it."""
-        return self._shown is not None
 
     @property
     def is_seen_by_scalers(self) -> bool:
@@ -141,32 +139,34 @@ class Run:
 
     def hold_frozen(self, state: Mapping[Any, Any]) -> None:
         """Before a step, which would move parameters that were frozen since (by their last gradient, weight decay or
-        momentum): keeps them, and what the optimizer has of them, for :meth:`publish`. With a frozen one beside others
-        the optimizer counts on."""
+        momentum): the optimizer passes over one that is whole. In a flat tensor it keeps them, and what the optimizer
+        has of their elements, for :meth:`release_frozen`; the optimizer counts on there, as on all other ranks that have
+        parts of them."""
         self._held = []
         frozen = [piece for piece in self.pieces if not piece.parameter.requires_grad]
         if not frozen or self._shown is not None:  # a missing ``grad`` says so
             return
+        if self.is_whole:
+            self.tensor.grad = None
+            return
         self._state = state
-        pieces = [None] if len(frozen) == len(self.pieces) else frozen
-        for key, value in [(None, self.tensor.detach()), *state.get(self.tensor, {}).items()]:
-            if not isinstance(value, torch.Tensor):
-                continue
-            for piece in pieces:
-                if piece is None:
-                    self._held.append((key, None, value.clone()))
-                elif value.shape == self.tensor.shape:
-                    self._held.append((key, piece, piece.of(value).clone()))
+        known = state.get(self.tensor, {})
+        for key, value in [(None, self.tensor.detach()), *known.items()]:
+            if isinstance(value, torch.Tensor) and value.shape == self.tensor.shape:
+                self._held += [(key, piece, piece.of(value).clone()) for piece in frozen]
+        if not known:  # their state begins in this step, and weight decay would be in it
+            for piece in frozen:
+                piece.of(self.tensor.detach()).zero_()
 
-    def _release_frozen(self) -> None:
+    def release_frozen(self) -> None:
+        """After the step, also after one that raised."""
         for key, piece, value in self._held:
-            now = self.tensor.detach() if key is None else self._state[self.tensor][key]
-            now.copy_(value) if piece is None else piece.put(now, value)
+            piece.put(self.tensor.detach() if key is None else self._state[self.tensor][key], value)
         self._held = []
 
     def publish(self) -> None:
         """Brings what the optimizer has made of the float32 copy to the model."""
-        self._release_frozen()
+        self.release_frozen()
         if self.has_master:
             self._data.copy_(self.tensor.detach())
 
@@ -227,7 +227,8 @@ class Cut:
             name, parameter = self._trainable[index]
             piece = Piece(name, parameter, 0, parameter.numel(), 0)
             shown = None if grad_place(self._model._options) != "grad" else parameter
-            yield Run(self._group_of[parameter], [piece], parameter.data, parameter.main_grad, bucket.is_expert, shown)
+            data, grads = parameter.data, parameter.main_grad
+            yield Run(self._group_of[parameter], [piece], data, grads, bucket.is_expert, is_whole=True, shown=shown)
 
     def shards(self) -> Iterator[GradShard]:
         for bucket in self.buckets:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from ddp_models import BACKENDS
 from torch.nn.parallel import DistributedDataParallel as TorchDdp
 
@@ -25,10 +26,10 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 class _Model(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 7) -> None:
         super().__init__()
         torch.manual_seed(5)
-        self.first, self.second, self.third = (torch.nn.Linear(7, 7) for _ in range(3))
+        self.first, self.second, self.third = (torch.nn.Linear(width, width) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.third(self.second(self.first(x).tanh()).tanh()).square().mean()
@@ -40,6 +41,10 @@ def _sgd(module: torch.nn.Module) -> torch.optim.Optimizer:
 
 def _adam(module: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=0.05, weight_decay=0.1)
+
+
+def _adam_l2(module: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(module.parameters(), lr=0.05, weight_decay=0.3)
 
 
 def _freeze(rank: int, world_size: int, kind: str) -> None:
@@ -62,8 +67,8 @@ def _freeze(rank: int, world_size: int, kind: str) -> None:
             if kind != "float32":
                 ours.start_param_sync(force_sync=True)
             assert torch.equal(before, ours.module.second.weight) == (2 <= step < 5), step
-            if made is _adam and step >= 5 and kind != "whole":
-                break  # the counts of parts that share a tensor have gone on
+            if made is _adam and step >= 5 and kind not in ("float32", "whole"):
+                break  # the counts of flat parts have gone on
             for name, value in ours.module.named_parameters():
                 difference = (value - theirs.module.get_parameter(name)).abs().max()
                 assert difference < 1e-6, (made.__name__, step, name, difference)
@@ -72,6 +77,95 @@ def _freeze(rank: int, world_size: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_frozen_does_not_move(kind):
     run_ranks(_freeze, 2, "farandole", timeout=60, kind=kind)
+
+
+def _begin_frozen(rank: int, world_size: int, kind: str) -> None:
+    gloo = dist.new_group(backend=backend_for("gloo"))
+    for_model, for_optimizer = KINDS[kind]
+    for made in (_sgd, _adam, _adam_l2):
+        if made is not _sgd and kind not in ("float32", "whole"):
+            continue  # the counts of flat parts go on
+        theirs = TorchDdp(_Model(), process_group=gloo, find_unused_parameters=True)
+        ours = DistributedDataParallel(_Model(), find_unused_parameters=True, **for_model)
+        optimizers = made(theirs), DistributedOptimizer(made(ours), ours, **for_optimizer)
+        for step in range(6):
+            x = torch.randn(4, 7, generator=torch.Generator().manual_seed(10 * step + rank))
+            for model, optimizer in zip((theirs, ours), optimizers, strict=True):
+                model.module.second.requires_grad_(step >= 3)
+                optimizer.zero_grad()
+                model(x).backward()
+                optimizer.step()
+            if kind != "float32":
+                ours.start_param_sync(force_sync=True)
+            for name, value in ours.module.named_parameters():
+                difference = (value - theirs.module.get_parameter(name)).abs().max()
+                assert difference < 1e-6, (made.__name__, step, name, difference)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_frozen_before_the_first_step_begins_when_it_is_not_any_more(kind):
+    run_ranks(_begin_frozen, 2, "farandole", timeout=60, kind=kind)
+
+
+class _RaisesInTheMiddle(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        raise KeyboardInterrupt
+
+
+def _raise_while_frozen(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(_Model(), use_distributed_optimizer=True, unused_parameters="skip")
+    inner = _RaisesInTheMiddle(model.parameters(), lr=0.2, momentum=0.9, weight_decay=0.1)
+    optimizer = DistributedOptimizer(inner, model, is_elementwise=True)
+    model.module.second.requires_grad_(False)
+    before = model.module.second.weight.clone()
+    model(torch.ones(4, 7)).backward()
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert torch.equal(model.module.second.weight, before)
+
+
+def test_a_step_that_raises_leaves_what_is_frozen():
+    run_ranks(_raise_while_frozen, 2, "farandole")
+
+
+def _save_while_frozen(rank: int, world_size: int, is_elementwise: bool, path: str) -> None:
+    """Of the frozen parameters one lies on both ranks, beside what is trained on one of them: the other has no others."""
+    for how in ("torch.distributed.checkpoint", "full_state_dict()"):
+        for frozen_from in (0, 2):
+            trained, loaded = (
+                DistributedDataParallel(_Model(16), use_distributed_optimizer=True, unused_parameters="skip")
+                for _ in range(2)
+            )
+            optimizers = [
+                DistributedOptimizer(_adam_l2(model), model, is_elementwise=is_elementwise)
+                for model in (trained, loaded)
+            ]
+            for step in range(7):
+                if step == 4:
+                    kept = {"model": loaded.module.state_dict(), "optimizer": optimizers[1]}
+                    if how == "full_state_dict()":
+                        kept["model"] = trained.module.state_dict()
+                        optimizers[1].load_state_dict(optimizers[0].full_state_dict())
+                    else:
+                        saved = {"model": trained.module.state_dict(), "optimizer": optimizers[0]}
+                        dcp.save(saved, checkpoint_id=f"{path}/{frozen_from}")
+                        dcp.load(kept, checkpoint_id=f"{path}/{frozen_from}")
+                    loaded.module.load_state_dict(kept["model"])
+                x = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + rank))
+                for model, optimizer in list(zip((trained, loaded), optimizers, strict=True))[: 1 + (step >= 4)]:
+                    model.module.third.requires_grad_(not frozen_from <= step < 5)
+                    model.module.second.requires_grad_(not frozen_from <= step < 5)
+                    optimizer.zero_grad()
+                    model(x).backward()
+                    optimizer.step()
+            for name, value in trained.module.named_parameters():
+                assert torch.equal(value, loaded.module.get_parameter(name)), (how, frozen_from, name)
+
+
+@pytest.mark.parametrize("is_elementwise", [True, False])
+def test_a_checkpoint_of_a_model_that_is_partly_frozen_is_loaded_by_as_many_ranks(is_elementwise, tmp_path):
+    run_ranks(_save_while_frozen, 2, "farandole", timeout=60, is_elementwise=is_elementwise, path=str(tmp_path))
 
 
 def _add_to_stale(rank: int, world_size: int) -> None:

@@ -263,3 +263,25 @@ def _of_unused(rank: int, world_size: int) -> None:
 def test_state_is_loaded_where_not_all_parameters_were_stepped():
     """By the one that was saved, or the one that loads."""
     run_ranks(_of_unused, 2, "gloo", timeout=60)
+
+
+def _call_hooks(rank: int, world_size: int) -> None:
+    model, optimizer = _pair()
+    _step(model, optimizer)
+    seen: list[str] = []
+    given: Any = {"mine": rank}
+    optimizer.register_state_dict_pre_hook(lambda of: seen.append("before saving"))
+    optimizer.register_state_dict_post_hook(lambda of, state_dict: state_dict | given)
+    optimizer.register_load_state_dict_pre_hook(lambda of, state_dict: seen.append(state_dict.pop("mine")))
+    optimizer.register_load_state_dict_post_hook(lambda of: seen.append("after loading"))
+    saved = optimizer.state_dict()
+    assert saved["mine"] == rank and optimizer.full_state_dict()["mine"] == rank
+    optimizer.load_state_dict(saved)
+    assert seen == ["before saving", "before saving", rank, "after loading"] and saved["mine"] == rank
+    optimizer.register_load_state_dict_pre_hook(lambda of, state_dict: state_dict["param_groups"] if rank else None)
+    with pytest.raises(ValueError, match="state_dict is "):
+        optimizer.load_state_dict(saved)
+
+
+def test_hooks_are_called_around_saving_and_loading():
+    run_ranks(_call_hooks, 2, "farandole")
