@@ -46,11 +46,13 @@ std::size_t bytesOf(const Tensors& tensors) {
 }
 
 // A tensor that is listed again is the same one: it is reduced once, as where all are copied into one buffer first.
+// A lazy clone is another one: it gets memory of its own when it is asked for the pointer to write to.
 std::vector<std::size_t> firstMentions(const Tensors& tensors) {
   std::set<std::pair<const void*, std::size_t>> seen;
   std::vector<std::size_t> indices;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
-    const bool isNew = tensors[i].numel() == 0 || seen.emplace(tensors[i].const_data_ptr(), tensors[i].nbytes()).second;
+    const bool isEmpty = tensors[i].numel() == 0;
+    const bool isNew = isEmpty || seen.emplace(tensors[i].mutable_data_ptr(), tensors[i].nbytes()).second;
     if (isNew) indices.push_back(i);
   }
   return indices;

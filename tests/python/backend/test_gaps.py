@@ -177,3 +177,22 @@ def _listed_twice(rank, world_size):
 def test_a_tensor_that_is_listed_twice_is_reduced_once_as_by_gloo():
     for ours, theirs in run_ranks(_listed_twice, 3, "farandole", timeout=60):
         assert ours == theirs == ([6.0] * 5, [3.0] * 3)
+
+
+def _lazy_clones(rank, world_size):
+    results = []
+    for group in (dist.group.WORLD, dist.new_group(backend="gloo")):
+        tensor = torch.full((5,), float(rank + 1))
+        # On some ranks only: the others have as many calls.
+        clone = tensor.clone() if rank == 2 else torch._lazy_clone(tensor)
+        dist.distributed_c10d.all_reduce_coalesced([tensor, clone], group=group)
+        results.append((tensor.tolist(), clone.tolist()))
+    return results
+
+
+@only_on_cpu("what it is compared with is gloo's")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("hosts", [(0, 0, 0), (0, 1, 1)], ids=str)
+def test_a_lazy_clone_is_reduced_beside_what_it_was_cloned_from(hosts):
+    for ours, theirs in run_ranks(_lazy_clones, 3, "farandole", enter=PretendHost(hosts), timeout=60):
+        assert ours == theirs == ([6.0] * 5, [6.0] * 5)
