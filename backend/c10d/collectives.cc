@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <set>
 #include <utility>
 
 #include "backend/c10d/errors.h"
@@ -43,19 +42,6 @@ std::size_t bytesOf(const Tensors& tensors) {
   std::size_t bytes = 0;
   for (const at::Tensor& tensor : tensors) bytes += tensor.nbytes();
   return bytes;
-}
-
-// A tensor that is listed again is the same one: it is reduced once, as where all are copied into one buffer first.
-// A lazy clone is another one: it gets memory of its own when it is asked for the pointer to write to.
-std::vector<std::size_t> firstMentions(const Tensors& tensors) {
-  std::set<std::pair<const void*, std::size_t>> seen;
-  std::vector<std::size_t> indices;
-  for (std::size_t i = 0; i < tensors.size(); ++i) {
-    const bool isEmpty = tensors[i].numel() == 0;
-    const bool isNew = isEmpty || seen.emplace(tensors[i].mutable_data_ptr(), tensors[i].nbytes()).second;
-    if (isNew) indices.push_back(i);
-  }
-  return indices;
 }
 
 }  // namespace

@@ -3,6 +3,8 @@
 #include <ATen/MemoryOverlap.h>
 
 #include <algorithm>
+#include <set>
+#include <utility>
 
 #include "backend/c10d/memory_apart.h"
 #include "backend/c10d/tensor_checks.h"
@@ -26,6 +28,17 @@ bool overlapEachOther(const std::vector<at::Tensor>& tensors) {
 }
 
 }  // namespace
+
+std::vector<std::size_t> firstMentions(const std::vector<at::Tensor>& tensors) {
+  std::set<std::pair<const void*, std::size_t>> seen;
+  std::vector<std::size_t> indices;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const bool isEmpty = tensors[i].numel() == 0;
+    const bool isNew = isEmpty || seen.emplace(tensors[i].mutable_data_ptr(), tensors[i].nbytes()).second;
+    if (isNew) indices.push_back(i);
+  }
+  return indices;
+}
 
 ListedOutputs::ListedOutputs(const std::vector<at::Tensor>& list, const at::Tensor& like) : ListedOutputs(list) {
   for (at::Tensor& place : places_) {

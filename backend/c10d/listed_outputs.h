@@ -9,6 +9,10 @@
 
 namespace farandole::backend {
 
+// Of tensors that are reduced in place: one that is listed again is the same one, and is reduced once, as where all are
+// copied into one buffer first. A lazy clone is another one, and gets memory of its own here.
+std::vector<std::size_t> firstMentions(const std::vector<at::Tensor>& tensors);
+
 // A list of tensors that a collective fills, one for each rank. On the CPU they may have gaps, overlap each other, or
 // have their dimensions in another order than what is sent: that arrives elsewhere, and is copied to where it belongs
 // when all of it has come, one after the other, as by gloo.
