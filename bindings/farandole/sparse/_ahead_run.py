@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -21,11 +21,16 @@ class AheadRun:
     Args:
         modules: by name.
         written: where tensors lie that a run has written to, None before the first; ``has_run()`` returns it anew.
+        calls: how often any of the modules has run so far, for whomever.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], written: frozenset[str] | None) -> None:
+    def __init__(
+        self, modules: Mapping[str, nn.Module], written: frozenset[str] | None, calls: Callable[[], int]
+    ) -> None:
         self.modules = dict(modules)
         self._written = written
+        self._calls = calls
+        self._calls_after = 0
         self._before = [ModelState(module, _BESIDES) for module in self.modules.values()]
         self._after: list[ModelState] = []
         self._tensors = {
@@ -33,12 +38,14 @@ class AheadRun:
             for name, tensor in self._all().items()
         }
         self._versions: dict[str, int] = {}
+        self._noted: dict[str, int] = {}  # versions behind the last forward of the model
         self._values: dict[str, torch.Tensor] = {}  # of what it has written
 
     def has_run(self) -> frozenset[str]:
+        self._calls_after = self._calls()
         self._after = [ModelState(module, _BESIDES) for module in self.modules.values()]
         tensors = self._all()
-        self._versions = {name: _version(tensor) for name, tensor in tensors.items()}
+        self._versions = self._noted = {name: _version(tensor) for name, tensor in tensors.items()}
         changed = {
             name for name, (tensor, version, _) in self._tensors.items() if version != self._versions.get(name, version)
         }
@@ -50,26 +57,51 @@ class AheadRun:
         tensors = self._all()
         return any(self._is_other(name, tensors.get(name)) for name in self._values)
 
-    def take_back(self) -> bool:
-        """As if it had not been; False, and nothing is done, where that is not known any more, or others have changed
-        the modules since."""
-        if self.is_overwritten():
+    def note_forward(self) -> None:
+        """Of a batch before it, in which torch's DDP may write buffers, with what they hold."""
+        self._noted = {name: _version(tensor) for name, tensor in self._all().items()}
+
+    def is_stale(self) -> bool:
+        """Whether it would be another one by now, since the modules were changed, by a load of their state say. Not by
+        calls of others, for which what it has written counts."""
+        if not self._has_changed() and all(
+            _version(tensor) == self._noted.get(name) for name, tensor in self._all().items()
+        ):
             return False
-        if any(state.has_changed() for state in self._after):
+        return not self._has_others() or not self._has_written()
+
+    def take_back(self) -> bool:
+        """As if it had not been; what was changed since stays. False, and nothing is done, where it is not known any
+        more how it was, or others have called the modules since, and changed them."""
+        if self._has_others() and self._has_written() and (self.is_overwritten() or self._has_changed()):
             return False
         written = [
-            (tensor, before)
+            (name, tensor, before)
             for name, (tensor, version, before) in self._tensors.items()
             if self._versions.get(name, version) != version
         ]
-        if any(before is None for _, before in written):
+        if any(before is None for _, _, before in written):
             return False
-        for state in self._before:
-            state.restore()
+        tensors = self._all()
+        kept = [tensor for name, tensor, _ in written if name in tensors and self._is_other(name, tensors[name])]
+        for state, after in zip(self._before, self._after, strict=True):
+            state.restore_but_for(after)
         with torch.no_grad():
-            for tensor, before in written:
-                tensor.copy_(before)
+            for _, tensor, before in written:
+                if not any(tensor is other for other in kept):
+                    tensor.copy_(before)
         return True
+
+    def _has_others(self) -> bool:
+        return self._calls() != self._calls_after
+
+    def _has_changed(self) -> bool:
+        return any(state.has_changed() for state in self._after)
+
+    def _has_written(self) -> bool:
+        return bool(self._values) or any(
+            after.differs(before) for before, after in zip(self._before, self._after, strict=True)
+        )
 
     def _is_other(self, name: str, tensor: torch.Tensor | None) -> bool:
         # torch's DDP writes buffers in each forward, mostly with what they hold already, and may not count that.

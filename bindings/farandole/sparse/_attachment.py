@@ -33,7 +33,7 @@ from farandole.sparse._model_changes import ModelChanges
 from farandole.sparse._post_processing import PostProcessing
 from farandole.sparse._sharded import is_sharded, sharded_modules, unwrap
 from farandole.sparse._tracer import CannotTrace
-from farandole.sparse._untraced import untraced
+from farandole.sparse._untraced import UntracedForward
 from farandole.sparse._verdict import Inputs, Verdict
 
 Take = Callable[[InFlight, str], tuple[Any, Any]]
@@ -138,28 +138,35 @@ class Attachment:
             self._comparisons.forget()
 
     def adopt(self, flying: InFlight) -> None:
-        """Before another batch goes ahead: makes anew what went ahead for this one in another mode of the model, or by
-        another attachment, whose post-processing is not this one's.
+        """Before another batch goes ahead: makes anew what went ahead for this one in another mode of the model, through
+        modules that were changed since, or by another attachment, whose post-processing is not this one's.
 
         Raises:
-            RuntimeError: it cannot be taken back.
+            RuntimeError: it cannot be taken back, or caches hold rows for it.
         """
         modules = self._processing()
         is_same = flying.run is not None and flying.run.modules == modules
         is_ours = flying.owner is self.input_dist or is_same
-        if is_ours and (flying.run is None or flying.is_training == self.model.training):
+        run = flying.run
+        if is_ours and (run is None or (flying.is_training == self.model.training and not run.is_stale())):
             return
-        if flying.run is not None and not flying.run.take_back() and is_same:
-            names, before = ", ".join(map(repr, modules)), "training" if flying.is_training else "eval"
+        names = ", ".join(map(repr, modules))
+        if run is not None:
+            self.refuse_prefetched(f"a change of {names}, or of the mode, before the forward of batch {flying.number},")
+        if run is not None and not run.take_back() and is_same:
+            before = "training" if flying.is_training else "eval"
             raise RuntimeError(
                 f"batch {flying.number} has been through {names} in {before} mode, ahead of its forward, and other "
                 "calls have changed their state since: expected the mode of the model to be the same again for that "
                 "forward, or such modules to be called by its pipeline only"
             )
+        owner = flying.owner if is_same and flying.is_training == self.model.training else None
         flying.owner, flying.results, flying.run = None, None, None
         flying.is_training = self.model.training
-        if modules:
-            self._inputs_of(flying)
+        inputs = self._inputs_of(flying) if modules else []
+        # What has changed on one rank only, and no input by it, is not to keep that from what the others do.
+        if owner is self.input_dist and is_equal_input([*flying.calls.values()], inputs):
+            flying.owner = owner
 
     def prefetched(self, flying: InFlight, name: str) -> None:
         """A module's cache is about to take in rows for a batch: the next forward has to be that of this batch."""
@@ -225,6 +232,8 @@ class Attachment:
                 is_whole = run is not None and not run.is_overwritten()
                 with self._replaying(flying):
                     yield
+                if self._run is not None:
+                    self._run.note_forward()
                 if is_whole and run is not None and run.is_overwritten():
                     raise RuntimeError(_OVERWRITTEN.format(", ".join(map(repr, run.modules))))
                 if comparisons is not None:
@@ -254,7 +263,7 @@ class Attachment:
         modules = self._processing()
         if not modules:
             return self._computed(self._graph, flying)
-        run = AheadRun(modules, self._written)
+        run = AheadRun(modules, self._written, self._post_processing.calls_made)
         with self._draws.looked_for(modules, self.model.training, self._strict):
             with self._post_processing.noting() as flying.results:
                 inputs = self._computed(self._graph, flying)
@@ -352,7 +361,7 @@ class Attachment:
             self._verify(name, flying, (args, kwargs))
             return module.compute_and_output_dist(*ahead)
 
-        return untraced(forward)  # what comes ahead is on streams of its own
+        return UntracedForward(forward, original)  # what comes ahead is on streams of its own
 
 
 # torchrec's feature processors look at it.

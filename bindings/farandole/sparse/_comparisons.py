@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -15,24 +15,26 @@ from farandole.sparse._input_equality import version_of
 from farandole.sparse._sharded import wrapped_name
 
 _EVERY = 16
-_DEPTH, _PARTS = 3, 256  # of a batch
+_DEPTH, _PARTS = 3, 256  # of a batch; of a setting as many parts
 _MOST = 1024  # kinds of forwards that are remembered
-_SETTINGS = (bool, int, float, str, type(None))
+_BY_VALUE = frozenset([bool, int, float, str, type(None)])
+_OF_ALL_MODULES = frozenset(vars(nn.Module())) - {"training"}
 
 
 class Comparisons:
     """In the first one of each kind, since fx takes what a forward asks for settled once, and in every 16th.
 
-    Of one kind are forwards with equal settings (attributes of the modules that fx went through which are bools,
-    numbers, strings or None, and those which are tensors that nobody has written to) of batches whose parts have the same
-    types.
+    Of one kind are forwards with equal settings of batches whose parts have the same types. Settings are the attributes
+    of the modules that fx went through: bools, numbers, strings and None by value, others by identity and by what they
+    have in themselves, as a config or a dict has, and tensors also by how often they were written to; and hooks that are
+    given what these modules, or sharded ones, are.
 
     Args:
         sharded: names of the modules whose inputs are compared.
         read: names of the model's attributes that these are computed with.
     """
 
-    def __init__(self, model: nn.Module, sharded: Iterable[str], read: Iterable[str]) -> None:
+    def __init__(self, model: nn.Module, sharded: Sequence[str], read: Iterable[str]) -> None:
         self._model = model
         self._read = [operator.attrgetter(name) for name in read]
         above = {""}
@@ -40,6 +42,7 @@ class Comparisons:
             path = name.split(".")
             above |= {".".join(path[:length]) for length in range(1, len(path))}
         traced = [model.get_submodule(name) for name in sorted(above)]
+        self._hooked = [*traced, *map(model.get_submodule, sharded)]
         self._attributes = [_Attributes(module) for module in traced if wrapped_name(module) is None]
         self._known: set[int] = set()
         self._kind = 0
@@ -51,8 +54,10 @@ class Comparisons:
         settings = tuple([attributes.settings for attributes in self._attributes])
         read = [value for value in (get(self._model) for get in self._read) if isinstance(value, torch.Tensor)]
         versions = tuple([(id(tensor), version_of(tensor)) for tensor in (*read, *tensors)])
-        parts = islice(everything_in(batch, _DEPTH), _PARTS)
-        self._kind = hash((settings, versions, tuple([type(part) for _, part in parts])))
+        held = [_identity(part) for attributes in self._attributes for part in attributes.parts()]
+        held += [id(hook) for module in self._hooked for hook in module._forward_pre_hooks.values()]
+        types = [type(part) for _, part in islice(everything_in(batch, _DEPTH), _PARTS)]
+        self._kind = hash((settings, versions, tuple(held), tuple(types)))
         return self._kind not in self._known or self._since >= _EVERY - 1
 
     def end(self, has_compared: bool) -> None:
@@ -68,7 +73,7 @@ class Comparisons:
 
 
 class _Attributes:
-    """Those of a module that are settings or tensors; looked for anew where others have come, or a setting has changed."""
+    """Those of a module; looked for anew where others have come, or one has become another."""
 
     def __init__(self, module: nn.Module) -> None:
         self._held = vars(module)
@@ -77,6 +82,7 @@ class _Attributes:
         self._places: list[int] = []  # of settings
         self._values: list[Any] = []
         self._tensors: list[int] = []  # places
+        self._wholes: list[Any] = []  # settings that have parts
         self.settings: tuple[tuple[str, Any], ...] = ()
 
     def follow(self) -> list[torch.Tensor]:
@@ -85,11 +91,31 @@ class _Attributes:
         kinds = [*map(type, held)]
         if kinds != self._kinds or [*self._held] != self._names:
             self._kinds, self._names = kinds, [*self._held]
-            self._places = [place for place, value in enumerate(held) if isinstance(value, _SETTINGS)]
             self._tensors = [place for place, value in enumerate(held) if isinstance(value, torch.Tensor)]
+            tensors = frozenset(self._tensors)
+            self._places = [
+                place for place, name in enumerate(self._names) if place not in tensors and name not in _OF_ALL_MODULES
+            ]
             self._values = []
         values = [held[place] for place in self._places]
         if len(values) != len(self._values) or not all(map(operator.is_, values, self._values)):
             self._values = values
-            self.settings = tuple([(self._names[place], held[place]) for place in self._places])
+            self._wholes = [value for value in values if isinstance(value, (dict, list)) or _has_names(value)]
+            self.settings = tuple([(self._names[place], _identity(held[place])) for place in self._places])
         return [held[place] for place in self._tensors]
+
+    def parts(self) -> Iterator[Any]:
+        for whole in self._wholes:
+            held = whole if isinstance(whole, (dict, list)) else vars(whole)
+            # At once, since another thread may add to it.
+            yield from [*islice(held.values() if isinstance(held, dict) else held, _PARTS)]
+
+
+def _has_names(value: Any) -> bool:
+    return hasattr(value, "__dict__") and not isinstance(value, (type, torch.Tensor, nn.Module)) and not callable(value)
+
+
+def _identity(value: Any) -> Any:
+    if type(value) in _BY_VALUE:
+        return value
+    return (id(value), version_of(value)) if isinstance(value, torch.Tensor) else id(value)

@@ -36,6 +36,27 @@ class ModelState:
             for _, now, before, containers in self._modules
         )
 
+    def differs(self, other: ModelState) -> bool:
+        """From what the same model was when the other one was made."""
+        return len(self._modules) != len(other._modules) or any(
+            _differences(before, attributes)
+            or any(_identities(items) != _identities(containers.get(key, ())) for key, items in contents.items())
+            for (_, _, before, containers), (_, _, attributes, contents) in zip(
+                other._modules, self._modules, strict=True
+            )
+        )
+
+    def restore_but_for(self, later: ModelState) -> None:
+        """Makes all be as it was, but for what has become something else since ``later`` was made."""
+        for (_, now, before, containers), (_, _, then, contents) in zip(self._modules, later._modules, strict=False):
+            _restore_items(now, before, then)
+            for key, items in containers.items():
+                container = before[key]
+                if isinstance(container, dict) and key in contents:
+                    _restore_items(container, items, contents[key])
+                elif key in contents and _identities(contents[key]) == _identities(container):
+                    _refill(container, items)
+
     def restore(self) -> dict[str, Any]:
         """Makes all be as it was. Returns what it had become, by name; None for what was gone."""
         changed: dict[str, Any] = {}
@@ -65,6 +86,17 @@ def _containers(attributes: dict[str, Any]) -> dict[str, Any]:
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return [key for key in {**before, **now} if before.get(key, _ABSENT) is not now.get(key, _ABSENT)]
+
+
+def _restore_items(now: dict[str, Any], before: dict[str, Any], then: dict[str, Any]) -> None:
+    """But for those that are not what they were ``then``."""
+    for key in _differences(before, then):
+        if now.get(key, _ABSENT) is not then.get(key, _ABSENT):
+            continue
+        if key in before:
+            now[key] = before[key]
+        else:
+            now.pop(key, None)
 
 
 def _identities(container: Any) -> list[Any]:

@@ -21,7 +21,7 @@ from farandole.sparse._input_equality import (
     is_to_be_copied,
     version_of,
 )
-from farandole.sparse._untraced import untraced
+from farandole.sparse._untraced import UntracedForward
 
 
 class Noted(dict[str, list[Any]]):
@@ -56,12 +56,14 @@ class PostProcessing:
         self._noted: ContextVar[Noted | None] = ContextVar("noted", default=None)
         self._is_same = is_equal_input
         self._runs = 0
+        self._calls_made = 0
         self._undo = contextlib.ExitStack()
         self.forwards: dict[str, Callable[..., Any]] = {}  # those of the modules now, by name
         for name in names:
             module = model.get_submodule(name)
-            before = vars(module).get("forward")
-            module.forward = self.forwards[name] = untraced(self._replaying_forward(name, module.forward))
+            before, original = vars(module).get("forward"), module.forward
+            forward = UntracedForward(self._replaying_forward(name, original), original)
+            module.forward = self.forwards[name] = forward
             self._undo.callback(_restore, module, before)
 
     @contextlib.contextmanager
@@ -101,7 +103,12 @@ class PostProcessing:
         if left:
             raise RuntimeError(f"forward called {', '.join(map(repr, left))} more rarely than when it was traced")
 
+    def calls_made(self) -> int:
+        """How often the modules have run so far. One more from when it is closed, since nobody counts then."""
+        return self._calls_made
+
     def close(self) -> None:
+        self._calls_made += 1
         self._undo.close()
 
     def _replaying_forward(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -114,6 +121,7 @@ class PostProcessing:
         kept = self._kept.get()
         if kept is None or name not in kept:
             noted = self._noted.get()
+            self._calls_made += 1
             return original(*args, **kwargs) if noted is None else self._run(noted, name, original, args, kwargs)
         if not kept[name]:
             raise RuntimeError(f"forward called {name!r} more often than when it was traced")

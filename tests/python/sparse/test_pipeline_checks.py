@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import enum
+import operator
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from support.recommenders import (
     drain,
     made,
     make_batches,
+    on_device,
     plain_loop,
     wrapped,
 )
@@ -170,10 +173,10 @@ class Hidden(Recommender):
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
-        self.settings = types.SimpleNamespace(adds=0)
+        self.settings = types.SimpleNamespace(ids=types.SimpleNamespace(adds=0))
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        ids = batch.ids + self.settings.adds
+        ids = batch.ids + self.settings.ids.adds
         return self.score(torch.cat([self.tables[0](ids), batch.dense], 1), batch.labels)
 
 
@@ -184,7 +187,7 @@ def change_hidden(rank: int, world_size: int) -> None:
     iterator = iter(make_batches(3, 40, sizes=(4, 5)))
     for _ in range(3):
         pipeline.progress(iterator)
-    model.module.settings.adds = 1
+    model.module.settings.ids.adds = 1
     with pytest.raises(RuntimeError, match=r"tables\.0 is called with other inputs"):
         for _ in range(16):
             pipeline.progress(iterator)
@@ -192,6 +195,66 @@ def change_hidden(rank: int, world_size: int) -> None:
 
 def test_what_no_attribute_tells_is_found_within_sixteen_steps():
     run_ranks(change_hidden, 2, "farandole")
+
+
+class Offset(enum.Enum):
+    NONE = 0
+    ONE = 1
+
+
+@dataclass
+class Config:
+    adds: int = 0
+
+
+class Configured(Recommender):
+    """Its ids depend on what it has in an attribute."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.config, self.by_name, self.by_index, self.kind = Config(), {"adds": 0}, [0], Offset.NONE
+        self.tensors = {"adds": torch.zeros((), dtype=torch.int64, device=DEVICE)}
+        self.signed: Callable[[torch.Tensor], torch.Tensor] = operator.pos
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = self.signed(batch.ids) + self.config.adds + self.by_name["adds"] + self.by_index[0] + self.kind.value
+        rows = self.tables[0](ids + self.tensors["adds"])
+        return self.score(torch.cat([rows, batch.dense], 1), batch.labels)
+
+
+SETTINGS: dict[str, Callable[[Any], None]] = {
+    "a field": lambda model: setattr(model.config, "adds", 1),
+    "another object": lambda model: setattr(model, "config", Config(1)),
+    "an item": lambda model: model.by_name.update(adds=1),
+    "an item of a list": lambda model: model.by_index.__setitem__(0, 1),
+    "an enum": lambda model: setattr(model, "kind", Offset.ONE),
+    "a function": lambda model: setattr(model, "signed", operator.neg),
+    "a tensor in a dict": lambda model: model.tensors["adds"].add_(1),
+    "a hook": lambda model: model.tables[0].register_forward_pre_hook(lambda _, given: (given[0] + 1,)),
+}
+
+
+def configure(rank: int, world_size: int, what: str) -> None:
+    model, optimizer = made(Configured(1))
+    model.eval()  # no backward, in which the first to fail would leave the others
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, strict=True)
+    batches = make_batches(3, 8, sizes=(4, 5))
+    iterator = iter(batches)
+    for batch in batches[:3]:
+        assert torch.equal(pipeline.progress(iterator), model(on_device(batch))[1])
+    SETTINGS[what](model.module)
+    with pytest.raises(RuntimeError, match=r"^tables\.0 is called with other inputs"):
+        pipeline.progress(iterator)
+    model.module.tables[0]._forward_pre_hooks.clear()
+    pipeline.detach()
+    pipeline.attach()
+    for batch in batches[4:]:
+        assert torch.equal(pipeline.progress(iterator), model(on_device(batch))[1])
+
+
+@pytest.mark.parametrize("what", SETTINGS)
+def test_what_an_attribute_has_in_it_is_looked_at(what):
+    run_ranks(configure, 2, "farandole", what=what)
 
 
 class Truncated(Recommender):

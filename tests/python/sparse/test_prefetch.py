@@ -141,6 +141,61 @@ def test_no_other_forward_takes_what_was_prefetched():
     run_ranks(evaluate_between, 2, "farandole")
 
 
+class Shift(nn.Module):
+    """Runs ahead."""
+
+    by = 0
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return ids + self.by + 7 * self.training
+
+
+class Shifted(CachedRecommender):
+    def __init__(self, seed: int, tables: int = 1) -> None:
+        super().__init__(seed, tables)
+        self.shift = Shift()
+
+    def forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.score(torch.cat([self.tables[0](self.shift(batch.ids)), batch.dense], 1), batch.labels)
+
+
+def change_ahead(rank: int, world_size: int, what: str) -> None:
+    """Rows for other ids than those of the forward are in the cache."""
+
+    def change(model: Any) -> None:
+        model.eval() if what == "mode" else setattr(model.shift, "by", 1)
+
+    for is_told in (False, True):
+        (model, optimizer), (plain, plain_optimizer) = made(Shifted, 3), made(Shifted, 3)
+        pipeline = PrefetchTrainPipelineSparseDist(model, optimizer, DEVICE, strict=True)
+        batches = make_batches(1, 5)
+        iterator = iter(batches)
+        outputs = [pipeline.progress(iterator)]
+        pipeline.prefetch_ahead = not is_told
+        outputs.append(pipeline.progress(iterator))
+        assert all(map(torch.equal, outputs, plain_loop(plain, plain_optimizer, batches[:2])))
+        change(model), change(plain)
+        if not is_told:
+            match = r"^a change of 'shift', or of the mode, before the forward of batch 2, while tables\.0 holds rows"
+            with pytest.raises(RuntimeError, match=match):
+                pipeline.progress(iterator)
+            continue
+        pipeline.prefetch_ahead = True
+        if what == "mode":
+            with torch.no_grad():
+                expected = [plain(on_device(batch))[1] for batch in batches[2:]]
+        else:
+            expected = plain_loop(plain, plain_optimizer, batches[2:])
+        outputs = drain(pipeline, iterator)
+        assert len(outputs) == 3 and all(map(torch.equal, outputs, expected))
+        assert_same(model, plain)
+
+
+@pytest.mark.parametrize("what", ["mode", "attribute"])
+def test_what_was_prefetched_is_not_taken_for_other_ids(what):
+    run_ranks(change_ahead, 2, "farandole", what=what)
+
+
 def fail(rank: int, world_size: int) -> None:
     (model, optimizer), (plain, plain_optimizer) = made(CachedRecommender, 3), made(Recommender, 3)
     calls = iter(range(100))

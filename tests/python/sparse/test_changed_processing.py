@@ -1,0 +1,134 @@
+"""Modules that run ahead, and are changed between two steps, while a batch has been through them: as the plain loop."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from farandole.sparse import TrainPipelineSparseDist
+from farandole.sparse._ahead_run import AheadRun
+from support.devices import DEVICE
+from support.processes import run_ranks
+from support.recommenders import ROWS, Batch, Recommender, assert_same, drain, made, make_batches, on_device, plain_loop
+
+
+class Remap(torch.nn.Module):
+    """Ids by a table of others, with settings; where it counts, by how many batches came before, too."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.counts = counts
+        self.register_buffer("others", torch.arange(ROWS))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.seen: list[int] = []
+        self.settings = {"shift": 0}
+        self.total = 1000
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.counts:
+            self.calls += 1
+            self.total += 1
+            self.seen.append(self.total)
+        moved = ids + self.settings["shift"] + self.calls + self.total + len(self.seen)
+        return self.others[moved % ROWS]
+
+
+class Remapped(Recommender):
+    def __init__(self, counts: bool) -> None:
+        super().__init__(1)
+        self.remap = Remap(counts).to(DEVICE)
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.score(torch.cat([self.tables[0](self.remap(batch.ids)), batch.dense], 1), batch.labels)
+
+
+def turned(remap: Any, by: int) -> torch.Tensor:
+    return remap.others.roll(by)
+
+
+def state_of(remap: Any, by: int) -> dict[str, torch.Tensor]:
+    """With a count of its own, since that of the model has the batch ahead already."""
+    return {"others": turned(remap, by), "calls": torch.tensor(100 + by, device=DEVICE)}
+
+
+CHANGES: dict[str, Callable[[Any, int], None]] = {
+    "nothing": lambda remap, by: None,
+    "a buffer is written to": lambda remap, by: remap.others.copy_(turned(remap, by)),
+    "another buffer": lambda remap, by: setattr(remap, "others", turned(remap, by)),
+    "a setting": lambda remap, by: setattr(remap, "total", 2000 + by),
+    "a setting in a dict": lambda remap, by: remap.settings.update(shift=by),
+    "a list": lambda remap, by: remap.seen.clear(),
+    "a count": lambda remap, by: remap.calls.fill_(200 + by),
+    "a state is loaded": lambda remap, by: remap.load_state_dict(state_of(remap, by)),
+    "a state takes the place": lambda remap, by: remap.load_state_dict(state_of(remap, by), assign=True),
+}
+
+
+def change(rank: int, world_size: int, seed: int, counts: bool, threads: bool) -> None:
+    pick = random.Random(seed)
+    (model, optimizer), (plain, plain_optimizer) = made(Remapped(counts)), made(Remapped(counts))
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, strict=True, load_on_thread=threads)
+    batches = make_batches(seed, 24)
+    iterator = iter(batches)
+    for number, batch in enumerate(batches):
+        name, by = pick.choice([*CHANGES]), 1000 * number + pick.randint(1, 9)
+        looks = not counts and pick.random() < 0.3  # what others count counts for the batch ahead, too
+        told = f"seed {seed}, batch {number}: {name}, a forward before {looks}"
+        print(told)
+        for each in (model, plain):
+            if looks:
+                with torch.no_grad():
+                    each(on_device(batch))
+            CHANGES[name](each.module.remap, by)
+        output = pipeline.progress(iterator)
+        [expected] = plain_loop(plain, plain_optimizer, [batch])
+        assert torch.equal(output, expected), told
+    remap, other = model.module.remap, plain.module.remap
+    assert (remap.seen, remap.total, remap.settings) == (other.seen, other.total, other.settings), f"seed {seed}"
+    assert all(map(torch.equal, remap.buffers(), other.buffers())), f"seed {seed}"
+    assert_same(model, plain)
+
+
+@pytest.mark.parametrize("threads", [False, True])
+@pytest.mark.parametrize("counts", [False, True])
+def test_what_a_module_ahead_is_given_between_steps_goes_for_the_next_batch(counts, threads):
+    seed = random.randrange(1 << 20)
+    print(f"seed {seed}")
+    run_ranks(change, 2, "farandole", seed=seed, counts=counts, threads=threads)
+
+
+def leave(rank: int, world_size: int) -> None:
+    """torch's DDP writes the buffers in each forward, with what they hold."""
+    model, optimizer = made(Remapped(False))
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, strict=True)
+    taken_back: list[AheadRun] = []
+    original = AheadRun.take_back
+    AheadRun.take_back = lambda run: taken_back.append(run) or original(run)
+    assert len(drain(pipeline, iter(make_batches(1, 5)))) == 5 and not taken_back
+
+
+def test_what_nobody_changes_is_not_made_anew():
+    run_ranks(leave, 2, "farandole")
+
+
+def differ_by_nothing_given(rank: int, world_size: int) -> None:
+    """On one rank something changes by which the module computes nothing: the others know nothing of it."""
+    (model, optimizer), (plain, plain_optimizer) = made(Remapped(False)), made(Remapped(False))
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, strict=True)
+    batches = make_batches(1, 6)
+    iterator = iter(batches)
+    for number, batch in enumerate(batches):
+        if rank == 0:
+            model.module.remap.is_watched = number
+        output = pipeline.progress(iterator)
+        [expected] = plain_loop(plain, plain_optimizer, [batch])
+        assert torch.equal(output, expected), number
+    assert_same(model, plain)
+
+
+def test_a_change_on_one_rank_that_gives_no_other_inputs_holds_up_nobody():
+    run_ranks(differ_by_nothing_given, 2, "farandole", timeout=60)
