@@ -219,8 +219,16 @@ def test_a_forward_may_write_to_its_batch(on_thread):
     expect(seen(iter([same] * 4), InPlace()), [torch.full((3,), 2.0**i) for i in range(1, 5)])
 
 
+class Later(Recommender):
+    """Begins after what a thread loads beside it, on all ranks: what is written to on one of them ends the pipeline."""
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        time.sleep(0.02)
+        return super().forward(batch)
+
+
 def refill_ids(rank: int, world_size: int, kind: str, options: dict[str, Any]) -> None:
-    model, optimizer = made(CachedRecommender(1) if kind == "prefetch" else Recommender(1))
+    model, optimizer = made((CachedRecommender if kind == "prefetch" else Later)(1))
     pipeline = KINDS[kind](model, optimizer, DEVICE, **options)
     plain, plain_optimizer = made(Recommender(1))
     batches = make_batches(1, 6, (4, 5))

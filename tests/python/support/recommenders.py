@@ -248,9 +248,13 @@ class Loader:
         return batch
 
 
+_MOST_STEPS = 1000
+
+
 def drain_with_errors(pipeline: Any, batches: Iterator[Any]) -> list[Any]:
     seen: list[Any] = []
     while True:
+        assert len(seen) < _MOST_STEPS, seen[-1]  # as that of a pipeline that is over, in each call
         try:
             seen.append(pipeline.progress(batches))
         except StopIteration:
