@@ -219,16 +219,8 @@ def test_a_forward_may_write_to_its_batch(on_thread):
     expect(seen(iter([same] * 4), InPlace()), [torch.full((3,), 2.0**i) for i in range(1, 5)])
 
 
-class Later(Recommender):
-    """Begins after what a thread loads beside it, on all ranks: what is written to on one of them ends the pipeline."""
-
-    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        time.sleep(0.02)
-        return super().forward(batch)
-
-
 def refill_ids(rank: int, world_size: int, kind: str, options: dict[str, Any]) -> None:
-    model, optimizer = made((CachedRecommender if kind == "prefetch" else Later)(1))
+    model, optimizer = made((CachedRecommender if kind == "prefetch" else Recommender)(1))
     pipeline = KINDS[kind](model, optimizer, DEVICE, **options)
     plain, plain_optimizer = made(Recommender(1))
     batches = make_batches(1, 6, (4, 5))
@@ -253,7 +245,12 @@ def test_ids_that_are_filled_again(kind):
     run_ranks(refill_ids, 2, "farandole", kind=kind, options={})
 
 
-@pytest.mark.parametrize("options", [{"tracing": "hooks"}, {"dist_on_thread": True, "load_on_thread": True}])
+# On threads ranks may find a write at different places: without a word of all the pipeline would end.
+@pytest.mark.parametrize(
+    "options",
+    [{"tracing": "hooks"}, {"dist_on_thread": True, "load_on_thread": True, "agree_on_inputs": True}],
+    ids=["hooks", "threads"],
+)
 def test_ids_that_are_filled_again_by_other_ways(options):
     run_ranks(refill_ids, 2, "farandole", kind="sparse", options=options)
 
