@@ -58,15 +58,15 @@ class ModelState:
                     _refill(container, items)
 
     def restore(self) -> dict[str, Any]:
-        """Makes all be as it was. Returns what it had become, by name; None for what was gone."""
+        """Makes all be as it was, where it was made of all attributes. Returns what it had become, by name; None for what
+        was gone."""
         changed: dict[str, Any] = {}
         for name, now, before, containers in self._modules:
             prefix = f"{name}." if name else ""
             for key in _differences(before, self._attributes(now)):
                 changed[prefix + key] = now.get(key)
-            kept = {key: now[key] for key in self._besides if key in now}
             now.clear()
-            now.update(before | kept)
+            now.update(before)
             for key, items in containers.items():
                 container = before[key]
                 if key in _BY_NAME:

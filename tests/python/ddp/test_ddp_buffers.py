@@ -25,7 +25,6 @@ class _Reads(nn.Module):
 
 
 def _changes(rank: int, world_size: int) -> None:
-    del world_size
     module = _Reads(rank).to(DEVICE)
     model = DistributedDataParallel(module)
     x = torch.ones(2, 3, device=DEVICE)

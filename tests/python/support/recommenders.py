@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from support.devices import DEVICE, ON_CPU
 
 ROWS, WIDTH, DENSE = 50, 8, 4
+_MOST_STEPS = 1000
 
 
 @dataclass
@@ -246,9 +247,6 @@ class Loader:
         if index in self._fails:
             raise Trouble(f"cannot read batch {index}")
         return batch
-
-
-_MOST_STEPS = 1000
 
 
 def drain_with_errors(pipeline: Any, batches: Iterator[Any]) -> list[Any]:
