@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from support.devices import only_on_cpu
 from support.processes import run_ranks
 
+pytestmark = only_on_cpu("NCCL's arguments are apart")
 ROOT = 1
 CPU = torch.device("cpu")
 

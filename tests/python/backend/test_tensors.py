@@ -103,7 +103,7 @@ def _premul(rank, world_size):
     def same(x, y):
         return x.dtype == y.dtype and torch.equal(wide(x), wide(y))
 
-    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64, *(BYTE_FLOATS if ON_CPU else ())):
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, *((torch.complex64, *BYTE_FLOATS) if ON_CPU else ())):
 
         def full(value, numel=1000, dtype=dtype):
             return torch.full((numel,), value).to(dtype)

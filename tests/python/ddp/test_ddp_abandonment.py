@@ -233,6 +233,7 @@ def test_a_rank_that_fails_between_two_backwards_of_a_step_does_not_leave_the_ot
 def _load_after(rank: int, world_size: int) -> None:
     """Parameters of ranks that had stepped will not come any more; what is loaded is in their place."""
     group, next_group = dist.new_group(), dist.new_group()
+    torch.manual_seed(1)
     module = _Model()
     saved = {name: value.clone() for name, value in module.state_dict().items()}
     model = DistributedDataParallel(

@@ -10,7 +10,7 @@ from ddp_models import BACKENDS
 from torch.nn.parallel import DistributedDataParallel as TorchDdp
 
 from farandole.ddp import DistributedDataParallel, DistributedOptimizer
-from support.devices import backend_for
+from support.devices import backend_for, seeded
 from support.processes import run_ranks
 
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -59,7 +59,7 @@ def _freeze(rank: int, world_size: int, kind: str) -> None:
                 model.module.second.requires_grad_(not 2 <= step < 5)
                 model.module.first.bias.requires_grad_(step != 4)
             before = ours.module.second.weight.detach().clone()
-            x = torch.randn(4, 7, generator=torch.Generator().manual_seed(10 * step + rank))
+            x = torch.randn(4, 7, generator=seeded(10 * step + rank))
             for model, optimizer in zip((theirs, ours), optimizers, strict=True):
                 optimizer.zero_grad()
                 model(x).backward()
@@ -89,7 +89,7 @@ def _begin_frozen(rank: int, world_size: int, kind: str) -> None:
         ours = DistributedDataParallel(_Model(), find_unused_parameters=True, **for_model)
         optimizers = made(theirs), DistributedOptimizer(made(ours), ours, **for_optimizer)
         for step in range(6):
-            x = torch.randn(4, 7, generator=torch.Generator().manual_seed(10 * step + rank))
+            x = torch.randn(4, 7, generator=seeded(10 * step + rank))
             for model, optimizer in zip((theirs, ours), optimizers, strict=True):
                 model.module.second.requires_grad_(step >= 3)
                 optimizer.zero_grad()
@@ -152,7 +152,7 @@ def _save_while_frozen(rank: int, world_size: int, is_elementwise: bool, path: s
                         dcp.save(saved, checkpoint_id=f"{path}/{frozen_from}")
                         dcp.load(kept, checkpoint_id=f"{path}/{frozen_from}")
                     loaded.module.load_state_dict(kept["model"])
-                x = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + rank))
+                x = torch.randn(4, 16, generator=seeded(10 * step + rank))
                 for model, optimizer in list(zip((trained, loaded), optimizers, strict=True))[: 1 + (step >= 4)]:
                     model.module.third.requires_grad_(not frozen_from <= step < 5)
                     model.module.second.requires_grad_(not frozen_from <= step < 5)
@@ -172,7 +172,7 @@ def _add_to_stale(rank: int, world_size: int) -> None:
     """One rank forgets zero_grad()."""
     model = DistributedDataParallel(_Model(), use_distributed_optimizer=True, bucket_size=1)
     optimizer = DistributedOptimizer(_sgd(model), model)
-    x = torch.randn(4, 7, generator=torch.Generator().manual_seed(rank))
+    x = torch.randn(4, 7, generator=seeded(rank))
     for step in range(4):
         if step != 2 or rank != 1:
             optimizer.zero_grad()

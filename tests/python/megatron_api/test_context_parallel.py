@@ -14,6 +14,7 @@ from farandole import megatron
 from farandole.ddp import DistributedOptimizer
 from megatron_api.data_parallel_support import alone_groups, collection_of
 from pipelining.pipeline_support import BACKENDS
+from support.devices import seeded
 from support.processes import run_ranks
 
 
@@ -34,7 +35,7 @@ def _train(rank: int, world_size: int, sharded: bool) -> None:
     optimizer = DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.05), model)
     plain = torch.optim.AdamW(alone.parameters(), lr=0.05)
     for step in range(4):
-        parts = [torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + r)) for r in range(world_size)]
+        parts = [torch.randn(3, 4, generator=seeded(10 * step + r)) for r in range(world_size)]
         model.zero_grad_buffer()
         optimizer.zero_grad()
         plain.zero_grad()

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from farandole.sparse import TrainPipelineSparseDist
+from support.devices import DEVICE, seeded
 from support.processes import run_ranks
 from support.recommenders import Request, drain
 
@@ -80,7 +81,7 @@ HOWS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 def made_batches(seed: int, number: int) -> list[Batch]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     return [
         {
             "ids": torch.randint(0, ROWS, (SIZE,), generator=generator),
@@ -92,7 +93,7 @@ def made_batches(seed: int, number: int) -> list[Batch]:
 
 def copy_and_train(rank: int, world_size: int, how: str, seed: int) -> None:
     model = Model(seed)
-    pipeline = TrainPipelineSparseDist(model, torch.optim.SGD(model.parameters(), lr=0.5), "cpu", strict=True)
+    pipeline = TrainPipelineSparseDist(model, torch.optim.SGD(model.parameters(), lr=0.5), DEVICE, strict=True)
     batches = iter(made_batches(seed, 8))
     for _ in range(2):
         pipeline.progress(batches)
@@ -105,8 +106,8 @@ def copy_and_train(rank: int, world_size: int, how: str, seed: int) -> None:
             assert torch.equal(copied(batch)[1], alone(batch)[1]), f"seed {seed}"
     assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items()), f"seed {seed}"
     outputs = drain(pipeline, batches)
-    theirs = TrainPipelineSparseDist(copied, torch.optim.SGD(copied.parameters(), lr=0.5), "cpu", strict=True)
-    again = TrainPipelineSparseDist(alone, torch.optim.SGD(alone.parameters(), lr=0.5), "cpu", strict=True)
+    theirs = TrainPipelineSparseDist(copied, torch.optim.SGD(copied.parameters(), lr=0.5), DEVICE, strict=True)
+    again = TrainPipelineSparseDist(alone, torch.optim.SGD(alone.parameters(), lr=0.5), DEVICE, strict=True)
     expected = drain(again, iter(given))
     assert all(map(torch.equal, drain(theirs, iter(given)), expected)) and len(expected) == 3, f"seed {seed}"
     theirs.detach()

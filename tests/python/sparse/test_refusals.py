@@ -87,7 +87,7 @@ def take_copies(rank: int, world_size: int) -> None:
     model = DistributedDataParallel(module, use_distributed_optimizer=True)
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     before = module.weight.item()
-    drain(TrainPipelineBase(model, optimizer, "cpu"), iter([torch.ones(2)] * 3))
+    drain(TrainPipelineBase(model, optimizer, DEVICE), iter([torch.ones(2)] * 3))
     assert module.weight.item() < before
 
 
