@@ -310,6 +310,8 @@ class TrainPipelineBase(Generic[In, Out]):
             self._stages.caller = Caller()
         self._engine.beside(self._may_dist_beside(), self._stages.may_load_beside)
         self._stages.given.refuse(flying.number)
+        if flying.error is not None:
+            raise flying.error
 
     def _forward(self, flying: Any) -> tuple[torch.Tensor, Any]:
         forward = self._model_fwd or self._model

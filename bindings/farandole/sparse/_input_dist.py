@@ -77,6 +77,11 @@ class InputDist:
         elif self._joint.renew() and self._has_begun:
             self._hold_all()
 
+    @property
+    def is_given_up(self) -> bool:
+        """Whether some rank has told the others that it has left an exchange."""
+        return self._joint.group.given_up() is not None
+
     def step_failed(self, stage: str, batch: str, error: BaseException, model: nn.Module, patience: float) -> None:
         """The forward of a batch, say, has raised: waits so many seconds for that of all other ranks to do so, too. Else
         collectives of the model are out of step, and nothing can go on.

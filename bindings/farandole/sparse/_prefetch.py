@@ -91,8 +91,6 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
 
     def _begin_forward(self, flying: InFlight) -> None:
         super()._begin_forward(flying)
-        if flying.error is not None:
-            raise flying.error
         if self._model.training:
             self._prefetch(flying)
 

@@ -133,14 +133,23 @@ class Stages:
 
     def _complete_dist(self, number: int) -> None:
         assert self.input_dist is not None
+        flying = self.flying[number]
         if self._agrees_on_inputs:
-            self.input_dist.complete(self.flying[number], self._complete)
-        else:
-            self._complete(self.flying[number])
+            self.input_dist.complete(flying, self._complete_and_check)
+            return
+        try:
+            self._complete(flying)
+        except Exception as error:
+            if self.input_dist.is_given_up:  # the others skip the batch
+                raise
+            flying.error = error  # in the forward, which they may be in
 
     def _complete(self, flying: InFlight) -> None:
         for name in list(flying.requests):
             self.complete_one(flying, name)
+
+    def _complete_and_check(self, flying: InFlight) -> None:
+        self._complete(flying)
         self.given.refuse(flying.number)
         if flying.error is not None:
             raise flying.error

@@ -245,10 +245,9 @@ def test_ids_that_are_filled_again(kind):
     run_ranks(refill_ids, 2, "farandole", kind=kind, options={})
 
 
-# On threads ranks may find a write at different places: without a word of all the pipeline would end.
 @pytest.mark.parametrize(
     "options",
-    [{"tracing": "hooks"}, {"dist_on_thread": True, "load_on_thread": True, "agree_on_inputs": True}],
+    [{"tracing": "hooks"}, {"dist_on_thread": True, "load_on_thread": True}],
     ids=["hooks", "threads"],
 )
 def test_ids_that_are_filled_again_by_other_ways(options):

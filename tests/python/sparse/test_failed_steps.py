@@ -38,6 +38,8 @@ def hook(model: Any, optimizer: Any, stage: str, call: Callable[..., None]) -> N
         model.module.dense.register_forward_pre_hook(call)
     elif stage == "before":
         model.register_forward_pre_hook(call)
+    elif stage == "arrival":
+        model.module.tables[0].before_arrival = call
     elif stage == "backward":
         model.module.dense.register_full_backward_pre_hook(call)
     else:
@@ -59,7 +61,8 @@ def fail_alone(rank: int, world_size: int, seed: int, stage: str, options: dict[
     with pytest.raises((Trouble, RuntimeError)) as raised:
         while True:
             outputs.append(pipeline.progress(batches))
-    where = rf"rank {culprit} has failed in the {'forward' if stage == 'before' else stage} of batch {number}, and rank"
+    within = "forward" if stage in ("before", "arrival") else stage
+    where = rf"rank {culprit} has failed in the {within} of batch {number}, and rank"
     why = rf"{where} .* has not.*: Trouble: one bad sample"
     if rank == culprit:
         assert isinstance(raised.value, Trouble) and len(outputs) == number
@@ -86,6 +89,8 @@ def check_outputs(rank: int, world_size: int, seed: int, of_ranks: list[Any]) ->
     ("stage", "options"),
     [
         ("before", {}),
+        ("arrival", {}),
+        ("arrival", {"dist_on_thread": True}),
         ("forward", {"load_on_thread": True, "dist_on_thread": True}),
         ("forward", {"execute_all_batches": False}),
         ("backward", {"agree_on_inputs": True}),
