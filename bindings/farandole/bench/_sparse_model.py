@@ -35,9 +35,17 @@ class Batch(Pipelineable):
             part.record_stream(stream)
 
 
+class Hash(nn.Module):
+    """Of ids to rows, ahead of the tables."""
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        return KeyedJaggedTensor(features.keys(), features.values() % _ROWS, lengths=features.lengths())
+
+
 class Dlrm(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, ahead: int) -> None:
         super().__init__()
+        self.ahead = nn.ModuleList(Hash() for _ in range(ahead))
         self.tables = EmbeddingBagCollection(
             [EmbeddingBagConfig(_ROWS, _WIDTH, name=f"t{i}", feature_names=[f"f{i}"]) for i in range(_TABLES)]
         )
@@ -45,15 +53,23 @@ class Dlrm(nn.Module):
         self.top = nn.Sequential(nn.Linear(_WIDTH * (_TABLES + 1), 128), nn.ReLU(), nn.Linear(128, 1))
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        features = torch.cat([self.bottom(batch.dense), self.tables(batch.sparse).values()], 1)
+        ids = batch.sparse
+        for module in self.ahead:
+            ids = module(ids)
+        lookups = self.tables(ids).values()
+        features = torch.cat([self.bottom(batch.dense), lookups], 1)
         scores = self.top(features).squeeze(1)
         loss = nn.functional.binary_cross_entropy_with_logits(scores, batch.labels)
         return loss.reshape(1), scores.detach()
 
 
-def sharded(group: dist.ProcessGroup) -> tuple[nn.Module, torch.optim.Optimizer]:
+def sharded(group: dist.ProcessGroup, ahead: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """
+    Args:
+        ahead: how many modules without parameters there are between the batch and the tables.
+    """
     torch.manual_seed(0)
-    model = Dlrm()
+    model = Dlrm(ahead)
     world = group.size()
     ways = {f"t{i}": table_wise(rank=i // 2 % world) if i % 2 else row_wise() for i in range(_TABLES)}
     sharder = EmbeddingBagCollectionSharder()

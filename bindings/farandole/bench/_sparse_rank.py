@@ -29,11 +29,11 @@ class _PlainLoop:
         return output
 
 
-def _pipeline(rank: Rank, peer: str) -> Any:
+def _pipeline(rank: Rank, peer: str, ahead: int) -> Any:
     from farandole.bench import _sparse_model
 
     group = rank.groups["gloo" if peer == TORCHREC else "farandole"]
-    model, optimizer = _sparse_model.sharded(group)
+    model, optimizer = _sparse_model.sharded(group, ahead)
     cpu = torch.device("cpu")
     if peer == PLAIN:
         return _PlainLoop(model, optimizer, cpu)
@@ -46,18 +46,20 @@ def _pipeline(rank: Rank, peer: str) -> Any:
     return TrainPipelineSparseDist(model, optimizer, cpu, process_group=group, strict=True)
 
 
-def run_steps(rank: Rank, samples: int, count: int, warm_up: int) -> dict[str, list[float]]:
+def run_steps(rank: Rank, samples: int, ahead: int, count: int, warm_up: int) -> dict[str, list[float]]:
     """Runs on all ranks: the seconds of steps with batches of so many samples, by peer, one after the other; each time in
-    another order, since what a step costs depends on the memory that the one before it has left."""
+    another order, since what a step costs depends on the memory that the one before it has left. ``ahead``: modules
+    between the batch and the tables."""
     from farandole.bench import _sparse_model
 
     turn = rank.state["sparse turn"] = rank.state.get("sparse turn", -1) + 1
     orders = [*itertools.permutations(PEERS)]
     times: dict[str, list[float]] = {}
     for peer in orders[turn % len(orders)]:
-        if ("sparse", peer) not in rank.state:
-            rank.state["sparse", peer] = _pipeline(rank, peer)
-        pipeline = rank.state["sparse", peer]
+        key = "sparse", peer, ahead
+        if key not in rank.state:
+            rank.state[key] = _pipeline(rank, peer, ahead)
+        pipeline = rank.state[key]
         batches = iter(_sparse_model.make_batches(rank.rank, samples, warm_up + count + 3))
         for _ in range(warm_up):
             pipeline.progress(batches)

@@ -11,7 +11,13 @@ from farandole.bench._series import Measurement, Report, Sample, Series, Target,
 from farandole.bench._settings import Settings
 from farandole.sparse._requirements import torchrec_reason
 
-_SAMPLES = (16, 256, 2048)
+# Samples of a batch, and modules that run ahead.
+_CASES = {
+    "16 samples": (16, 0),
+    "256 samples": (256, 0),
+    "256 samples, a module ahead": (256, 1),
+    "2048 samples": (2048, 0),
+}
 _STEPS = 30  # per round
 _WARM_UP = 5
 _SECONDS = {"10 ms": 0.01, "50 ms": 0.05}  # of a stage that sleeps
@@ -28,10 +34,9 @@ def measure(settings: Settings, pair: RankPair) -> Report:
     if reason is not None:
         report.notes.append(f"without torchrec: {reason}")
         return report
-    for samples in _SAMPLES:
-        case = f"{samples} samples"
+    for case, (samples, ahead) in _CASES.items():
         series = {peer: Series(case, peer, quantity="step") for peer in on_rank.PEERS}
-        interleave(settings.rounds, [_measurement(settings, pair, samples, series)], settings.tick)
+        interleave(settings.rounds, [_measurement(settings, pair, samples, ahead, series)], settings.tick)
         report.series += series.values()
         for peer, limit in ((on_rank.PLAIN, _OF_PLAIN), (on_rank.TORCHREC, _OF_TORCHREC)):
             compared = ratio(f"step / that of {peer}", series[on_rank.OURS], series[peer])
@@ -40,9 +45,12 @@ def measure(settings: Settings, pair: RankPair) -> Report:
     return report
 
 
-def _measurement(settings: Settings, pair: RankPair, samples: int, series: dict[str, Series]) -> Measurement:
+def _measurement(
+    settings: Settings, pair: RankPair, samples: int, ahead: int, series: dict[str, Series]
+) -> Measurement:
     def one_round() -> list[list[Sample]]:
-        ranks = pair.call(on_rank.run_steps, samples=samples, count=settings.count(_STEPS), warm_up=_WARM_UP)
+        count = settings.count(_STEPS)
+        ranks = pair.call(on_rank.run_steps, samples=samples, ahead=ahead, count=count, warm_up=_WARM_UP)
         slower = [max(of_rank[peer][0] for of_rank in ranks) for peer in series]
         return [[Sample(step, step)] for step in slower]
 

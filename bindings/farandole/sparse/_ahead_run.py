@@ -22,17 +22,27 @@ class AheadRun:
         modules: by name.
         written: where tensors lie that a run has written to, None before the first; ``has_run()`` returns it anew.
         calls: how often any of the modules has run so far, for whomever.
+        last: the run before.
     """
 
     def __init__(
-        self, modules: Mapping[str, nn.Module], written: frozenset[str] | None, calls: Callable[[], int]
+        self,
+        modules: Mapping[str, nn.Module],
+        written: frozenset[str] | None,
+        calls: Callable[[], int],
+        last: AheadRun | None = None,
     ) -> None:
         self.modules = dict(modules)
         self._written = written
         self._calls = calls
         self._calls_after = 0
-        self._before = [ModelState(module, _BESIDES) for module in self.modules.values()]
-        self._after: list[ModelState] = []
+        self._now: dict[str, ModelState]
+        if last is not None and last.modules == self.modules:
+            self._now = last._now
+            self._look()
+        else:
+            self._now = {name: ModelState(module, _BESIDES, True) for name, module in self.modules.items()}
+        self._before = self._after = self._now
         self._tensors = {
             name: (tensor, _version(tensor), tensor.detach().clone() if self._is_copied(name, tensor) else None)
             for name, tensor in self._all().items()
@@ -43,8 +53,8 @@ class AheadRun:
 
     def has_run(self) -> frozenset[str]:
         self._calls_after = self._calls()
-        self._after = [ModelState(module, _BESIDES) for module in self.modules.values()]
         tensors = self._all()
+        self._after = self._now
         self._versions = self._noted = {name: _version(tensor) for name, tensor in tensors.items()}
         changed = {
             name for name, (tensor, version, _) in self._tensors.items() if version != self._versions.get(name, version)
@@ -64,9 +74,10 @@ class AheadRun:
     def is_stale(self) -> bool:
         """Whether it would be another one by now, since the modules were changed, by a load of their state say. Not by
         calls of others, for which what it has written counts."""
-        if not self._has_changed() and all(
-            _version(tensor) == self._noted.get(name) for name, tensor in self._all().items()
-        ):
+        is_noted = all(_version(tensor) == self._noted.get(name) for name, tensor in self._all().items())
+        if is_noted and all(now is self._after[name] for name, now in self._now.items()):
+            return False
+        if is_noted and not self._has_changed():
             return False
         return not self._has_others() or not self._has_written()
 
@@ -84,8 +95,8 @@ class AheadRun:
             return False
         tensors = self._all()
         kept = [tensor for name, tensor, _ in written if name in tensors and self._is_other(name, tensors[name])]
-        for state, after in zip(self._before, self._after, strict=True):
-            state.restore_but_for(after)
+        for name, state in self._before.items():
+            state.restore_but_for(self._after[name])
         with torch.no_grad():
             for _, tensor, before in written:
                 if not any(tensor is other for other in kept):
@@ -96,12 +107,10 @@ class AheadRun:
         return self._calls() != self._calls_after
 
     def _has_changed(self) -> bool:
-        return any(state.has_changed() for state in self._after)
+        return any(state.has_changed() for state in self._after.values())
 
     def _has_written(self) -> bool:
-        return bool(self._values) or any(
-            after.differs(before) for before, after in zip(self._before, self._after, strict=True)
-        )
+        return bool(self._values) or any(after.differs(self._before[name]) for name, after in self._after.items())
 
     def _is_other(self, name: str, tensor: torch.Tensor | None) -> bool:
         # torch's DDP writes buffers in each forward, mostly with what they hold already, and may not count that.
@@ -110,15 +119,12 @@ class AheadRun:
     def _is_copied(self, name: str, tensor: torch.Tensor) -> bool:
         return not isinstance(tensor, nn.Parameter) if self._written is None else name in self._written
 
+    def _look(self) -> None:
+        self._now = {name: state.as_now() for name, state in self._now.items()}
+
     def _all(self) -> dict[str, torch.Tensor]:
-        found = {}
-        for name, module in self.modules.items():
-            for child_name, child in module.named_modules(prefix=name):
-                values = {**vars(child), **child._buffers, **child._parameters}
-                for key, value in values.items():
-                    if isinstance(value, torch.Tensor):
-                        found[f"{child_name}.{key}"] = value
-        return found
+        self._look()
+        return {f"{name}.{key}": tensor for name, state in self._now.items() for key, tensor in state.tensors().items()}
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -137,13 +138,14 @@ class Attachment:
         if self._changes.refuse(self._forwards) and self._comparisons is not None:
             self._comparisons.forget()
 
-    def adopt(self, flying: InFlight) -> None:
+    def adopt(self, flying: InFlight, patience: float) -> None:
         """Before another batch goes ahead: makes anew what went ahead for this one in another mode of the model, through
-        modules that were changed since, or by another attachment, whose post-processing is not this one's.
+        modules that were changed since, or by another attachment. Other ranks may be later by ``patience``.
 
         Raises:
-            RuntimeError: it cannot be taken back, or caches hold rows for it.
+            RuntimeError: it cannot be taken back, or caches hold rows for it; or other ranks have seen no change.
         """
+        self.input_dist.next_forward()
         modules = self._processing()
         is_same = flying.run is not None and flying.run.modules == modules
         is_ours = flying.owner is self.input_dist or is_same
@@ -151,8 +153,9 @@ class Attachment:
         if is_ours and (run is None or (flying.is_training == self.model.training and not run.is_stale())):
             return
         names = ", ".join(map(repr, modules))
+        change = f"a change of {names}, or of the mode, before the forward of batch {flying.number}"
         if run is not None:
-            self.refuse_prefetched(f"a change of {names}, or of the mode, before the forward of batch {flying.number},")
+            self.refuse_prefetched(f"{change},")
         if run is not None and not run.take_back() and is_same:
             before = "training" if flying.is_training else "eval"
             raise RuntimeError(
@@ -160,13 +163,13 @@ class Attachment:
                 "calls have changed their state since: expected the mode of the model to be the same again for that "
                 "forward, or such modules to be called by its pipeline only"
             )
-        owner = flying.owner if is_same and flying.is_training == self.model.training else None
+        was_sent, is_other = is_same and flying.owner is self.input_dist, flying.is_training != self.model.training
         flying.owner, flying.results, flying.run = None, None, None
         flying.is_training = self.model.training
         inputs = self._inputs_of(flying) if modules else []
-        # What has changed on one rank only, and no input by it, is not to keep that from what the others do.
-        if owner is self.input_dist and is_equal_input([*flying.calls.values()], inputs):
-            flying.owner = owner
+        is_other = is_other or not is_equal_input([*flying.calls.values()], inputs)
+        if was_sent and not self.input_dist.gives_others(change, is_other, self.model, patience):
+            flying.owner = self.input_dist
 
     def prefetched(self, flying: InFlight, name: str) -> None:
         """A module's cache is about to take in rows for a batch: the next forward has to be that of this batch."""
@@ -263,7 +266,7 @@ class Attachment:
         modules = self._processing()
         if not modules:
             return self._computed(self._graph, flying)
-        run = AheadRun(modules, self._written, self._post_processing.calls_made)
+        run = AheadRun(modules, self._written, self._post_processing.calls_made, self._run)
         with self._draws.looked_for(modules, self.model.training, self._strict):
             with self._post_processing.noting() as flying.results:
                 inputs = self._computed(self._graph, flying)
@@ -286,7 +289,7 @@ class Attachment:
 
     def _processing(self) -> dict[str, nn.Module]:
         names = () if self._graph is None else self._graph.post_processing
-        return {name: self.model.get_submodule(name) for name in names}
+        return {name: operator.attrgetter(name)(self.model) for name in names}
 
     def _replaying(self, flying: InFlight) -> contextlib.AbstractContextManager[None]:
         if self._post_processing is None or not flying.results:

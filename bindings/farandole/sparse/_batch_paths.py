@@ -7,7 +7,7 @@ import dataclasses
 import enum
 import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -79,18 +79,24 @@ def tensors_in(batch: Any) -> list[tuple[Path, Step | None, torch.Tensor]]:
     for path, value in todo:
         type_: Any = type(value)
         kind = _kind_of(type_)
-        if len(path) > _DEEPEST or len(todo) > _MOST or (kind is _SEQUENCE and _is_of_constants(value)):
+        if len(path) > _DEEPEST or len(todo) > _MOST:
             continue
-        has_names = kind is _OBJECT or kind is _OPAQUE
-        held: Any = vars(value).items() if has_names else parts(value)
-        for step, item in held:
+        for step, item in _held(value, kind):
             type_ = type(item)
             kind_within = _kind_of(type_)
             if kind_within is _TENSOR:
-                found.append((path, (getattr, step) if has_names else step, item))
+                found.append((path, step, item))
             elif kind_within is not _CONSTANT and kind is not _OPAQUE:
-                todo.append(((*path, (getattr, step) if has_names else step), item))
+                todo.append(((*path, step), item))
     return found
+
+
+def _held(value: Any, kind: str) -> Iterable[tuple[Step, Any]]:
+    if kind is _OBJECT or kind is _OPAQUE:
+        return [((getattr, name), item) for name, item in vars(value).items()]
+    if kind is not _SEQUENCE or hasattr(value, "_fields"):
+        return parts(value)
+    return () if _is_of_constants(value) else [((operator.getitem, place), item) for place, item in enumerate(value)]
 
 
 _TENSOR, _CONSTANT, _SEQUENCE, _PARTS, _OPAQUE, _OBJECT = "tensor", "constant", "sequence", "parts", "opaque", "object"

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 
-import torch.distributed as dist
 from torch import nn
 
 from farandole.sparse._exchange_group import FailedOnOthers
 from farandole.sparse._joint_steps import JointSteps
-
-_LOOK = 0.005  # seconds
+from farandole.sparse._rank_words import RankWords
 
 
 class FailedSteps:
@@ -19,6 +16,7 @@ class FailedSteps:
 
     def __init__(self, joint: JointSteps) -> None:
         self._joint = joint
+        self._words = RankWords(joint, "failed")
         self._times = 0
 
     def meet(self, stage: str, batch: str, error: BaseException, model: nn.Module, patience: float) -> None:
@@ -44,23 +42,8 @@ class FailedSteps:
 
     def _others(self, stage: str, until: float) -> str:
         """Who has not failed as this rank."""
-        store, group = dist.distributed_c10d._get_default_store(), self._joint.group
-        assert group.group is not None
-        keys = [self._key(self._times, rank) for rank in range(group.size)]
-        store.set(keys[group.rank], stage)
-        while not store.check(keys):
-            if self._joint.hears_of_loss():
-                return ""
-            if time.monotonic() > until:
-                break
-            time.sleep(_LOOK)
-        if self._times > 1:  # which all have read
-            with contextlib.suppress(RuntimeError):  # not every store can
-                store.delete_key(self._key(self._times - 1, group.rank))
-        said = [store.get(key).decode() if store.check([key]) else "" for key in keys]
-        ranks = dist.get_process_group_ranks(group.group)
-        others = {rank: where for rank, where in zip(ranks, said, strict=True) if where != stage}
+        words = self._words.exchange(self._times, stage, until)
+        if self._joint.is_lost:
+            return ""
+        others = {rank: where for rank, where in words.items() if where != stage}
         return ", ".join(f"rank {rank} {f'in the {where}' if where else 'has not'}" for rank, where in others.items())
-
-    def _key(self, times: int, rank: int) -> str:
-        return f"{self._joint.exchange.name}/failed/{times}/{rank}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ from farandole.sparse._groups import forget_group_of_its_own, group_of_its_own, 
 
 # So long others may take to start what this rank could not, before it is supposed that they wait for it inside.
 PATIENCE = 1.0
+# Most of a module's attributes; isinstance() of a group is slow, and asked in each step.
+_NO_GROUPS = {bool, int, float, str, list, tuple, dict, set, OrderedDict, type(None)}
 
 
 class JointSteps:
@@ -215,5 +218,6 @@ def _groups_of(module: nn.Module) -> list[Any]:
     found: dict[int, dist.ProcessGroup] = {}
     for child in module.modules():
         values: list[Any] = [*vars(child).values(), getattr(vars(child).get("_env"), "process_group", None)]
-        found.update((id(value), value) for value in values if isinstance(value, dist.ProcessGroup))
+        groups = (value for value in values if type(value) not in _NO_GROUPS and isinstance(value, dist.ProcessGroup))
+        found.update((id(value), value) for value in groups)
     return list(found.values())

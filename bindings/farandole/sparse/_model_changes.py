@@ -28,6 +28,7 @@ class ModelChanges:
         self._tree = self._modules()
         self._processing: dict[str, nn.Module] = {}
         self._parameters: tuple[str, ...] = ()
+        self._places: dict[str, operator.attrgetter[object]] = {}  # by name
 
     def watch(self, processing: Iterable[str], attributes: Iterable[str]) -> None:
         """By name, what runs ahead of forwards: modules, and attributes of the model."""
@@ -88,9 +89,11 @@ class ModelChanges:
                 todo += module._modules.values()
         return found
 
-    def _found(self, name: str) -> nn.Module | None:
+    def _found(self, name: str) -> object:
+        if name not in self._places:
+            self._places[name] = operator.attrgetter(name)
         try:
-            return self._model.get_submodule(name)
+            return self._places[name](self._model)
         except AttributeError:
             return None
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import functools
+import operator
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 _BY_NAME = ("_parameters", "_buffers", "_modules")  # whose items are attributes of the module
-_CONTAINERS = (dict, list, set, deque)
 _ABSENT = object()
 
 
@@ -19,79 +22,151 @@ class ModelState:
 
     Args:
         besides: names of attributes that are none of it.
+        looks_into_objects: whether the attributes of objects among them, as a config, are items as well.
     """
 
-    def __init__(self, model: nn.Module, besides: tuple[str, ...] = ()) -> None:
-        self._besides = besides
-        self._modules = [
-            (name, vars(module), self._attributes(vars(module)), _containers(vars(module)))
-            for name, module in model.named_modules()
-        ]
+    def __init__(self, model: nn.Module, besides: tuple[str, ...] = (), looks_into_objects: bool = False) -> None:
+        self._model = model
+        self._options = besides, looks_into_objects
+        self._modules = [_Attributes(name, module, *self._options) for name, module in model.named_modules()]
+        self._tensors: dict[str, torch.Tensor] | None = None
+
+    def as_now(self) -> ModelState:
+        """Itself, where nothing has changed since."""
+        return ModelState(self._model, *self._options) if self.has_changed() else self
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By name."""
+        if self._tensors is None:
+            self._tensors = {name: tensor for module in self._modules for name, tensor in module.tensors()}
+        return self._tensors
 
     def has_changed(self) -> bool:
         """Since it was made."""
-        return any(
-            _differences(before, self._attributes(now))
-            or any(_identities(items) != _identities(before[key]) for key, items in containers.items())
-            for _, now, before, containers in self._modules
-        )
+        return any(module.have_changed() for module in self._modules)
 
     def differs(self, other: ModelState) -> bool:
         """From what the same model was when the other one was made."""
+        if self is other:
+            return False
         return len(self._modules) != len(other._modules) or any(
-            _differences(before, attributes)
-            or any(_identities(items) != _identities(containers.get(key, ())) for key, items in contents.items())
-            for (_, _, before, containers), (_, _, attributes, contents) in zip(
-                other._modules, self._modules, strict=True
-            )
+            one.differ(before) for before, one in zip(other._modules, self._modules, strict=True)
         )
 
     def restore_but_for(self, later: ModelState) -> None:
         """Makes all be as it was, but for what has become something else since ``later`` was made."""
-        for (_, now, before, containers), (_, _, then, contents) in zip(self._modules, later._modules, strict=False):
-            _restore_items(now, before, then)
-            for key, items in containers.items():
-                container = before[key]
-                if isinstance(container, dict) and key in contents:
-                    _restore_items(container, items, contents[key])
-                elif key in contents and _identities(contents[key]) == _identities(container):
-                    _refill(container, items)
+        if self is later:
+            return
+        for module, then in zip(self._modules, later._modules, strict=False):
+            module.restore_but_for(then)
 
     def restore(self) -> dict[str, Any]:
         """Makes all be as it was, where it was made of all attributes. Returns what it had become, by name; None for what
         was gone."""
         changed: dict[str, Any] = {}
-        for name, now, before, containers in self._modules:
-            prefix = f"{name}." if name else ""
-            for key in _differences(before, self._attributes(now)):
-                changed[prefix + key] = now.get(key)
-            now.clear()
-            now.update(before)
-            for key, items in containers.items():
-                container = before[key]
-                if key in _BY_NAME:
-                    changed |= {prefix + item: container.get(item) for item in _differences(items, container)}
-                elif _identities(items) != _identities(container):
-                    changed[prefix + key] = copy.copy(container)
-                _refill(container, items)
+        for module in self._modules:
+            changed |= module.restore()
         return changed
 
-    def _attributes(self, attributes: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in attributes.items() if key not in self._besides}
+
+class _Attributes:
+    """Those of a module. They are taken, or looked at, for each batch."""
+
+    __slots__ = ("_before", "_besides", "_containers", "_empty", "_items", "_looks_into_objects", "_now", "_prefix")
+
+    def __init__(self, name: str, module: nn.Module, besides: tuple[str, ...], looks_into_objects: bool) -> None:
+        self._prefix, self._besides = f"{name}." if name else "", besides
+        self._looks_into_objects = looks_into_objects
+        self._now = vars(module)
+        self._before = self._now.copy()
+        self._items: dict[str, Any] = {}  # of containers, as they are now
+        self._containers: list[tuple[Any, Any]] = []  # with items, and these
+        self._empty: list[Any] = []
+        for key in self._before:
+            container = self._container(key)
+            if container is None:
+                continue
+            items = self._items[key] = {**container} if isinstance(container, dict) else [*container]
+            if items:
+                self._containers.append((container, items))
+            else:
+                self._empty.append(container)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for held in (self._before, self._items["_buffers"], self._items["_parameters"]):
+            for key, value in held.items():
+                if isinstance(value, torch.Tensor):
+                    yield self._prefix + key, value
+
+    def _container(self, key: str) -> Any:
+        """None: what has this name is none."""
+        value = self._before[key]
+        kind: Any = type(value)
+        if _is_container(kind):
+            return value
+        return vars(value) if self._looks_into_objects and _has_settings(kind) else None
+
+    def have_changed(self) -> bool:
+        now, before = self._now, self._before
+        is_same = len(before) == len(now) and all(map(operator.is_, before.values(), now.values()))
+        if not (is_same and [*before] == [*now]) and self._differences(now):
+            return True
+        return any(self._empty) or not all(_are_items(items, container) for container, items in self._containers)
+
+    def differ(self, other: _Attributes) -> bool:
+        return bool(self._differences(other._before)) or any(
+            not _are_items(items, other._items.get(key, ())) for key, items in self._items.items()
+        )
+
+    def restore_but_for(self, then: _Attributes) -> None:
+        _restore_items(self._now, self._before, then._before, self._besides)
+        for key, items in self._items.items():
+            container = self._container(key)
+            if isinstance(container, dict) and key in then._items:
+                _restore_items(container, items, then._items[key])
+            elif key in then._items and _are_items(then._items[key], container):
+                _refill(container, items)
+
+    def restore(self) -> dict[str, Any]:
+        changed = {self._prefix + key: self._now.get(key) for key in self._differences(self._now)}
+        self._now.clear()
+        self._now.update(self._before)
+        for key, items in self._items.items():
+            container = self._container(key)
+            if key in _BY_NAME:
+                changed |= {self._prefix + item: container.get(item) for item in _differences(items, container)}
+            elif not _are_items(items, container):
+                changed[self._prefix + key] = copy.copy(container)
+            _refill(container, items)
+        return changed
+
+    def _differences(self, now: dict[str, Any]) -> list[str]:
+        return [key for key in _differences(self._before, now) if key not in self._besides]
 
 
-def _containers(attributes: dict[str, Any]) -> dict[str, Any]:
-    return {key: copy.copy(value) for key, value in attributes.items() if isinstance(value, _CONTAINERS)}
+@functools.lru_cache(maxsize=1024)
+def _is_container(kind: type) -> bool:
+    return issubclass(kind, (dict, list, set, deque))
+
+
+@functools.lru_cache(maxsize=1024)
+def _has_settings(kind: type) -> bool:
+    """Whether what is of this class is known by its attributes, as a config is."""
+    is_known = kind.__module__.partition(".")[0] in ("builtins", "torch", "torchrec", "fbgemm_gpu")
+    is_called = any("__call__" in vars(base) for base in kind.__mro__)
+    return not (is_known or is_called or kind.__dictoffset__ == 0 or issubclass(kind, (type, nn.Module, torch.Tensor)))
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return [key for key in {**before, **now} if before.get(key, _ABSENT) is not now.get(key, _ABSENT)]
 
 
-def _restore_items(now: dict[str, Any], before: dict[str, Any], then: dict[str, Any]) -> None:
+def _restore_items(
+    now: dict[str, Any], before: dict[str, Any], then: dict[str, Any], besides: tuple[str, ...] = ()
+) -> None:
     """But for those that are not what they were ``then``."""
     for key in _differences(before, then):
-        if now.get(key, _ABSENT) is not then.get(key, _ABSENT):
+        if key in besides or now.get(key, _ABSENT) is not then.get(key, _ABSENT):
             continue
         if key in before:
             now[key] = before[key]
@@ -99,14 +174,17 @@ def _restore_items(now: dict[str, Any], before: dict[str, Any], then: dict[str, 
             now.pop(key, None)
 
 
-def _identities(container: Any) -> list[Any]:
+def _are_items(items: Any, container: Any) -> bool:
+    """The same objects in the same order, and by the same keys; sets have an order of their own each."""
+    if len(items) != len(container):
+        return False
     if isinstance(container, dict):
-        return [(id(key), id(value)) for key, value in container.items()]
-    return [id(item) for item in container]
+        return all(map(operator.is_, items, container)) and all(map(operator.is_, items.values(), container.values()))
+    return all(map(operator.is_, items, container))
 
 
 def _refill(container: Any, items: Any) -> None:
-    if _identities(container) == _identities(items):
+    if _are_items(items, container):
         return
     container.clear()
     if isinstance(container, (list, deque)):

@@ -167,12 +167,22 @@ class _Given:
 
     def is_as_noted(self) -> bool:
         """Tensors that have come since are of those that features make when they are asked for."""
-        now = {(path, step): tensor for path, step, tensor in tensors_in(self.call)}
-        is_written = any(
-            now.get((path, step)) is not tensor or version_of(tensor) != version
+        is_written = not self._are_noted(tensors_in(self.call))
+        return not is_written and (self._copies is None or not differ(self._copies, self._as_noted()))
+
+    def _are_noted(self, found: list[tuple[Path, Step | None, torch.Tensor]]) -> bool:
+        if len(found) == len(self._noted) and all(
+            tensor is before and version_of(tensor) == version and path == path_before and step == step_before
+            for (path, step, tensor), (path_before, step_before, before, version) in zip(
+                found, self._noted, strict=True
+            )
+        ):
+            return True
+        now = {(path, step): tensor for path, step, tensor in found}
+        return all(
+            now.get((path, step)) is tensor and version_of(tensor) == version
             for path, step, tensor, version in self._noted
         )
-        return not is_written and (self._copies is None or not differ(self._copies, self._as_noted()))
 
     def tensors(self) -> list[torch.Tensor]:
         """All that ``is_as_noted()`` reads, and what it was called with."""

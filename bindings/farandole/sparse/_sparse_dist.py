@@ -198,9 +198,11 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
     def _step_failed(self, batch: str, error: BaseException) -> None:
         if self._attachment is not None:
             is_interrupt = not isinstance(error, Exception)  # KeyboardInterrupt, which is not to be held up
-            patience = PATIENCE + (0 if is_interrupt else 2 * (time.monotonic() - self._before))
-            patience = min(patience, _LONGEST_PATIENCE)
+            patience = PATIENCE if is_interrupt else self._patience()
             self._attachment.input_dist.step_failed(self._doing, batch, error, self._model, patience)
+
+    def _patience(self) -> float:
+        return min(PATIENCE + 2 * (time.monotonic() - self._before), _LONGEST_PATIENCE)
 
     def _completes_ahead(self) -> bool:
         return self._agrees_on_inputs
@@ -234,7 +236,7 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
     def _adopt(self, flying: Any) -> None:
         assert self._attachment is not None
         with self._streams.on(self._streams.dist), self._stages.autocast(), NoGrad():
-            self._attachment.adopt(flying)
+            self._attachment.adopt(flying, self._patience())
 
     def _running(self, flying: Any) -> contextlib.AbstractContextManager[Any]:
         assert self._attachment is not None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +13,16 @@ import torch
 
 from farandole.sparse import TrainPipelineSparseDist
 from farandole.sparse._ahead_run import AheadRun
-from support.devices import DEVICE
-from support.processes import run_ranks
+from support.devices import DEVICE, only_on_cpu
+from support.processes import await_all, run_ranks
 from support.recommenders import ROWS, Batch, Recommender, assert_same, drain, made, make_batches, on_device, plain_loop
+
+AT_ONCE = 12.0  # seconds, on a machine that does other things; groups time out after 60
+
+
+@dataclasses.dataclass
+class Config:
+    step: int = 0
 
 
 class Remap(torch.nn.Module):
@@ -26,14 +35,16 @@ class Remap(torch.nn.Module):
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.seen: list[int] = []
         self.settings = {"shift": 0}
+        self.config = Config()
         self.total = 1000
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         if self.counts:
             self.calls += 1
             self.total += 1
+            self.config.step += 1
             self.seen.append(self.total)
-        moved = ids + self.settings["shift"] + self.calls + self.total + len(self.seen)
+        moved = ids + self.settings["shift"] + self.config.step + self.calls + self.total + len(self.seen)
         return self.others[moved % ROWS]
 
 
@@ -61,6 +72,7 @@ CHANGES: dict[str, Callable[[Any, int], None]] = {
     "another buffer": lambda remap, by: setattr(remap, "others", turned(remap, by)),
     "a setting": lambda remap, by: setattr(remap, "total", 2000 + by),
     "a setting in a dict": lambda remap, by: remap.settings.update(shift=by),
+    "a setting of an object": lambda remap, by: setattr(remap.config, "step", by),
     "a list": lambda remap, by: remap.seen.clear(),
     "a count": lambda remap, by: remap.calls.fill_(200 + by),
     "a state is loaded": lambda remap, by: remap.load_state_dict(state_of(remap, by)),
@@ -88,7 +100,8 @@ def change(rank: int, world_size: int, seed: int, counts: bool, threads: bool) -
         [expected] = plain_loop(plain, plain_optimizer, [batch])
         assert torch.equal(output, expected), told
     remap, other = model.module.remap, plain.module.remap
-    assert (remap.seen, remap.total, remap.settings) == (other.seen, other.total, other.settings), f"seed {seed}"
+    for name in ("seen", "total", "settings", "config"):
+        assert getattr(remap, name) == getattr(other, name), f"seed {seed}, {name}"
     assert all(map(torch.equal, remap.buffers(), other.buffers())), f"seed {seed}"
     assert_same(model, plain)
 
@@ -113,6 +126,54 @@ def leave(rank: int, world_size: int) -> None:
 
 def test_what_nobody_changes_is_not_made_anew():
     run_ranks(leave, 2, "farandole")
+
+
+def change_some(rank: int, world_size: int, threads: bool) -> None:
+    """On all ranks, where only the batches of some have what was changed."""
+    (model, optimizer), (plain, plain_optimizer) = made(Remapped(False)), made(Remapped(False))
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, strict=True, load_on_thread=threads)
+    batches = make_batches(1, 12)
+    for number, batch in enumerate(batches):
+        batch.ids[:] = 2 * (batch.ids // 2) % ROWS + (rank + number) % 2
+    iterator = iter(batches)
+    for number, batch in enumerate(batches):
+        for each in (model, plain):
+            each.module.remap.others[(number // 3) % 2 :: 2] += 1
+            each.module.remap.others %= ROWS
+        output = pipeline.progress(iterator)
+        [expected] = plain_loop(plain, plain_optimizer, [batch])
+        assert torch.equal(output, expected), number
+    assert_same(model, plain)
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_a_change_that_gives_other_inputs_on_some_ranks(threads):
+    run_ranks(change_some, 2, "farandole", timeout=60, threads=threads)
+
+
+def change_alone(rank: int, world_size: int, culprit: int) -> None:
+    model, optimizer = made(Remapped(False))
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, strict=True)
+    iterator = iter(make_batches(1, 6))
+    for _ in range(2):
+        pipeline.progress(iterator)
+    if rank == culprit:
+        model.module.remap.total += 1
+    began = time.monotonic()
+    told = rf"rank {culprit} .*'remap'.* before the forward of batch 2.*expected the same change on all ranks"
+    with pytest.raises(RuntimeError, match=told):
+        for _ in range(2):
+            pipeline.progress(iterator)
+    with pytest.raises(RuntimeError, match=f"cannot be used again: .*{told}"):
+        pipeline.progress(iterator)
+    assert time.monotonic() - began < AT_ONCE
+    await_all(rank, world_size)
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+@only_on_cpu("gives up groups of farandole's on CPU")
+def test_a_change_on_one_rank_that_gives_other_inputs_is_told_to_all(culprit):
+    run_ranks(change_alone, 2, "farandole", timeout=60, culprit=culprit)
 
 
 def differ_by_nothing_given(rank: int, world_size: int) -> None:
