@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from farandole.ddp._runs import GradShard, Run
+from farandole.ddp._runs import GradShard, Run, give_back
 from farandole.ddp._wrapper import DistributedDataParallel
 
 # What tells embeddings that stages share from others: their tensor-parallel rank, their shape, and which one of this
@@ -169,6 +169,7 @@ def scale(runs: Sequence[Run | GradShard], factors: torch.Tensor, groups: NormGr
         grads.setdefault(index, []).append(part)
     for index, parts in grads.items():
         torch._foreach_mul_(parts, factors[index])
+    give_back(runs)
     # No gradient ever overwrites what pads them, where zero times NaN would stay. A device is not asked: it would be
     # waited for.
     padding = [gap for run in runs for gap in run.padding]

@@ -19,7 +19,7 @@ from farandole.ddp._model_values import values_of
 from farandole.ddp._norms import NormGroups, norm_groups_of, uncounted
 from farandole.ddp._other_optimizers import OtherOptimizers
 from farandole.ddp._overflow import OverflowFlag
-from farandole.ddp._runs import Cut, GradShard, Run, whole_runs_of
+from farandole.ddp._runs import Cut, GradShard, Run, give_back, whole_runs_of
 from farandole.ddp._settings import agree_on_settings, copy_settings, settings_of
 from farandole.ddp._stands_for import StandsFor
 from farandole.ddp._state_names import expert_suffix, on_all_stages, told_apart, trainable_of
@@ -360,11 +360,9 @@ class DistributedOptimizer(StandsFor, MeasuresGradients, torch.optim.Optimizer):
                     "finish_grad_sync(), since the last zero_grad()"
                 )
         # Not whether there was a zero_grad() since: that of the model's buffers does as well.
-        if self._taken == rounds:
-            return
-        if not self._exchanges:
-            for run in self._runs:
-                run.take_grad()
+        is_new = self._taken != rounds
+        for run in () if self._exchanges else self._runs:
+            run.take_grad(is_new)
         self._taken = rounds
 
     def _drop_grads(self) -> None:
@@ -396,3 +394,4 @@ class DistributedOptimizer(StandsFor, MeasuresGradients, torch.optim.Optimizer):
             )
         for grads in by_type.values():
             torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+        give_back(self._graded)

@@ -166,9 +166,13 @@ class ParamSync:
         self._handles.append(self._root.register_forward_hook(HookOfOne(self._after_root), always_call=True))
 
     def _unhook_compiled(self) -> None:
-        """Hooks of modules that were compiled in place since would be compiled, too."""
-        for module in self._hooked.keys() - set(_called_modules(self._root)):
-            self._hooked.pop(module).remove()
+        """Hooks of modules that were compiled in place since would be compiled, too: what is around those waits, which
+        the next forward learns."""
+        inside = (module for module in self._hooked if module is not self._root or len(self._hooked) > 1)
+        if any(is_compiled_in_place(module) for module in inside):
+            for module in self._hooked.keys() - set(_called_modules(self._root)):
+                self._hooked.pop(module).remove()
+            self._awaited = None
 
     def disable(self, param_sync: bool) -> None:
         """Modules wait no more; with ``param_sync`` this waits for all."""
@@ -193,7 +197,7 @@ class ParamSync:
         another model, without hooks, for that of this one."""
         if self._depth > 0:  # what is no Exception, as KeyboardInterrupt, passes the hooks by
             self._break_off()
-        if self._handles and self._awaited is None and torch.is_grad_enabled():
+        if self._handles:
             self._unhook_compiled()
         waits = not self._handles or may_be_compiled or is_compiled_in_place(self._root)
         if waits and not self._gather.is_current:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,12 @@ def _padding_of(pieces: list[Piece], grads: torch.Tensor) -> list[torch.Tensor]:
     return [grads[begin:end] for begin, end in gaps if begin < end]
 
 
+def _take_changed(copy: torch.Tensor, source: torch.Tensor) -> None:
+    """Elements of which the copy is not the longer form become those of the source."""
+    written = source.to(copy.dtype)
+    copy.copy_(torch.where(copy.to(source.dtype).to(copy.dtype) == written, copy, written))
+
+
 class Run:
     """What the optimizer updates as one tensor.
 
@@ -74,7 +80,8 @@ class Run:
         self._grads = grads
         self.is_whole = is_whole
         self._shown = shown
-        self._is_copy = False  # what was taken is one of main_grad
+        self.copied: torch.Tensor | None = None  # what the optimizer has a copy of
+        self._copied_versions: list[int] = []  # of gradients when the copy was the same
         self._held: list[tuple[Any, Piece, torch.Tensor]] = []  # of frozen parameters, during a step
         self._state: Mapping[Any, Any] = {}
         self.stand_in: dict[str, Any] | None = None  # for the state of one that was never stepped, to be loaded into
@@ -92,17 +99,36 @@ class Run:
         """Not a copy, which may be of a step that was skipped."""
         return self._take_by_view
 
-    def take_grad(self) -> None:
-        """Gives the optimizer the reduced gradients: a view of them where the type is its own, else a copy."""
-        grads = self._grads
+    def take_grad(self, is_new: bool = True) -> None:
+        """Gives the optimizer the reduced gradients: a view of them where the type is its own, else a copy.
+
+        A copy of gradients that are not ``is_new`` is kept. What was written to them since counts, as in
+        :meth:`take_writes`, and so does another ``.grad``, or none.
+        """
+        grads: torch.Tensor | None = self._grads
         if self._shown is not None:
-            if self._shown.grad is None:
-                self.tensor.grad = None  # a parameter that no rank has used, under the policy "skip"
-                return
-            if self._shown.grad.data_ptr() != grads.data_ptr():
-                grads = self._shown.grad  # somebody has put another there
-        self._is_copy = grads is self._grads and not self._take_by_view
-        self.tensor.grad = grads if self._take_by_view else grads.to(self.tensor.dtype)
+            grads = self._shown.grad
+            if grads is not None and grads.data_ptr() == self._grads.data_ptr():
+                grads = self._grads  # else somebody has put another there
+        if grads is None:  # of a parameter that no rank has used, under the policy "skip"
+            self.tensor.grad = self.copied = None
+        elif self._take_by_view:
+            self.tensor.grad = grads
+        elif is_new or grads is not self.copied or self.tensor.grad is None:
+            self.tensor.grad, self.copied = grads.to(self.tensor.dtype), grads
+            self.note_grad_writes()
+        elif self._copied_versions != self._grad_versions():
+            _take_changed(self.tensor.grad, grads)
+            self.note_grad_writes()
+
+    def note_grad_writes(self) -> None:
+        """The copy and the gradients are the same now."""
+        self._copied_versions = self._grad_versions()
+
+    def _grad_versions(self) -> list[int]:
+        parameters = [piece.parameter for piece in self.pieces]
+        seen = [tensor for one in parameters for tensor in (one.main_grad, one.grad) if tensor is not None]
+        return [tensor._version for tensor in seen]
 
     @property
     def has_view(self) -> bool:
@@ -111,7 +137,7 @@ class Run:
 
     def scale_copy(self, factor: float | torch.Tensor) -> None:
         """``main_grad`` was multiplied: so is a copy that was taken of it."""
-        if self.tensor.grad is not None and self._is_copy:
+        if self.tensor.grad is not None and self.copied is self._grads:
             self.tensor.grad.mul_(factor)
 
     def drop_grad(self) -> None:
@@ -119,6 +145,7 @@ class Run:
 
         Not one that was converted with the model, of which the next backward tells.
         """
+        self.copied = None
         is_view = self._take_by_view and self._grads.dtype == self.tensor.dtype
         self.tensor.grad = self._grads if is_view and self._grads.device == self.tensor.device else None
 
@@ -132,9 +159,7 @@ class Run:
         takes elements of which it is not the longer form. Writes to ``.data`` are not seen."""
         if not self.has_master or self._versions == [piece.parameter._version for piece in self.pieces]:
             return
-        copy = self.tensor.detach()
-        written = self._data.to(copy.dtype)
-        copy.copy_(torch.where(copy.to(self._data.dtype).to(copy.dtype) == written, copy, written))
+        _take_changed(self.tensor.detach(), self._data)
         self.note_writes()
 
     def hold_frozen(self, state: Mapping[Any, Any]) -> None:
@@ -195,6 +220,14 @@ class GradShard:
         self.tensor.grad = grads
         # torch's scaler refuses the others, on ranks that have some.
         self.is_seen_by_scalers = self.has_view = grads.dtype != torch.float16
+
+
+def give_back(runs: Sequence[Run | GradShard]) -> None:
+    """What was done to copies of gradients counts for these, too, in as many digits as they have."""
+    for run in runs:
+        if isinstance(run, Run) and run.copied is not None and run.tensor.grad is not None:
+            run.copied.copy_(run.tensor.grad)
+            run.note_grad_writes()
 
 
 class Cut:

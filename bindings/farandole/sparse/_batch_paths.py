@@ -118,7 +118,7 @@ def _kind_of(kind: type) -> str:
 
 def _is_of_constants(value: Any) -> bool:
     """Maybe many, of one kind."""
-    return len(value) > 0 and is_constant(value[0]) and is_constant(value[-1])
+    return all(_kind_of(kind) is _CONSTANT for kind in set(map(type, value)))
 
 
 def replaced(value: Any, replace: Callable[[Path, Any], Any], path: Path = ()) -> Any:

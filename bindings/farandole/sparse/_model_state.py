@@ -33,7 +33,8 @@ class ModelState:
 
     def as_now(self) -> ModelState:
         """Itself, where nothing has changed since."""
-        return ModelState(self._model, *self._options) if self.has_changed() else self
+        is_same = all(module.is_seen for module in self._modules) and not self.has_changed()
+        return self if is_same else ModelState(self._model, *self._options)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """By name."""
@@ -72,11 +73,22 @@ class ModelState:
 class _Attributes:
     """Those of a module. They are taken, or looked at, for each batch."""
 
-    __slots__ = ("_before", "_besides", "_containers", "_empty", "_items", "_looks_into_objects", "_now", "_prefix")
+    __slots__ = (
+        "_before",
+        "_besides",
+        "_containers",
+        "_empty",
+        "_items",
+        "_looks_into_objects",
+        "_module",
+        "_now",
+        "_prefix",
+    )
 
     def __init__(self, name: str, module: nn.Module, besides: tuple[str, ...], looks_into_objects: bool) -> None:
         self._prefix, self._besides = f"{name}." if name else "", besides
         self._looks_into_objects = looks_into_objects
+        self._module = module
         self._now = vars(module)
         self._before = self._now.copy()
         self._items: dict[str, Any] = {}  # of containers, as they are now
@@ -92,8 +104,14 @@ class _Attributes:
             else:
                 self._empty.append(container)
 
+    @property
+    def is_seen(self) -> bool:
+        """Not a scripted one, whose attributes are elsewhere."""
+        return "_buffers" in self._items
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for held in (self._before, self._items["_buffers"], self._items["_parameters"]):
+        by_name = (self._items.get(name) or {**getattr(self._module, name)} for name in ("_buffers", "_parameters"))
+        for held in (self._before, *by_name):
             for key, value in held.items():
                 if isinstance(value, torch.Tensor):
                     yield self._prefix + key, value
@@ -122,7 +140,10 @@ class _Attributes:
         _restore_items(self._now, self._before, then._before, self._besides)
         for key, items in self._items.items():
             container = self._container(key)
-            if isinstance(container, dict) and key in then._items:
+            if then._before.get(key) is not self._before[key]:
+                if container is self._before[key]:  # nobody else changes what the module had let go of by then
+                    _refill(container, items)
+            elif isinstance(container, dict) and key in then._items:
                 _restore_items(container, items, then._items[key])
             elif key in then._items and _are_items(then._items[key], container):
                 _refill(container, items)

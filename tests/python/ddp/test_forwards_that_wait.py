@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import time
 import weakref
@@ -238,3 +239,33 @@ def _compiled_once(rank: int, world_size: int, since: bool) -> None:
 @pytest.mark.parametrize("since", [False, True])
 def test_layers_that_are_compiled_in_place_are_compiled_once(since):
     run_ranks(_compiled_once, 2, BACKENDS[-1], timeout=120, since=since)
+
+
+def _compiled_later(rank: int, world_size: int, whole: bool) -> None:
+    """After the first forwards have learned who waits for what."""
+    torch.manual_seed(1)
+    module = _Stack()
+    plain = copy.deepcopy(module)
+    model = DistributedDataParallel(module, bucket_size=1, use_distributed_optimizer=True, overlap_param_gather=True)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    for step in range(6):
+        x = torch.randn(3, 8, generator=seeded(step)).requires_grad_()
+        if step == 3 and whole:
+            module.compile(backend="eager")
+        for layer in module.layers if step == 3 and not whole else ():
+            layer.compile(backend="eager", fullgraph=True)
+        optimizer.zero_grad()
+        output, expected = model(x), plain(x)
+        torch.testing.assert_close(output, expected, msg=lambda text, step=step: f"step {step}: {text}")
+        output.square().mean().backward()
+        for parameter, grad in zip(
+            plain.parameters(), torch.autograd.grad(expected.square().mean(), list(plain.parameters())), strict=True
+        ):
+            parameter.data.sub_(0.1 * grad)
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_is_compiled_in_place_after_the_first_steps_waits_for_its_parameters(whole):
+    run_ranks(_compiled_later, 2, BACKENDS[-1], timeout=120, whole=whole)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -81,3 +82,93 @@ def _zeroed(rank: int, world_size: int, options: dict[str, bool]) -> None:
 def test_the_modules_own_zero_grad_begins_a_step(options):
     """As with torch's, though the gradients are in main_grad."""
     run_ranks(_zeroed, 2, "gloo", timeout=60, options=options)
+
+
+# Of gradients that are 8, after which each element of the model should have lost a half.
+CHANGES: dict[str, Any] = {
+    "main_grad": lambda weight: weight.main_grad.clamp_(-0.5, 0.5),
+    "norm": lambda weight: torch.nn.utils.clip_grad_norm_([weight], 2.0),
+    "value": lambda weight: torch.nn.utils.clip_grad_value_([weight], 0.5),
+    "another": lambda weight: setattr(weight, "grad", torch.full_like(weight, 0.5)),
+    "none": lambda weight: setattr(weight, "grad", None),
+}
+
+
+def _changed(rank: int, world_size: int) -> None:
+    layouts = [{}, {"grad_reduce_in_fp32": True}, {"use_distributed_optimizer": True}]
+    before = ["nothing", "grad_norm", "clip", "unscale"]
+    for dtype, options, after, change in itertools.product(
+        (torch.float32, torch.bfloat16, torch.float16), layouts, before, CHANGES
+    ):
+        if options and change != "main_grad":
+            continue  # there is no .grad
+        model, optimizer, weight = _pair(dtype, **options)
+        scaler = torch.amp.GradScaler(DEVICE, init_scale=4.0)
+        optimizer.zero_grad()
+        loss = model(torch.full((1, 4), 8.0, dtype=dtype)).sum()
+        (scaler.scale(loss) if after == "unscale" else loss).backward()
+        if after == "grad_norm":
+            optimizer.grad_norm()
+        elif after == "clip":
+            optimizer.clip_grad_norm_(1e9)
+        elif after == "unscale":
+            scaler.unscale_(optimizer)
+        CHANGES[change](weight)
+        scaler.step(optimizer) if after == "unscale" else optimizer.step()
+        if options.get("use_distributed_optimizer"):
+            model.start_param_sync(force_sync=True)
+        want = 0.0 if change == "none" else -0.5
+        assert torch.allclose(weight.float(), torch.tensor(want)), (dtype, options, after, change, weight)
+
+
+def test_what_is_done_to_gradients_that_were_measured_clipped_or_unscaled_counts():
+    run_ranks(_changed, 2, "gloo", timeout=60)
+
+
+def _clipped_twice(rank: int, world_size: int) -> None:
+    """What a copy of float32 was scaled by, its gradients were, too: for who reads them, and for another step."""
+    for dtype, options, whole in itertools.product(
+        (torch.float32, torch.bfloat16, torch.float16),
+        ({}, {"grad_reduce_in_fp32": True}, {"use_distributed_optimizer": True}),
+        (False, True),
+    ):
+        where = (dtype, options, whole)
+        module = torch.nn.Linear(4, 4, bias=False, dtype=dtype)
+        torch.nn.init.zeros_(module.weight)
+        model = DistributedDataParallel(module, **options)
+        inner = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = DistributedOptimizer(inner, model, is_elementwise=not whole)
+        optimizer.zero_grad()
+        _backward(model, module.weight)
+        optimizer.clip_grad_norm_(2.0)
+        mine = range(8 * rank, 8 * rank + 8) if "use_distributed_optimizer" in options else range(16)
+        assert torch.allclose(module.weight.main_grad.flatten()[mine].float(), torch.tensor(0.5)), where
+        assert optimizer.grad_norm().item() == pytest.approx(2.0, rel=1e-2), where
+        optimizer.step()
+        assert optimizer.grad_norm().item() == pytest.approx(2.0, rel=1e-2), where
+        optimizer.step()
+        model.start_param_sync(force_sync=True) if "use_distributed_optimizer" in options else None
+        assert torch.allclose(module.weight.float(), torch.tensor(-1.0), atol=1e-2), (*where, module.weight)
+
+
+def test_clipped_gradients_stay_clipped():
+    run_ranks(_clipped_twice, 2, "gloo", timeout=60)
+
+
+def _digits(rank: int, world_size: int) -> None:
+    """Of what was clipped, one element is written to: the others keep the digits that the copy has."""
+    model, optimizer, weight = _pair(torch.bfloat16)
+    optimizer.zero_grad()
+    _backward(model, weight)
+    optimizer.clip_grad_norm_(1.2)
+    with torch.no_grad():
+        weight.grad[0, 0] = 0.25
+    optimizer.step()
+    copy = optimizer.state_dict()["state"]["weight"]["param"].view(4, 4)
+    want = torch.full((4, 4), -0.3)
+    want[0, 0] = -0.25
+    torch.testing.assert_close(copy.detach(), want, rtol=1e-6, atol=0)
+
+
+def test_a_write_to_clipped_gradients_leaves_the_others_all_their_digits():
+    run_ranks(_digits, 2, "gloo", timeout=60)

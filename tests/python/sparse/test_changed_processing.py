@@ -193,3 +193,87 @@ def differ_by_nothing_given(rank: int, world_size: int) -> None:
 
 def test_a_change_on_one_rank_that_gives_no_other_inputs_holds_up_nobody():
     run_ranks(differ_by_nothing_given, 2, "farandole", timeout=60)
+
+
+class KeepsTheLast(torch.nn.Module):
+    """Appends to what it then replaces, by a part of it or by something of another kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = self.total = 0
+        self.seen: Any = []
+        self.by_total: dict[int, int] = {}
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.total += 1
+        self.by_total[self.total] = 1
+        self.by_total = {key: 1 for key in list(self.by_total)[-3:]}
+        if isinstance(self.seen, dict):
+            self.seen = [*self.seen]
+        self.seen.append(self.total)
+        self.seen = dict.fromkeys(self.seen[-3:]) if self.total % 5 == 0 else self.seen[-3:]
+        return (ids + self.shift + sum(self.seen) + sum(self.by_total)) % ROWS
+
+
+class KeptLast(Remapped):
+    def __init__(self) -> None:
+        super().__init__(False)
+        self.remap: Any = KeepsTheLast()
+
+
+def keep_the_last(rank: int, world_size: int) -> None:
+    (model, optimizer), (plain, plain_optimizer) = made(KeptLast()), made(KeptLast())
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, strict=True)
+    batches = make_batches(1, 24)
+    iterator = iter(batches)
+    for number, batch in enumerate(batches):
+        if number % 2:
+            for each in (model, plain):
+                each.module.remap.shift += 1
+        output = pipeline.progress(iterator)
+        [expected] = plain_loop(plain, plain_optimizer, [batch])
+        assert torch.equal(output, expected), number
+    remap, other = model.module.remap, plain.module.remap
+    assert (remap.total, remap.seen, remap.by_total) == (other.total, other.seen, other.by_total)
+    assert_same(model, plain)
+
+
+def test_containers_that_a_module_writes_to_and_replaces_are_taken_back():
+    run_ranks(keep_the_last, 2, "farandole", timeout=60)
+
+
+class Counted(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("others", torch.arange(ROWS).flip(0).clone())
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.others[(ids + self.calls) % self.others.shape[0]]
+
+
+class Scripted(Remapped):
+    def __init__(self) -> None:
+        super().__init__(False)
+        self.remap: Any = torch.jit.script(Counted().to(DEVICE))
+
+
+def run_scripted(rank: int, world_size: int) -> None:
+    (model, optimizer), (plain, plain_optimizer) = made(Scripted()), made(Scripted())
+    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, strict=True)
+    batches = make_batches(1, 12)
+    iterator = iter(batches)
+    for number, batch in enumerate(batches):
+        if number % 3 == 2:
+            for each in (model, plain):
+                each.module.remap.others.copy_(each.module.remap.others.roll(3))
+        output = pipeline.progress(iterator)
+        [expected] = plain_loop(plain, plain_optimizer, [batch])
+        assert torch.equal(output, expected), number
+    assert_same(model, plain)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_buffers_of_a_scripted_module_are_those_of_the_plain_loop():
+    run_ranks(run_scripted, 2, "farandole", timeout=60)

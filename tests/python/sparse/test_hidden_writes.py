@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from farandole.sparse import TrainPipelineSparseDist
+from farandole.sparse._batch_paths import tensors_in
 from support.devices import DEVICE, ON_CPU
 from support.processes import run_ranks
 from support.recommenders import Batch, Recommender, assert_same, drain, made, make_batches, plain_loop
@@ -209,3 +210,8 @@ def change(rank: int, world_size: int, is_buffer: bool) -> None:
 @pytest.mark.parametrize("is_buffer", [True, False])
 def test_a_tensor_that_others_write_to_between_steps_is_looked_at(is_buffer):
     run_ranks(change, 2, "farandole", is_buffer=is_buffer)
+
+
+def test_tensors_between_constants_are_looked_at():
+    ids = torch.ones(2)
+    assert [tensor for _, _, tensor in tensors_in(((None, ids, 3), {"keys": ["a", "b"]}))] == [ids]
