@@ -75,9 +75,7 @@ class AheadRun:
         """Whether it would be another one by now, since the modules were changed, by a load of their state say. Not by
         calls of others, for which what it has written counts."""
         is_noted = all(_version(tensor) == self._noted.get(name) for name, tensor in self._all().items())
-        if is_noted and all(now is self._after[name] for name, now in self._now.items()):
-            return False
-        if is_noted and not self._has_changed():
+        if is_noted and (self._now == self._after or not self._has_changed()):
             return False
         return not self._has_others() or not self._has_written()
 

@@ -145,7 +145,7 @@ class Attachment:
         Raises:
             RuntimeError: it cannot be taken back, or caches hold rows for it; or other ranks have seen no change.
         """
-        self.input_dist.next_forward()
+        self.input_dist.changes_ahead.next_turn()
         modules = self._processing()
         is_same = flying.run is not None and flying.run.modules == modules
         is_ours = flying.owner is self.input_dist or is_same
@@ -168,7 +168,7 @@ class Attachment:
         flying.is_training = self.model.training
         inputs = self._inputs_of(flying) if modules else []
         is_other = is_other or not is_equal_input([*flying.calls.values()], inputs)
-        if was_sent and not self.input_dist.gives_others(change, is_other, self.model, patience):
+        if was_sent and not self.input_dist.changes_ahead.gives_others(change, is_other, self.model, patience):
             flying.owner = self.input_dist
 
     def prefetched(self, flying: InFlight, name: str) -> None:

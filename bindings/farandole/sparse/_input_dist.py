@@ -39,7 +39,7 @@ class InputDist:
     def __init__(self, group: Any, device: torch.device) -> None:
         self._joint = JointSteps(group, device)
         self._failed_steps = FailedSteps(self._joint)
-        self._changes_ahead = ChangesAhead(self._joint)
+        self.changes_ahead = ChangesAhead(self._joint)
         self._modules: dict[str, nn.Module] = {}
         self._inputs: Callable[[InFlight], Inputs] | None = None
         self._torchrec: Any = None
@@ -95,14 +95,6 @@ class InputDist:
             self._failed_steps.meet(stage, batch, error, model, patience)
         finally:
             self._had_turn = self._had_turn or self._joint.is_lost
-
-    def next_forward(self) -> None:
-        """On all ranks, before what concerns it."""
-        self._changes_ahead.next_turn()
-
-    def gives_others(self, what: str, is_other: bool, model: nn.Module, patience: float) -> bool:
-        """See ChangesAhead."""
-        return self._changes_ahead.gives_others(what, is_other, model, patience)
 
     def may_run_beside(self, is_promised: bool) -> bool:
         """Not before it has been through the modules: until then forwards use the same groups. Nor where modules

@@ -73,18 +73,6 @@ class ModelState:
 class _Attributes:
     """Those of a module. They are taken, or looked at, for each batch."""
 
-    __slots__ = (
-        "_before",
-        "_besides",
-        "_containers",
-        "_empty",
-        "_items",
-        "_looks_into_objects",
-        "_module",
-        "_now",
-        "_prefix",
-    )
-
     def __init__(self, name: str, module: nn.Module, besides: tuple[str, ...], looks_into_objects: bool) -> None:
         self._prefix, self._besides = f"{name}." if name else "", besides
         self._looks_into_objects = looks_into_objects

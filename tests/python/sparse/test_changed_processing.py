@@ -128,22 +128,34 @@ def test_what_nobody_changes_is_not_made_anew():
     run_ranks(leave, 2, "farandole")
 
 
-def change_some(rank: int, world_size: int, threads: bool) -> None:
-    """On all ranks, where only the batches of some have what was changed."""
-    (model, optimizer), (plain, plain_optimizer) = made(Remapped(False)), made(Remapped(False))
+def follow(
+    kind: Callable[[], Recommender], batches: list[Batch], change: Callable[..., None], threads: bool | None = None
+) -> tuple[Any, Any]:
+    """Steps as those of the plain loop; before each, ``change`` is called with its number, and the modules of both."""
+    (model, optimizer), (plain, plain_optimizer) = made(kind()), made(kind())
     pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, strict=True, load_on_thread=threads)
-    batches = make_batches(1, 12)
-    for number, batch in enumerate(batches):
-        batch.ids[:] = 2 * (batch.ids // 2) % ROWS + (rank + number) % 2
     iterator = iter(batches)
     for number, batch in enumerate(batches):
-        for each in (model, plain):
-            each.module.remap.others[(number // 3) % 2 :: 2] += 1
-            each.module.remap.others %= ROWS
+        change(number, model.module.remap, plain.module.remap)
         output = pipeline.progress(iterator)
         [expected] = plain_loop(plain, plain_optimizer, [batch])
         assert torch.equal(output, expected), number
     assert_same(model, plain)
+    return model.module.remap, plain.module.remap
+
+
+def change_some(rank: int, world_size: int, threads: bool) -> None:
+    """On all ranks, where only the batches of some have what was changed."""
+    batches = make_batches(1, 12)
+    for number, batch in enumerate(batches):
+        batch.ids[:] = 2 * (batch.ids // 2) % ROWS + (rank + number) % 2
+
+    def change(number: int, *remaps: Any) -> None:
+        for remap in remaps:
+            remap.others[(number // 3) % 2 :: 2] += 1
+            remap.others %= ROWS
+
+    follow(lambda: Remapped(False), batches, change, threads)
 
 
 @pytest.mark.parametrize("threads", [False, True])
@@ -178,17 +190,12 @@ def test_a_change_on_one_rank_that_gives_other_inputs_is_told_to_all(culprit):
 
 def differ_by_nothing_given(rank: int, world_size: int) -> None:
     """On one rank something changes by which the module computes nothing: the others know nothing of it."""
-    (model, optimizer), (plain, plain_optimizer) = made(Remapped(False)), made(Remapped(False))
-    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, strict=True)
-    batches = make_batches(1, 6)
-    iterator = iter(batches)
-    for number, batch in enumerate(batches):
+
+    def change(number: int, remap: Any, other: Any) -> None:
         if rank == 0:
-            model.module.remap.is_watched = number
-        output = pipeline.progress(iterator)
-        [expected] = plain_loop(plain, plain_optimizer, [batch])
-        assert torch.equal(output, expected), number
-    assert_same(model, plain)
+            remap.is_watched = number
+
+    follow(lambda: Remapped(False), make_batches(1, 6), change)
 
 
 def test_a_change_on_one_rank_that_gives_no_other_inputs_holds_up_nobody():
@@ -222,20 +229,12 @@ class KeptLast(Remapped):
 
 
 def keep_the_last(rank: int, world_size: int) -> None:
-    (model, optimizer), (plain, plain_optimizer) = made(KeptLast()), made(KeptLast())
-    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, strict=True)
-    batches = make_batches(1, 24)
-    iterator = iter(batches)
-    for number, batch in enumerate(batches):
-        if number % 2:
-            for each in (model, plain):
-                each.module.remap.shift += 1
-        output = pipeline.progress(iterator)
-        [expected] = plain_loop(plain, plain_optimizer, [batch])
-        assert torch.equal(output, expected), number
-    remap, other = model.module.remap, plain.module.remap
+    def change(number: int, *remaps: Any) -> None:
+        for remap in remaps if number % 2 else ():
+            remap.shift += 1
+
+    remap, other = follow(KeptLast, make_batches(1, 24), change)
     assert (remap.total, remap.seen, remap.by_total) == (other.total, other.seen, other.by_total)
-    assert_same(model, plain)
 
 
 def test_containers_that_a_module_writes_to_and_replaces_are_taken_back():
@@ -260,18 +259,11 @@ class Scripted(Remapped):
 
 
 def run_scripted(rank: int, world_size: int) -> None:
-    (model, optimizer), (plain, plain_optimizer) = made(Scripted()), made(Scripted())
-    pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, strict=True)
-    batches = make_batches(1, 12)
-    iterator = iter(batches)
-    for number, batch in enumerate(batches):
-        if number % 3 == 2:
-            for each in (model, plain):
-                each.module.remap.others.copy_(each.module.remap.others.roll(3))
-        output = pipeline.progress(iterator)
-        [expected] = plain_loop(plain, plain_optimizer, [batch])
-        assert torch.equal(output, expected), number
-    assert_same(model, plain)
+    def change(number: int, *remaps: Any) -> None:
+        for remap in remaps if number % 3 == 2 else ():
+            remap.others.copy_(remap.others.roll(3))
+
+    follow(Scripted, make_batches(1, 12), change)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
