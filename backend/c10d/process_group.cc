@@ -212,6 +212,7 @@ WorkOptions ProcessGroupFarandole::workOptions(::c10d::OpType type, const char* 
       (timeout == ::c10d::kUnsetTimeout || timeout == kNoTimeout ? timeout_.load(std::memory_order_relaxed) : timeout) +
           hooks_->extraTimeout(),
       hooks_->follow(),
+      hooks_->areTold(),
       flight_};
 }
 

@@ -34,6 +34,7 @@ WorkOf<Base>::WorkOf(std::shared_ptr<Communicator> communicator, WorkOptions opt
       sequence_(options.sequence),
       timeout_(options.timeout),
       onDone_(std::move(options.onDone)),
+      isDoneAtOnce_(options.isDoneAtOnce),
       flight_(options.flight) {
   Base::setTimeout(timeout_);
 }
@@ -57,7 +58,7 @@ void WorkOf<Base>::launch() {
   if (Base::isDone()) {
     report(started);
   } else {
-    Base::whenDone([work = self(), started] { work->report(started); });
+    Base::whenDone([work = self(), started] { work->report(started); }, isDoneAtOnce_);
   }
 }
 
@@ -103,6 +104,7 @@ float WorkOf<Base>::getDuration() const {
 
 template <typename Base>
 bool WorkOf<Base>::isCompleted() {
+  Base::want();
   if (!Base::isDone()) return false;
   endRange();
   return true;

@@ -27,6 +27,7 @@ struct WorkOptions {
   std::uint64_t sequence;
   milliseconds timeout;
   WorkHooks::OnDone onDone;             // or empty
+  bool isDoneAtOnce = false;            // it is called as soon as the work has ended
   const GroupFlight* flight = nullptr;  // or it is not recorded
 };
 
@@ -78,6 +79,7 @@ class WorkOf : public ::c10d::Work, public Base {
   const std::uint64_t sequence_;
   const milliseconds timeout_;
   const WorkHooks::OnDone onDone_;
+  const bool isDoneAtOnce_;
   const GroupFlight* const flight_;
   std::unique_ptr<ProfiledRange> range_;          // only while somebody listens
   std::uint64_t flightNumber_ = 0;                // of its first entry in the recorder

@@ -141,8 +141,8 @@ void WorkHooks::waitForFollowed() {
 }
 
 void WorkHooks::updateActive() {
-  active_ =
-      isTimed_ || infoHook_ != nullptr || !abortHooks_.empty() || !completionHooks_.empty() || !extensions_.empty();
+  areTold_ = isTimed_ || infoHook_ != nullptr || !completionHooks_.empty();
+  active_ = areTold_ || !abortHooks_.empty() || !extensions_.empty();
 }
 
 void WorkHooks::setInfoHook(std::shared_ptr<const InfoHook> hook) {

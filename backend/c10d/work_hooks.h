@@ -57,6 +57,8 @@ class WorkHooks : public std::enable_shared_from_this<WorkHooks> {
     if (!active_.load(std::memory_order_relaxed)) return nullptr;
     return makeFollower();
   }
+  // Whether somebody hears of each end, and when it was; not only of failures.
+  bool areTold() const { return areTold_.load(std::memory_order_relaxed); }
   // What follow() adds to the timeout of a work that begins now.
   std::chrono::milliseconds extraTimeout();
 
@@ -90,6 +92,7 @@ class WorkHooks : public std::enable_shared_from_this<WorkHooks> {
   void updateActive();
 
   std::atomic<bool> active_{false};
+  std::atomic<bool> areTold_{false};
   std::mutex mutex_;
   std::condition_variable idle_;
   bool isTimed_ = false;

@@ -105,7 +105,9 @@ void Communicator::end(ProgramOperation& operation) {
   assert(turns_.front() == &operation);
   (void)operation;
   turns_.pop_front();
-  if (turns_.empty()) engine().removePoller(*this);
+  if (!turns_.empty()) return;
+  engine().removePoller(*this);
+  host_->expectRing(false);
 }
 
 bool Communicator::poll() {
@@ -124,11 +126,20 @@ bool Communicator::poll() {
   return any;
 }
 
-bool Communicator::isReady() const {
+bool Communicator::isReady(bool isAwaited) {
+  const auto isNow = [&] {
+    const ProgramOperation& first = *turns_.front();
+    return first.waitsForTurn_ || (first.blocked_ && !first.isLost_ && first.isReady());
+  };
   if (turns_.empty()) return false;
-  const ProgramOperation& first = *turns_.front();
-  return first.waitsForTurn_ || (first.blocked_ && !first.isLost_ && first.isReady());
+  if (isNow()) return true;
+  if (!isAwaited && !isUrgent()) return false;
+  host_->expectRing(true);
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  return isNow();
 }
+
+bool Communicator::isUrgent() const { return turns_.size() > 1 || (!turns_.empty() && turns_.front()->isUrgent()); }
 
 std::string Communicator::describe(int rank) const {
   if (rank == kAnySource) return "any rank";

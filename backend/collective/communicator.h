@@ -164,7 +164,8 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   // Of this host.
   Status abortOf(int rank) const;
   bool poll() override;
-  bool isReady() const override;
+  bool isReady(bool isAwaited) override;
+  bool isUrgent() const override;
   bool waitsForThisCore() const override;
   void noteCore() override { host_->noteCore(); }
   Result<transport::SharedMemory> meetHost(transport::Clock::time_point deadline, std::size_t windowBytes,
@@ -172,6 +173,7 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   // Until all ranks of the host have told each other how they read the others' memory.
   Status agreeOnReading(HostSegment& host, transport::Clock::time_point deadline, const Health& health);
   const std::vector<int>& localRanks() const { return layout_.ranksOf(layout_.hostOf(rank_)); }
+  // Wakes the other ranks of the host up, if they sleep.
   void nudgeHost();
   int culpritOf(const Status& status) const;
 
@@ -206,9 +208,13 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   std::shared_ptr<GroupWatch> watch_;
   std::weak_ptr<Communicator> follower_;
   std::vector<Departure> departures_;
-  bool asked_ = false;                             // the watch, about operations whose time is over
-  std::unique_ptr<HostSegment> host_;              // of the ranks of this host, when there are two or more
-  std::vector<transport::PeerId> hostNeighbours_;  // the others of them
+  bool asked_ = false;                 // the watch, about operations whose time is over
+  std::unique_ptr<HostSegment> host_;  // of the ranks of this host, when there are two or more
+  struct Neighbour {
+    int index;  // on the host
+    transport::PeerId peer;
+  };
+  std::vector<Neighbour> hostNeighbours_;  // the others of them
   std::optional<SwapWays> swapWays_;
   Topology topology_;
   std::deque<ProgramOperation*> turns_;  // the first one runs

@@ -54,7 +54,7 @@ Status Communicator::connectHost(transport::Clock::time_point deadline, std::siz
       if (rank == rank_) continue;
       const Result<transport::PeerId> peer = peerOf(rank);
       if (!peer) return peer.status().wrap(describe(rank));
-      hostNeighbours_.push_back(*peer);
+      hostNeighbours_.push_back({layout_.indexOf(rank), *peer});
     }
   }
   Result<transport::SharedMemory> memory = meetHost(deadline, windowBytes, health);
@@ -109,7 +109,7 @@ Result<transport::SharedMemory> Communicator::meetHost(transport::Clock::time_po
 }
 
 Status Communicator::agreeOnReading(HostSegment& host, transport::Clock::time_point deadline, const Health& health) {
-  const auto readingOf = [&](transport::PeerId peer) { return engine().transport().reading(peer); };
+  const auto readingOf = [&](const Neighbour& other) { return engine().transport().reading(other.peer); };
   const auto outcome = lookUntil(deadline, health, [&]() -> std::optional<Status> {
     ProgressEngine::Access access(engine());
     host.tellReading(std::ranges::min(hostNeighbours_ | std::views::transform(readingOf)));
@@ -128,7 +128,11 @@ Status Communicator::agreeOnReading(HostSegment& host, transport::Clock::time_po
 
 void Communicator::signal(std::uint64_t value) {
   host_->signal(value);
-  nudgeHost();
+  // Who goes to sleep says so, then looks at the segment; here it is the other way round.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  for (const auto& [index, peer] : hostNeighbours_) {
+    if (host_->isRingExpected(index)) engine().transport().nudge(peer);
+  }
 }
 
 Status Communicator::readFrom(int index, void* to, const void* from, std::size_t bytes) {
@@ -149,9 +153,8 @@ bool Communicator::waitsForThisCore() const {
 }
 
 void Communicator::nudgeHost() {
-  // Who goes to sleep says so, then looks at the segment; here it is the other way round.
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  for (const transport::PeerId peer : hostNeighbours_) engine().transport().nudge(peer);
+  for (const Neighbour& other : hostNeighbours_) engine().transport().nudge(other.peer);
 }
 
 Status Communicator::canCome(int index) const {

@@ -118,6 +118,13 @@ class HostSegment {
     return line(index).counter.load(std::memory_order_acquire) >= value;
   }
 
+  // Whether it sleeps, when its door is armed, until others count up: after expecting it, a full fence and another
+  // look.
+  void expectRing(bool expects) {
+    if (isRingExpected(index_) != expects) line(index_).expectsRing.store(expects, std::memory_order_relaxed);
+  }
+  bool isRingExpected(int index) const { return line(index).expectsRing.load(std::memory_order_relaxed); }
+
   // The core that this rank goes on with its collectives on: the calling thread's; and the one that a rank did last.
   void noteCore() { line(index_).core.store(sched_getcpu(), std::memory_order_relaxed); }
   int coreOf(int index) const { return line(index).core.load(std::memory_order_relaxed); }
@@ -166,9 +173,10 @@ class HostSegment {
   static constexpr std::size_t kReasonBytes = 2048;
   struct alignas(64) Line {
     std::atomic<std::uint64_t> counter;
-    std::atomic<int> core;               // that it was last counted up on
-    std::atomic<int> abandonedFor;       // 0: it goes on; else the culprit, plus 2
-    std::atomic<int> abortedBy;          // of the first line alone, for all: the rank, plus 1; or 0
+    std::atomic<int> core;          // that it was last counted up on
+    std::atomic<int> abandonedFor;  // 0: it goes on; else the culprit, plus 2
+    std::atomic<int> abortedBy;     // of the first line alone, for all: the rank, plus 1; or 0
+    std::atomic<bool> expectsRing;
     std::uint64_t windowBytes;           // of the first line alone, for all
     std::atomic<std::uint64_t> told[2];  // the same: each time the older one is written
     Contract contracts[2];

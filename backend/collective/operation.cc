@@ -26,7 +26,8 @@ void Operation::start() {
     deadline_ = deadlineAfter(nowFor(timeout_), timeout_);
     retain();
     communicator_->add(*this);
-    communicator_->engine().notePending();
+    isCounted_ = !isPolled();
+    isCounted_ ? communicator_->engine().notePending() : communicator_->engine().notePolled();
     if (goesOnUnattended_) communicator_->engine().noteUnattended();
   }
 }
@@ -48,7 +49,7 @@ void Operation::run() {
   if (outstanding_ == 0 && registered_ && (isDone() || !isBlocked())) {
     registered_ = false;
     communicator_->remove(*this);
-    communicator_->engine().noteSettled();
+    if (isCounted_) communicator_->engine().noteSettled();
     letGo();
   }
 }
@@ -85,15 +86,24 @@ void Operation::fail(const Status& status) {
   if (outstanding_ == 0 && registered_) run();
 }
 
-void Operation::whenDone(std::function<void()> callback) {
+void Operation::whenDone(std::function<void()> callback, bool atOnce) {
   {
     transport::ProgressEngine::Access access(communicator_->engine());
     if (!isDone()) {
       callbacks_.push_back(std::move(callback));
+      if (atOnce) isWanted_.store(true, std::memory_order_relaxed);
+      communicator_->engine().notePolled();
       return;
     }
   }
   callback();
+}
+
+void Operation::want() {
+  if (isDone() || isWanted_.load(std::memory_order_relaxed)) return;
+  transport::ProgressEngine::Access access(communicator_->engine());
+  isWanted_.store(true, std::memory_order_relaxed);
+  communicator_->engine().notePolled();
 }
 
 void Operation::postSend(Message& message, int peer, p2p::MessageKind kind, std::uint32_t tag, const void* data,

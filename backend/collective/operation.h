@@ -50,11 +50,14 @@ class Operation : private transport::ProgressEngine::Leaver {
   // Ends it with an error, unless it is done. With the transport held.
   void fail(const Status& status);
   // Runs once it is done, on the thread that completes it or on this one, with nothing held.
-  void whenDone(std::function<void()> callback);
+  // Not `atOnce`: maybe some time later, where no thread waits for it.
+  void whenDone(std::function<void()> callback, bool atOnce = true);
 
   // Before start(): how long it may take. It ends with an error some time after.
   void setTimeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
   std::chrono::milliseconds timeout() const { return timeout_; }
+  // It is asked for: it has to go on though no thread waits. Nothing held.
+  void want();
   // Before start(): it is to go on though no thread may wait for it for long.
   void goOnUnattended() { goesOnUnattended_ = true; }
   // Valid while it is pending.
@@ -76,6 +79,11 @@ class Operation : private transport::ProgressEngine::Leaver {
   void await(const Message& message) { awaited_ = &message; }
   // Whether it waits, after postNext() returned true, for something other than messages.
   virtual bool isBlocked() const { return false; }
+  // Whether that is all that it waits for, ever: a poller goes on with it.
+  virtual bool isPolled() const { return false; }
+  // Whether somebody has to hear of its end who does not wait for it.
+  bool isWanted() const { return isWanted_.load(std::memory_order_relaxed); }
+  bool hasMessagesOut() const { return outstanding_ > 0; }
   // The ranks that keep it from going on, for errors: "rank 1 (host a, pid 7)"; or nothing.
   virtual std::string missingRanks() const { return {}; }
   // It is about to be done, with this status. Called after wantEnding() only.
@@ -96,6 +104,7 @@ class Operation : private transport::ProgressEngine::Leaver {
   // For one that is started again, when it is done and was in order.
   void rearm() {
     done_.store(false, std::memory_order_relaxed);
+    isWanted_.store(false, std::memory_order_relaxed);
     wantsEnding_ = false;
   }
   // What isBlocked() held up goes on, unless it is done.
@@ -126,7 +135,9 @@ class Operation : private transport::ProgressEngine::Leaver {
   void complete(Status status);
 
   std::atomic<bool> done_{false};
+  std::atomic<bool> isWanted_{false};
   bool registered_ = false;
+  bool isCounted_ = false;  // as pending, by the engine
   bool wantsEnding_ = false;
   bool goesOnUnattended_ = false;
   bool isLost_ = false;  // a message did not come, and it will fail for that: nothing is built on what came instead

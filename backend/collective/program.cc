@@ -187,6 +187,24 @@ bool ProgramOperation::isReady() const {
   return index < 0 || !communicator_->canCome(index);
 }
 
+bool ProgramOperation::isUrgent() const {
+  if (isWanted() || hasMessagesOut()) return true;
+  const auto concernsOthers = [](const Program::Step& step) {
+    switch (step.kind) {
+      case Program::Kind::kSend:
+      case Program::Kind::kRecv:
+      case Program::Kind::kWait:
+      case Program::Kind::kWaitFor:
+      case Program::Kind::kLater:
+      case Program::Kind::kSignal:
+      case Program::Kind::kTake: return true;
+      default: return false;
+    }
+  };
+  const auto left = std::span(program_.steps_).subspan(next_);
+  return std::any_of(left.rbegin(), left.rend(), concernsOthers);
+}
+
 int ProgramOperation::awaitedIndex() const {
   if (!blocked_ || waitsForTurn_) return -1;
   const Program::Step& step = program_.steps_[next_];

@@ -157,6 +157,7 @@ class ProgramOperation : public Operation {
   virtual std::string describeReduction(std::uint16_t code) const;
   bool postNext() final;
   bool isBlocked() const final { return blocked_ || waitsForTurn_; }
+  bool isPolled() const final { return usesHost() && program_.numMessages() == 0; }
   std::string circumstances() const final;
   std::string missingRanks() const final;
   void abandoning(const Status& status) final;
@@ -171,6 +172,8 @@ class ProgramOperation : public Operation {
   void noteCalls();
   // While it is blocked: whether the ranks that it waits for have come, or one of them never will.
   bool isReady() const;
+  // Whether others may come to wait for what it has not done yet, or somebody for its end.
+  bool isUrgent() const;
   // The index of a rank of the host that it waits for after they have met; or -1.
   int awaitedIndex() const;
   // The index of the first of the ranks that a step waits for that has not come; -1 when all have.

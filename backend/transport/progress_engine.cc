@@ -136,11 +136,12 @@ void ProgressEngine::unlockAndRunTasks() {
 
 void ProgressEngine::releaseAfterPosting() {
   // An armed worker does not look at what is posted: 156 of 1000 sends arrived without this.
-  if ((pendingPosted_ && sleeperArmed_) || (completed_ && ownerPolling_)) {
+  const bool mustLook = pendingPosted_ || (polledPosted_ && sleeperArmed_ && pollersAreReady(ownerPolling_));
+  if ((mustLook && sleeperArmed_) || (completed_ && ownerPolling_)) {
     sleeperArmed_ = false;
     transport_->signal();
   }
-  pendingPosted_ = false;
+  pendingPosted_ = polledPosted_ = false;
   if (isUnattended_ && !owner_.load(std::memory_order_relaxed)) wakeLoop();
   release();
 }
@@ -172,11 +173,17 @@ bool ProgressEngine::lookAround() {
   return std::count_if(listeners_.begin(), listeners_.end(), [](Listener* l) { return l->lookAround(); }) > 0;
 }
 
-// A poller looks after the transport is armed: what is written later wakes it up.
-bool ProgressEngine::arm() {
-  return transport_->arm() &&
-         std::none_of(pollers_.begin(), pollers_.end(), [](const Poller* poller) { return poller->isReady(); }) &&
-         !lookAround();
+// Pollers look after the transport is armed: what is written later wakes it up.
+bool ProgressEngine::arm(bool isAwaited) { return transport_->arm() && !pollersAreReady(isAwaited) && !lookAround(); }
+
+// All are asked, though one is: each has others ring.
+bool ProgressEngine::pollersAreReady(bool isAwaited) {
+  return std::count_if(pollers_.begin(), pollers_.end(), [&](Poller* p) { return p->isReady(isAwaited); }) > 0;
+}
+
+bool ProgressEngine::isWorkLeft() const {
+  return numPending_ > 0 ||
+         std::any_of(pollers_.begin(), pollers_.end(), [](const Poller* p) { return p->isUrgent(); });
 }
 
 void ProgressEngine::runDeferred() {
@@ -252,7 +259,7 @@ bool ProgressEngine::progressAsOwner(const std::atomic<bool>& done, Clock::time_
       continue;
     }
     if (deadline != kNoDeadline && now >= deadline) return false;
-    if (!arm()) {
+    if (!arm(/*isAwaited=*/true)) {
       runDeferred();
       continue;
     }
@@ -303,7 +310,7 @@ void ProgressEngine::leaveOwnership(bool slept) {
     lastLeave_ = now;
     armForLoop();
   }
-  if (isUnattended_ && numPending_ > 0) wakeLoop();
+  if (isUnattended_ && isWorkLeft()) wakeLoop();
   isUnattended_ = false;
   owner_.store(false, std::memory_order_relaxed);
   if (sleepers_.load(std::memory_order_relaxed) != 0) {
@@ -316,7 +323,7 @@ void ProgressEngine::leaveOwnership(bool slept) {
 // The loop sleeps on the event, and what the owner did has disarmed it.
 void ProgressEngine::armForLoop() {
   for (int i = 0; i < 4; ++i) {
-    if (arm()) {
+    if (arm(/*isAwaited=*/false)) {
       sleeperArmed_ = true;
       return;
     }

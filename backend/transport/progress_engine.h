@@ -45,7 +45,11 @@ class ProgressEngine {
     virtual ~Poller() = default;
     // Goes on as far as it can; true when it did.
     virtual bool poll() = 0;
-    virtual bool isReady() const = 0;
+    // Before the process sleeps: whether it can go on. If not, it has the others ring when it can; where nobody waits
+    // only if it has to go on by itself.
+    virtual bool isReady(bool isAwaited) = 0;
+    // Whether it has to go on though nobody waits.
+    virtual bool isUrgent() const { return false; }
     // Whether it waits for somebody who goes on, as he did last, on the core of the calling thread.
     virtual bool waitsForThisCore() const { return false; }
     // The calling thread, which goes on with it, runs on another core now.
@@ -98,6 +102,8 @@ class ProgressEngine {
     ++numPending_;
   }
   void noteSettled() { --numPending_; }
+  // One of a poller's was, or has to go on by itself from now on: whoever sleeps asks it again.
+  void notePolled() { polledPosted_ = true; }
   // And whoever posted it may not wait for long: a loop that looks by timer looks at once.
   void noteUnattended() { isUnattended_ = true; }
   // One that was left pending before has posted more.
@@ -137,8 +143,11 @@ class ProgressEngine {
   // Advances the transport and the pollers; true when something happened. Only by
   // whoever is responsible for arming afterwards. `again`: by who calls it at once again.
   bool progress(bool again = false);
-  bool arm();
+  bool arm(bool isAwaited);
   bool lookAround();
+  bool pollersAreReady(bool isAwaited);
+  // Whether somebody has to look though nobody waits.
+  bool isWorkLeft() const;
 
   void sleepFromLoop();
   void onEventFromLoop();
@@ -157,7 +166,8 @@ class ProgressEngine {
 
   // Guarded by mutex_.
   bool pendingPosted_ = false;
-  int numPending_ = 0;  // operations
+  bool polledPosted_ = false;
+  int numPending_ = 0;  // operations, but for those of pollers
   bool completed_ = false;
   bool sleeperArmed_ = false;  // somebody sleeps and relies on the transport's event
   bool ownerPolling_ = false;  // that somebody is the owner

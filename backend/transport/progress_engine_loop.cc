@@ -26,7 +26,7 @@ void ProgressEngine::sleepFromLoop() {
   acquire();
   loopTicking_ = false;
   while (!owner_.load() && !sleeperArmed_) {
-    if (arm()) {
+    if (arm(/*isAwaited=*/false)) {
       sleeperArmed_ = true;
     } else {
       progress();
@@ -58,11 +58,12 @@ void ProgressEngine::onEventFromLoop() {
 void ProgressEngine::progressFromLoop() {
   sleeperArmed_ = false;
   do {
-    for (int idle = 0; idle < kLoopSpins && !owner_.load();) {
+    int idle = 0;
+    do {
       idle = progress() ? 0 : idle + 1;
       runDeferred();
       yieldToContenders();
-    }
+    } while (!owner_.load() && (idle == 0 || (idle < kLoopSpins && isWorkLeft())));
   } while (!owner_.load() && leaveSharedCore());
   release();
   sleepFromLoop();
@@ -101,7 +102,7 @@ void ProgressEngine::onTickFromLoop() {
   if (owner_.load() || !mutex_.try_lock()) return tickAgainFromLoop(later);
   const bool isTicking = loopTicking_;
   const bool waited = waits_ != waitsSeen_;
-  const bool isWanted = isTicking && numPending_ > 0 && !owner_.load();
+  const bool isWanted = isTicking && isWorkLeft() && !owner_.load();
   waitsSeen_ = waits_;
   if (isWanted) {
     progress();
@@ -126,6 +127,7 @@ void ProgressEngine::startDeadlineTimerFromLoop() {
       Access access(*this);
       const auto now = Clock::now();
       access.transport().look(now);
+      for (std::size_t i = 0; i < pollers_.size(); ++i) pollers_[i]->poll();  // what nobody was in a hurry for
       for (Listener* listener : listeners_) listener->checkDeadlines(now);
     }
     startDeadlineTimerFromLoop();

@@ -34,7 +34,7 @@ class StreamGates final : private transport::ProgressEngine::Poller {
   };
 
   bool poll() override { return openPassed(); }
-  bool isReady() const override { return false; }
+  bool isReady(bool) override { return false; }
   // Opens what can be; true when something was.
   bool openPassed();
   // Whether it is settled: opened now, or ended before.

@@ -177,7 +177,7 @@ TEST_F(ProgressEngineTest, ATickingLoopLooksAtOnceAtWhatIsLeftUnattended) {
 // On whatever core: the loop can only try another one, once.
 struct WaitsForItsCore final : ProgressEngine::Poller {
   bool poll() override { return false; }
-  bool isReady() const override { return false; }
+  bool isReady(bool) override { return false; }
   bool waitsForThisCore() const override {
     ++asked;
     if (moves == 0) from = sched_getcpu();
