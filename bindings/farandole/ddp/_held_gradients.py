@@ -48,6 +48,8 @@ class HoldsGradients(torch.nn.Module):
 
     def _begin_grads(self, indices: list[int] | None, set_to_none: bool) -> None:
         """Of the trainable parameters with these indices, or all: :meth:`forget_grads`, or zeroes them."""
+        if not set_to_none:
+            self._zero_grads_elsewhere(indices)
         if indices is None:
             self.forget_grads() if set_to_none else self.zero_grad_buffer()
             return
@@ -55,6 +57,14 @@ class HoldsGradients(torch.nn.Module):
             trainable = list(self._trainable.values())
             reset_added([trainable[index] for index in indices])
         self._reducer.forget_some_grads(indices, zeroes=not set_to_none or self._is_added is not None)
+
+    @torch.no_grad()
+    def _zero_grads_elsewhere(self, indices: list[int] | None) -> None:
+        """What is in ``.grad`` from before the model was wrapped, or was put there since, and is not in ``main_grad``."""
+        trainable = list(self._trainable.values())
+        for parameter in trainable if indices is None else [trainable[index] for index in indices]:
+            if parameter.grad is not None and parameter.grad.data_ptr() != parameter.main_grad.data_ptr():
+                parameter.grad.detach().zero_()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, also where gradients are in ``main_grad``: then by :meth:`forget_grads` or :meth:`zero_grad_buffer`."""

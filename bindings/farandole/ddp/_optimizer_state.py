@@ -16,6 +16,9 @@ from farandole.ddp._settings import counters_of, kept_settings, restore_settings
 MASTER = "param"  # Megatron-core's name of the float32 copy
 HAS_STEPPED = "has_stepped"  # in param groups, and of each parameter: some may be unused while others are stepped
 
+# Of torch's optimizers: one number for all elements of a parameter, whose shape it has where that is without dimensions.
+_NUMBERS = ("step", "mu_product", "eta", "mu")
+
 # The module whose functions take states apart by the parameters of a model. The first that they read is ``state``.
 BY_PARAMETER = "torch.distributed.checkpoint.state_dict"
 
@@ -85,10 +88,15 @@ def take_over(optimizer: torch.optim.Optimizer, runs: list[Run]) -> None:
         for piece in run.pieces:
             for key, value in before.get(piece.parameter, {}).items():
                 state = optimizer.state[run.tensor]
-                if run.has_master and isinstance(value, torch.Tensor) and value.is_floating_point() and key != "step":
+                if (
+                    run.has_master
+                    and isinstance(value, torch.Tensor)
+                    and value.is_floating_point()
+                    and key not in _NUMBERS
+                ):
                     value = value.to(run.tensor.dtype)
-                # The count of steps of a parameter without dimensions has its shape, too.
-                if not isinstance(value, torch.Tensor) or value.shape != piece.parameter.shape or key == "step":
+                has_elements = isinstance(value, torch.Tensor) and value.shape == piece.parameter.shape
+                if not has_elements or key == "step" or (value.dim() == 0 and key in _NUMBERS):
                     state[key] = value
                     continue
                 if run.tensor.shape == value.shape:
@@ -204,7 +212,7 @@ def is_parted(key: str, value: Any, run: Run) -> bool:
     """Whether it has an element for each of the run's."""
     if not isinstance(value, torch.Tensor) or value.numel() != run.tensor.numel():
         return False
-    return value.dim() > 0 or (run.tensor.dim() == 0 and key != "step")
+    return value.dim() > 0 or (run.tensor.dim() == 0 and key not in _NUMBERS)
 
 
 def _check_cut(key: str, value: Any, run: Run) -> None:

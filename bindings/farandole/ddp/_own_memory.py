@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch.nn.parameter import is_lazy
 
 Named = Iterable[tuple[str, torch.Tensor]]
 
@@ -34,6 +35,8 @@ def check_own_memory(moved: Named, others: Named, why: str) -> None:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
+    if is_lazy(tensor):  # a buffer that the first forward makes
+        return False
     return tensor.layout == torch.strided and not tensor.is_meta and tensor.numel() > 0
 
 

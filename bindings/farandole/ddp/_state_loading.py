@@ -55,13 +55,16 @@ def take_settings(optimizer: torch.optim.Optimizer, names: list[list[str]], stat
     groups = state_dict["param_groups"]
     if len(groups) != len(optimizer.param_groups):
         raise ValueError(f"state_dict has {len(groups)} param groups: expected {len(optimizer.param_groups)}")
+    copied: dict[int, Any] = {}  # what groups share, a rate that is a tensor say, they share afterwards, too
     for index, (group, loaded, group_names) in enumerate(zip(optimizer.param_groups, groups, names, strict=True)):
         if set(loaded["params"]) != set(group_names):
             raise ValueError(
                 f"state_dict's param group {index} has the parameters {list(loaded['params'])}: expected {group_names}"
             )
         settings = {key: value for key, value in loaded.items() if key not in ("params", HAS_STEPPED)}
-        group.update(copy.deepcopy(settings))  # schedulers change tensors in place
+        group.update(copy.deepcopy(settings, copied))  # schedulers change tensors in place
+    # As torch's load_state_dict: what a class settles by itself, as AdamW its kind of decay, comes from no other.
+    optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
 
 def match(optimizer: torch.optim.Optimizer, runs: list[Run], state_dict: dict[str, Any]) -> list[Callable[[], Any]]:
@@ -71,7 +74,7 @@ def match(optimizer: torch.optim.Optimizer, runs: list[Run], state_dict: dict[st
         return _match(optimizer, runs, state_dict)
     except Exception:
         for run in made:
-            del optimizer.state[run.tensor]
+            optimizer.state.pop(run.tensor, None)
         raise
 
 

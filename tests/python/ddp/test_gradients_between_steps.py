@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from farandole.ddp import DistributedDataParallel, DistributedOptimizer
-from support.devices import DEVICE
+from support.devices import DEVICE, seeded
 from support.processes import run_ranks
 
 
@@ -172,3 +173,31 @@ def _digits(rank: int, world_size: int) -> None:
 
 def test_a_write_to_clipped_gradients_leaves_the_others_all_their_digits():
     run_ranks(_digits, 2, "gloo", timeout=60)
+
+
+def _zero(rank: int, world_size: int) -> None:
+    """In place what was in ``.grad`` before the model was wrapped, and what was put there since."""
+    for options in ({}, {"grad_reduce_in_fp32": True}, {"use_distributed_optimizer": True}):
+        torch.manual_seed(4)
+        module = torch.nn.Linear(6, 4)
+        plain = copy.deepcopy(module)
+        inputs = [torch.randn(3, 6, generator=seeded(other)) for other in range(world_size)]
+        module(inputs[rank]).square().mean().backward()
+        model = DistributedDataParallel(module, **options)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), model)
+        expected = torch.optim.SGD(plain.parameters(), lr=0.5)
+        for step in range(3):
+            if step == 1:
+                module.weight.grad = torch.ones_like(module.weight)
+            optimizer.zero_grad(set_to_none=False)
+            expected.zero_grad()
+            model(inputs[rank]).square().mean().backward()
+            sum(plain(one).square().mean() / world_size for one in inputs).backward()
+            optimizer.step()
+            expected.step()
+            for value, want in zip(module.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(value, want, rtol=1e-5, atol=1e-6, msg=f"step {step} {options}")
+
+
+def test_what_a_step_zeroes_counts_no_more_wherever_it_is():
+    run_ranks(_zero, 2, "gloo", timeout=60)

@@ -125,3 +125,50 @@ def _save_uncut(rank: int, world_size: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["listed", "stacked"])
 def test_state_that_cannot_be_cut_is_refused(kind):
     run_ranks(_save_uncut, 2, "farandole", kind=kind)
+
+
+class _Scaled(torch.nn.Module):
+    """With a parameter that has no dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer, self.gain = torch.nn.Linear(16, 16), torch.nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gain * self.layer(x)
+
+
+def _number(rank: int, world_size: int, name: str, path: str) -> None:
+    """Of one layout, or of no wrapper at all, it is loaded by those of another."""
+
+    def make(module: torch.nn.Module) -> torch.optim.Optimizer:
+        parameters = module.parameters()
+        return torch.optim.NAdam(parameters, lr=0.01) if name == "NAdam" else torch.optim.ASGD(parameters, 0.01, t0=1)
+
+    layouts: list[dict[str, Any]] = [{}, {"use_distributed_optimizer": True}]
+    for before, after in (layouts, layouts[::-1]):
+        for way in ("full_state_dict()", "torch.distributed.checkpoint", "taken over"):
+            plain, module = _Scaled(), _Scaled()
+            expected = make(plain)
+            model: torch.nn.Module = module if way == "taken over" else DistributedDataParallel(module, **before)
+            used = make(model) if way == "taken over" else DistributedOptimizer(make(model), model)
+            for step in range(6):
+                if step == 3:
+                    model = DistributedDataParallel(module, **after)
+                    optimizer = DistributedOptimizer(used if way == "taken over" else make(model), model)
+                    if way == "full_state_dict()":
+                        optimizer.load_state_dict(used.full_state_dict())
+                    elif way == "torch.distributed.checkpoint":
+                        dcp.save({"optimizer": used}, checkpoint_id=f"{path}/{bool(before)}")
+                        dcp.load({"optimizer": optimizer}, checkpoint_id=f"{path}/{bool(before)}")
+                    used = optimizer
+                _step(model, used, step)
+                _step(plain, expected, step)
+            for value, want in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(value, want, rtol=1e-5, atol=1e-6, msg=f"{way} {before} {after}")
+
+
+@pytest.mark.parametrize("name", ["NAdam", "ASGD"])
+def test_numbers_that_are_no_part_of_a_parameter_without_dimensions_are_loaded_by_any_layout(name, tmp_path):
+    run_ranks(_number, 2, "farandole", name=name, path=str(tmp_path))

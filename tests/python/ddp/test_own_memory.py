@@ -90,3 +90,21 @@ def _trains(rank: int, world_size: int) -> None:
 
 def test_those_that_stay_together_train_as_in_one_process():
     run_ranks(_trains, 2, BACKENDS[-1])
+
+
+def _first_forward_makes_buffers(rank: int, world_size: int) -> None:
+    for options in ({}, {"use_distributed_optimizer": True}):
+        torch.manual_seed(5)
+        module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LazyBatchNorm1d(affine=False))
+        model = DistributedDataParallel(module, **options)
+        inputs = [_input(0, other) for other in range(world_size)]
+        for _ in range(2):
+            model(inputs[rank]).square().mean().backward()
+            model.zero_grad()
+        got, want = module[1].running_mean, 0.1 * module[0](inputs[0]).mean(0) * 0.9
+        want = want + 0.1 * module[0](inputs[rank]).mean(0)
+        torch.testing.assert_close(got, want, msg=str(options))
+
+
+def test_buffers_that_the_first_forward_makes_need_no_memory_before():
+    run_ranks(_first_forward_makes_buffers, 2, BACKENDS[-1])
