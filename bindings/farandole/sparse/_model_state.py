@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from farandole.sparse._scripted import scripted_attributes
+
 _BY_NAME = ("_parameters", "_buffers", "_modules")  # whose items are attributes of the module
+_SCRIPTED = "(scripted)"  # no attribute's name
 _ABSENT = object()
 
 
@@ -77,12 +80,13 @@ class _Attributes:
         self._prefix, self._besides = f"{name}." if name else "", besides
         self._looks_into_objects = looks_into_objects
         self._module = module
+        self._scripted = scripted_attributes(module)
         self._now = vars(module)
         self._before = self._now.copy()
         self._items: dict[str, Any] = {}  # of containers, as they are now
         self._containers: list[tuple[Any, Any]] = []  # with items, and these
         self._empty: list[Any] = []
-        for key in self._before:
+        for key in (*self._before, _SCRIPTED):
             container = self._container(key)
             if container is None:
                 continue
@@ -99,13 +103,15 @@ class _Attributes:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         by_name = (self._items.get(name) or {**getattr(self._module, name)} for name in ("_buffers", "_parameters"))
-        for held in (self._before, *by_name):
+        for held in (self._before, self._items.get(_SCRIPTED, {}), *by_name):
             for key, value in held.items():
                 if isinstance(value, torch.Tensor):
                     yield self._prefix + key, value
 
     def _container(self, key: str) -> Any:
         """None: what has this name is none."""
+        if key == _SCRIPTED:
+            return self._scripted
         value = self._before[key]
         kind: Any = type(value)
         if _is_container(kind):
@@ -113,6 +119,7 @@ class _Attributes:
         return vars(value) if self._looks_into_objects and _has_settings(kind) else None
 
     def have_changed(self) -> bool:
+        self._look()
         now, before = self._now, self._before
         is_same = len(before) == len(now) and all(map(operator.is_, before.values(), now.values()))
         if not (is_same and [*before] == [*now]) and self._differences(now):
@@ -125,18 +132,21 @@ class _Attributes:
         )
 
     def restore_but_for(self, then: _Attributes) -> None:
+        self._look()
         _restore_items(self._now, self._before, then._before, self._besides)
         for key, items in self._items.items():
             container = self._container(key)
-            if then._before.get(key) is not self._before[key]:
+            if then._before.get(key) is not self._before.get(key):
                 if container is self._before[key]:  # nobody else changes what the module had let go of by then
                     _refill(container, items)
             elif isinstance(container, dict) and key in then._items:
                 _restore_items(container, items, then._items[key])
             elif key in then._items and _are_items(then._items[key], container):
                 _refill(container, items)
+        self._put()
 
     def restore(self) -> dict[str, Any]:
+        self._look()
         changed = {self._prefix + key: self._now.get(key) for key in self._differences(self._now)}
         self._now.clear()
         self._now.update(self._before)
@@ -147,7 +157,16 @@ class _Attributes:
             elif not _are_items(items, container):
                 changed[self._prefix + key] = copy.copy(container)
             _refill(container, items)
+        self._put()
         return changed
+
+    def _look(self) -> None:
+        if self._scripted is not None:
+            self._scripted.look()
+
+    def _put(self) -> None:
+        if self._scripted is not None:
+            self._scripted.put()
 
     def _differences(self, now: dict[str, Any]) -> list[str]:
         return [key for key in _differences(self._before, now) if key not in self._besides]

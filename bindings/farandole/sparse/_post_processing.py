@@ -63,7 +63,8 @@ class PostProcessing:
             module = model.get_submodule(name)
             before, original = vars(module).get("forward"), module.forward
             forward = UntracedForward(self._replaying_forward(name, original), original)
-            module.forward = self.forwards[name] = forward
+            # Not by setattr, which torch.jit's traced modules pass on to another module.
+            vars(module)["forward"] = self.forwards[name] = forward
             self._undo.callback(_restore, module, before)
 
     @contextlib.contextmanager
@@ -194,6 +195,6 @@ class _Given:
 
 def _restore(module: nn.Module, before: Any) -> None:
     if before is None:
-        del module.forward
+        del vars(module)["forward"]
     else:
-        module.forward = before
+        vars(module)["forward"] = before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import random
 import time
 from collections.abc import Callable
@@ -252,20 +253,108 @@ class Counted(torch.nn.Module):
         return self.others[(ids + self.calls) % self.others.shape[0]]
 
 
-class Scripted(Remapped):
+class Settings(torch.nn.Module):
+    """Beside them, what it keeps of each call."""
+
     def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.total, self.scale = 0, 1000, float("nan")
+        self.seen, self.by_name = [1], {"others": 3}
+        self.table = torch.arange(ROWS, device=DEVICE)  # no buffer
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.total += 1
+        self.seen.append(self.total)
+        self.by_name["calls"] = len(self.seen)
+        self.table.copy_(self.table.roll([1]))
+        moved = ids + self.shift + self.total + len(self.seen) + self.by_name["calls"] + self.by_name["others"]
+        return self.table[moved % self.table.shape[0]]
+
+
+def loaded(module: Any) -> Any:
+    file = io.BytesIO()
+    torch.jit.save(module, file)
+    file.seek(0)
+    return torch.jit.load(file)
+
+
+def traced(inner: torch.nn.Module) -> Any:
+    return torch.jit.trace(inner, torch.zeros((2, 3), dtype=torch.int64, device=DEVICE), check_trace=False)
+
+
+COMPILERS: dict[str, Callable[[Any], Any]] = {
+    "script": torch.jit.script,
+    "a script of a part": lambda inner: torch.nn.Sequential(torch.jit.script(inner)),
+    "a script of its whole": lambda inner: torch.jit.script(torch.nn.Sequential(inner)),
+    "load": lambda inner: loaded(torch.jit.script(inner)),
+    "trace": traced,
+    "a trace of its whole": lambda inner: traced(torch.nn.Sequential(inner)),
+    "the load of a trace": lambda inner: loaded(traced(inner)),
+}
+
+
+class Compiled(Remapped):
+    def __init__(self, how: str, kind: type[torch.nn.Module]) -> None:
         super().__init__(False)
-        self.remap: Any = torch.jit.script(Counted().to(DEVICE))
+        self.remap: Any = COMPILERS[how](kind().to(DEVICE))
 
 
-def run_scripted(rank: int, world_size: int) -> None:
+def inner(remap: Any) -> Any:
+    return remap if hasattr(remap, "others") or hasattr(remap, "shift") else getattr(remap, "0")
+
+
+def run_compiled(rank: int, world_size: int, how: str) -> None:
     def change(number: int, *remaps: Any) -> None:
-        for remap in remaps if number % 3 == 2 else ():
+        for remap in map(inner, remaps) if number % 3 == 2 else ():
             remap.others.copy_(remap.others.roll(3))
 
-    follow(Scripted, make_batches(1, 12), change)
+    follow(lambda: Compiled(how, Counted), make_batches(1, 12), change)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_buffers_of_a_scripted_module_are_those_of_the_plain_loop():
-    run_ranks(run_scripted, 2, "farandole", timeout=60)
+@pytest.mark.parametrize("how", COMPILERS)
+def test_buffers_of_a_compiled_module_are_those_of_the_plain_loop(how):
+    run_ranks(run_compiled, 2, "farandole", timeout=60, how=how)
+
+
+def set_some(number: int, remap: Any) -> None:
+    if number % 3 == 2:
+        setattr(remap, *random.Random(number).choice([("shift", number), ("total", 2000 + number), ("seen", [number])]))
+    if number % 7 == 3:
+        remap.table = torch.arange(number, number + ROWS, device=DEVICE)
+    if number % 7 == 5:
+        remap.table.copy_(torch.arange(ROWS).flip(0))
+    if number % 5 == 4:
+        remap.by_name = {"others": number}
+
+
+def run_settings(rank: int, world_size: int, how: str) -> None:
+    def change(number: int, *remaps: Any) -> None:
+        for remap in map(inner, remaps):
+            set_some(number, remap)
+
+    remap, other = map(inner, follow(lambda: Compiled(how, Settings), make_batches(1, 24), change))
+    for name in ("shift", "total", "seen", "by_name"):
+        assert getattr(remap, name) == getattr(other, name), name
+    assert torch.equal(remap.table, other.table)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("how", [how for how in COMPILERS if "trace" not in how])
+def test_attributes_of_a_scripted_module_are_those_of_the_plain_loop(how):
+    run_ranks(run_settings, 2, "farandole", timeout=60, how=how)
+
+
+def leave_compiled(rank: int, world_size: int) -> None:
+    remap = torch.jit.script(Settings())
+    run = AheadRun({"remap": remap}, None, lambda: 0)
+    before = remap.total, remap.seen, remap.by_name, remap.table.clone()
+    remap(torch.zeros((2, 3), dtype=torch.int64, device=DEVICE))
+    run.has_run()
+    assert not run.is_stale() and remap.total != before[0]
+    assert run.take_back()
+    assert (remap.total, remap.seen, remap.by_name) == before[:3] and torch.equal(remap.table, before[3])
+
+
+def test_what_nobody_changes_in_a_scripted_module_is_not_made_anew():
+    run_ranks(leave_compiled, 1, None)
