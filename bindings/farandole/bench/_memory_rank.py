@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 from torch import nn
 from torch.autograd.profiler import profile
@@ -19,6 +21,7 @@ def bytes_per_element(rank: Rank, grads_in_fp32: bool) -> float:
     first one, when the optimizer has its gradients.
     """
     torch.set_num_threads(1)
+    gc.collect()  # the model before, whose end would count as less
     with profile(profile_memory=True) as allocations:
         module = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH, dtype=torch.bfloat16) for _ in range(_LAYERS)))
         model = DistributedDataParallel(
