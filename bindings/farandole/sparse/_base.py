@@ -352,7 +352,7 @@ class TrainPipelineBase(Generic[In, Out]):
         )
 
     def _warn_of_windows(self) -> None:
-        for other in _with_windows:
+        for other in _with_windows if _with_windows else ():
             if other is not self and other._window.filled and other._model is self._model:
                 warnings.warn(
                     f"the window of another pipeline of this model is open, after {other._window.filled} of "

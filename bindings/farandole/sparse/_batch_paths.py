@@ -69,6 +69,40 @@ def everything_in(batch: Any, depth: int) -> Iterator[tuple[Path, Any]]:
         level = below
 
 
+def types_in(batch: Any, depth: int, most: int) -> list[type]:
+    """Of what everything_in() yields, so many at most; what contains itself is entered again, down to that depth."""
+    found: list[type] = []
+    level = [batch]
+    while level and depth >= 0 and len(found) < most:
+        types = [*map(type, level)]
+        found += types
+        below: list[Any] = []
+        for value, kind in zip(level, types, strict=True):
+            items = _items_of(kind)
+            if items is not None:
+                below += items(value)
+        level = below
+        depth -= 1
+    return found[:most]
+
+
+@functools.lru_cache(maxsize=1024)
+def _items_of(kind: type) -> Callable[[Any], Iterable[Any]] | None:
+    """What gives the items of parts() for values of a type; None where there are none."""
+    if issubclass(kind, (*CONSTANTS, torch.Tensor, type, torch.nn.Module)):
+        return None
+    if issubclass(kind, Mapping):
+        return operator.methodcaller("values")
+    if issubclass(kind, (list, tuple)):
+        return iter
+    if dataclasses.is_dataclass(kind):
+        names = [field.name for field in dataclasses.fields(kind)]
+        return lambda value: [getattr(value, name) for name in names if hasattr(value, name)]
+    if _is_of_libraries(kind):
+        return None
+    return lambda value: getattr(value, "__dict__", {}).values()
+
+
 def tensors_in(batch: Any) -> list[tuple[Path, Step | None, torch.Tensor]]:
     """With the path of what holds each, and the step from there; those of opaque objects too. What is nearer first, and
     not all where a batch leads to everything else."""
@@ -113,7 +147,7 @@ def _kind_of(kind: type) -> str:
         return _SEQUENCE
     if issubclass(kind, Mapping) or kind.__dictoffset__ == 0:  # slots
         return _PARTS
-    return _OPAQUE if kind.__module__.partition(".")[0] in _OPAQUE_SOURCES else _OBJECT
+    return _OPAQUE if _is_of_libraries(kind) else _OBJECT
 
 
 def _is_of_constants(value: Any) -> bool:
@@ -182,4 +216,8 @@ def _hidden(value: Any) -> dict[str, torch.Tensor]:
 
 
 def _is_opaque(value: Any) -> bool:
-    return type(value).__module__.partition(".")[0] in _OPAQUE_SOURCES
+    return _is_of_libraries(type(value))
+
+
+def _is_of_libraries(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in _OPAQUE_SOURCES

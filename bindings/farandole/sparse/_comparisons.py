@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from farandole.sparse._batch_paths import everything_in
+from farandole.sparse._batch_paths import types_in
 from farandole.sparse._input_equality import version_of
 from farandole.sparse._sharded import wrapped_name
 
@@ -56,7 +56,7 @@ class Comparisons:
         versions = tuple([(id(tensor), version_of(tensor)) for tensor in (*read, *tensors)])
         held = [_identity(part) for attributes in self._attributes for part in attributes.parts()]
         held += [id(hook) for module in self._hooked for hook in module._forward_pre_hooks.values()]
-        types = [type(part) for _, part in islice(everything_in(batch, _DEPTH), _PARTS)]
+        types = types_in(batch, _DEPTH, _PARTS)
         self._kind = hash((settings, versions, tuple(held), tuple(types)))
         return self._kind not in self._known or self._since >= _EVERY - 1
 

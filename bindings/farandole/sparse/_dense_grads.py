@@ -48,7 +48,8 @@ class DenseGrads:
 
     def has_run(self) -> None:
         """The backward is through."""
-        _have_begun.update(self._begun)
+        if self._begun:
+            _have_begun.update(self._begun)
         self._known = self._model
         self._unsynced = self._left
 

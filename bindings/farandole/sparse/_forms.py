@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Sequence
 
 import torch
 
@@ -24,13 +25,14 @@ _TYPES = (
 _KINDS = len(_TYPES) + 2  # none first, others last
 
 
-def form_of(types: Mapping[str, torch.dtype]) -> int:
+@functools.lru_cache(maxsize=64)
+def form_of(*types: tuple[str, torch.dtype]) -> int:
     """Of features with tensors of these names and types."""
-    form = 0
+    by_name, form = dict(types), 0
     for name in reversed(TENSORS):
         form *= _KINDS
-        if name in types:
-            form += 1 + (_TYPES.index(types[name]) if types[name] in _TYPES else len(_TYPES))
+        if name in by_name:
+            form += 1 + (_TYPES.index(by_name[name]) if by_name[name] in _TYPES else len(_TYPES))
     return form
 
 

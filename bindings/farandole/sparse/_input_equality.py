@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ Copies = tuple[torch.Tensor | None, ...]
 def versions_of(call: Any) -> Versions:
     """How often each tensor in it has been written to; None for what features do not have, or not yet. Lengths they
     have from here on: an input_dist would make them of their offsets."""
-    return tuple([None if part is None else version_of(part) for part in _tensors_in(call)])
+    return tuple([None if part is None else 0 if part.is_inference() else part._version for part in _tensors_in(call)])
 
 
 def copies_of(call: Any) -> Copies:
@@ -42,19 +43,34 @@ def _tensors_in(call: Any) -> list[torch.Tensor | None]:
     todo, seen = [call], set()
     while todo:
         item = todo.pop()
-        if isinstance(item, torch.Tensor):
+        type_: Any = type(item)
+        kind = _kind_of(type_)
+        if kind is _TENSOR:
             found.append(item)
-            continue
-        if id(item) in seen:
+        if kind is _TENSOR or kind is _OTHER or id(item) in seen:
             continue
         seen.add(id(item))
-        if isinstance(item, (list, tuple)):
+        if kind is _SEQUENCE:
             todo += item
-        elif isinstance(item, dict):
+        elif kind is _DICT:
             todo += item.values()
-        elif hasattr(item, "weights_or_none"):  # torchrec's features
+        else:
             found += [item.values(), item.weights_or_none(), item.lengths(), item.offsets_or_none()]
     return found
+
+
+_TENSOR, _SEQUENCE, _DICT, _FEATURES, _OTHER = "tensor", "sequence", "dict", "features", "other"
+
+
+@functools.lru_cache(maxsize=1024)
+def _kind_of(kind: type) -> str:
+    if issubclass(kind, torch.Tensor):
+        return _TENSOR
+    if issubclass(kind, (list, tuple)):
+        return _SEQUENCE
+    if issubclass(kind, dict):
+        return _DICT
+    return _FEATURES if hasattr(kind, "weights_or_none") else _OTHER  # torchrec's
 
 
 def were_written(before: Versions, now: Versions) -> bool:

@@ -25,7 +25,7 @@ class ModelChanges:
         self._sharded = sharded_modules(model, is_sharded)
         self._ids = set(map(id, self._sharded.values()))
         self._shardings = {name: _sharding_of(module) for name, module in self._sharded.items()}
-        self._tree = self._modules()
+        self._tree = _Tree(self._modules())
         self._processing: dict[str, nn.Module] = {}
         self._parameters: tuple[str, ...] = ()
         self._places: dict[str, operator.attrgetter[object]] = {}  # by name
@@ -65,27 +65,23 @@ class ModelChanges:
         return self._has_other_modules()
 
     def _has_other_modules(self) -> bool:
-        tree = self._modules()
-        if len(tree) == len(self._tree) and all(map(operator.is_, tree, self._tree)):
+        if self._tree.is_same():
             return False
         now = sharded_modules(self._model, self._is_sharded)
         for name in {**self._sharded, **now}:
             if now.get(name) is not self._sharded.get(name):
                 raise _changed(name, "the sharded modules that were attached")
-        self._tree = tree
+        self._tree = _Tree(self._modules())
         return True
 
-    # Not those inside of sharded ones, which make some as they run.
     def _modules(self) -> list[nn.Module]:
+        """All that others may come into: none inside of sharded ones, which make some as they run."""
         found: list[nn.Module] = []
         todo: list[nn.Module | None] = [self._model]
-        sharded = self._ids
         while todo:
             module = todo.pop()
-            if module is None:
-                continue
-            found.append(module)
-            if module._modules and id(module) not in sharded:
+            if module is not None and id(module) not in self._ids:
+                found.append(module)
                 todo += module._modules.values()
         return found
 
@@ -96,6 +92,22 @@ class ModelChanges:
             return self._places[name](self._model)
         except AttributeError:
             return None
+
+
+class _Tree:
+    """Modules with their children; looked at in each step."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._modules = modules
+        self._children = self._now()
+
+    def is_same(self) -> bool:
+        now = self._now()
+        return len(now) == len(self._children) and all(map(operator.is_, now, self._children))
+
+    # With their parents, since a child may have gone from one to the next.
+    def _now(self) -> list[object]:
+        return [each for module in self._modules for each in (module, *module._modules.values())]
 
 
 def _sharding_of(module: nn.Module) -> object:

@@ -39,7 +39,7 @@ class UnsentSplits(Awaitable[Any]):
         self.splits: list[list[int]] = features.dist_splits(all_to_all._splits)  # by tensor and rank
         self._tensors: list[torch.Tensor] = features.dist_tensors()
         labels = features.dist_labels()
-        self.form = form_of({label: each.dtype for label, each in zip(labels, self._tensors, strict=True)})
+        self.form = form_of(*[(label, each.dtype) for label, each in zip(labels, self._tensors, strict=True)])
         self.output_splits: list[list[int]] = []
         self._stride_per_rank: list[int] | None = None
 
