@@ -5,7 +5,6 @@
 #include <chrono>
 #include <memory>
 #include <optional>
-#include <ranges>
 #include <thread>
 #include <type_traits>
 #include <utility>
@@ -65,7 +64,7 @@ Status Communicator::connectHost(transport::Clock::time_point deadline, std::siz
   memory->closeDescriptor();
   auto host =
       std::make_unique<HostSegment>(std::move(memory).value(), layout_.indexOf(rank_), static_cast<int>(here.size()));
-  if (const Status agreed = agreeOnReading(*host, deadline, health); !agreed) {
+  if (Status agreed = agreeOnReading(*host, deadline, health); !agreed) {
     host->abandon(HostSegment::kNobody, agreed.toString());  // some may have agreed, and will wait for this one
     return agreed;
   }
@@ -112,7 +111,7 @@ Status Communicator::agreeOnReading(HostSegment& host, transport::Clock::time_po
   const auto readingOf = [&](const Neighbour& other) { return engine().transport().reading(other.peer); };
   const auto outcome = lookUntil(deadline, health, [&]() -> std::optional<Status> {
     ProgressEngine::Access access(engine());
-    host.tellReading(std::ranges::min(hostNeighbours_ | std::views::transform(readingOf)));
+    host.tellReading(readingOf(*std::ranges::min_element(hostNeighbours_, {}, readingOf)));
     if (host.reading() != transport::Reading::kUnknown) return Status::ok();
     for (const int rank : localRanks()) {
       if (rank == rank_) continue;
