@@ -91,8 +91,10 @@ void Operation::whenDone(std::function<void()> callback, bool atOnce) {
     transport::ProgressEngine::Access access(communicator_->engine());
     if (!isDone()) {
       callbacks_.push_back(std::move(callback));
-      if (atOnce) isWanted_.store(true, std::memory_order_relaxed);
-      communicator_->engine().notePolled();
+      if (atOnce) {
+        isWanted_.store(true, std::memory_order_relaxed);
+        communicator_->engine().notePolled();
+      }
       return;
     }
   }
