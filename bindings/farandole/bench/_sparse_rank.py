@@ -14,6 +14,7 @@ from farandole.bench._ranks import Rank
 
 PLAIN, OURS, TORCHREC = "plain loop", "farandole", "torchrec over gloo"
 PEERS = (PLAIN, OURS, TORCHREC)
+BACKENDS = ("farandole", "gloo")
 
 
 class _PlainLoop:
@@ -46,15 +47,14 @@ def _pipeline(rank: Rank, peer: str, ahead: int) -> Any:
     return TrainPipelineSparseDist(model, optimizer, cpu, process_group=group, strict=True)
 
 
-def run_steps(rank: Rank, samples: int, ahead: int, count: int, warm_up: int) -> dict[str, list[float]]:
-    """Runs on all ranks: the seconds of steps with batches of so many samples, by peer, one after the other; each time in
-    another order, since what a step costs depends on the memory that the one before it has left. ``ahead``: modules
+def run_steps(rank: Rank, turn: int, samples: int, ahead: int, count: int, warm_up: int) -> dict[str, float]:
+    """Runs on all ranks: the seconds of a step with a batch of so many samples, by peer, one after the other; in each turn
+    in another order, since what a step costs depends on the memory that the one before it has left. ``ahead``: modules
     between the batch and the tables."""
     from farandole.bench import _sparse_model
 
-    turn = rank.state["sparse turn"] = rank.state.get("sparse turn", -1) + 1
     orders = [*itertools.permutations(PEERS)]
-    times: dict[str, list[float]] = {}
+    times: dict[str, float] = {}
     for peer in orders[turn % len(orders)]:
         key = "sparse", peer, ahead
         if key not in rank.state:
@@ -68,7 +68,7 @@ def run_steps(rank: Rank, samples: int, ahead: int, count: int, warm_up: int) ->
         for _ in range(count):
             pipeline.progress(batches)
         dist.barrier(rank.groups["farandole"])
-        times[peer] = [(time.perf_counter() - start) / count]
+        times[peer] = (time.perf_counter() - start) / count
         for _ in batches:
             pass
         _drain(pipeline, batches)
