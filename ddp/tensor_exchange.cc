@@ -3,6 +3,8 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <cstddef>
+#include <cstring>
 #include <numeric>
 #include <utility>
 
@@ -20,6 +22,10 @@ int64_t rowsOf(const std::vector<int64_t>& splits, int ranks, std::size_t tensor
   return std::accumulate(splits.begin(), splits.end(), int64_t{0});
 }
 
+at::Tensor bytesOf(const std::vector<int64_t>& byRank) {
+  return at::empty(std::accumulate(byRank.begin(), byRank.end(), int64_t{0}), at::kByte);
+}
+
 }  // namespace
 
 TensorExchange::TensorExchange(Group group, std::vector<at::Tensor> sent, Splits sentSplits, Splits receivedSplits)
@@ -33,28 +39,76 @@ TensorExchange::TensorExchange(Group group, std::vector<at::Tensor> sent, Splits
   const int ranks = group_->getSize();
   for (std::size_t i = 0; i < sent_.size(); ++i) {
     const at::Tensor& tensor = sent_[i];
+    TORCH_CHECK(tensor.is_cpu(), "tensor ", i, " is on ", tensor.device(), ": expected one on the CPU");
     TORCH_CHECK(tensor.dim() > 0 && tensor.is_contiguous(), "tensor ", i, " has sizes ", tensor.sizes(),
                 " and strides ", tensor.strides(), ": expected a contiguous one of one dimension or more");
     const int64_t rows = rowsOf(sentSplits_[i], ranks, i);
     TORCH_CHECK(rows == tensor.size(0), "tensor ", i, " has ", tensor.size(0), " rows, and splits ", sentSplits_[i],
                 ": expected these to sum to its rows");
-    std::vector<int64_t> sizes = tensor.sizes().vec();
-    sizes[0] = rowsOf(receivedSplits_[i], ranks, i);
-    received_.push_back(at::empty(sizes, tensor.options()));
+    const at::IntArrayRef inner = tensor.sizes().slice(1);
+    Form& form = forms_.emplace_back(Form{tensor.sizes().vec(), tensor.options(), tensor.element_size()});
+    form.sizes[0] = rowsOf(receivedSplits_[i], ranks, i);
+    for (const int64_t size : inner) form.bytesOfRow *= static_cast<std::size_t>(size);
+  }
+}
+
+std::vector<int64_t> TensorExchange::bytesByRank(const Splits& splits) const {
+  std::vector<int64_t> bytes(group_->getSize());
+  for (std::size_t i = 0; i < forms_.size(); ++i) {
+    for (std::size_t rank = 0; rank < bytes.size(); ++rank) {
+      bytes[rank] += splits[i][rank] * static_cast<int64_t>(forms_[i].bytesOfRow);
+    }
+  }
+  return bytes;
+}
+
+template <typename Part>
+void TensorExchange::forEachPart(const std::vector<at::Tensor>& tensors, const Splits& splits, Part part) const {
+  std::vector<std::byte*> places;
+  for (const at::Tensor& tensor : tensors) places.push_back(static_cast<std::byte*>(tensor.data_ptr()));
+  for (int rank = 0; rank < group_->getSize(); ++rank) {
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+      const std::size_t bytes = static_cast<std::size_t>(splits[i][rank]) * forms_[i].bytesOfRow;
+      if (bytes != 0) part(places[i], bytes);
+      places[i] += bytes;
+    }
   }
 }
 
 void TensorExchange::start() {
-  TORCH_CHECK(works_.empty(), "start() of an exchange that has started");
-  for (std::size_t i = 0; i < sent_.size(); ++i) {
-    works_.push_back(allToAll(*group_, received_[i], sent_[i], receivedSplits_[i], sentSplits_[i]));
-  }
+  TORCH_CHECK(!work_, "start() of an exchange that has started");
+  std::vector<int64_t> to = bytesByRank(sentSplits_);
+  std::vector<int64_t> by = bytesByRank(receivedSplits_);
+  outgoing_ = bytesOf(to);
+  incoming_ = bytesOf(by);
+  auto* next = static_cast<std::byte*>(outgoing_.data_ptr());
+  forEachPart(sent_, sentSplits_, [&next](const std::byte* part, std::size_t bytes) {
+    std::memcpy(next, part, bytes);
+    next += bytes;
+  });
+  sent_.clear();
+  work_ = allToAll(*group_, incoming_, outgoing_, std::move(by), std::move(to));
 }
 
 const std::vector<at::Tensor>& TensorExchange::wait() {
-  TORCH_CHECK(works_.size() == sent_.size(), "wait() for an exchange that has not started");
-  for (; ended_ < works_.size(); ++ended_) await(*group_, received_[ended_].device().type(), *works_[ended_]);
+  TORCH_CHECK(work_, "wait() for an exchange that has not started");
+  if (!hasEnded_) {
+    await(*group_, at::kCPU, *work_);
+    hasEnded_ = true;
+    unpack();
+  }
   return received_;
+}
+
+void TensorExchange::unpack() {
+  for (const Form& form : forms_) received_.push_back(at::empty(form.sizes, form.options));
+  const auto* next = static_cast<const std::byte*>(incoming_.data_ptr());
+  forEachPart(received_, receivedSplits_, [&next](std::byte* part, std::size_t bytes) {
+    std::memcpy(part, next, bytes);
+    next += bytes;
+  });
+  outgoing_.reset();
+  incoming_.reset();
 }
 
 }  // namespace farandole::ddp

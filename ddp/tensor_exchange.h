@@ -10,14 +10,16 @@
 
 namespace farandole::ddp {
 
-// All-to-alls of several tensors, all under way at the same time. From Python what is around one costs as much as the
-// call. Any thread, one at a time.
+// The all-to-all of several tensors on the CPU as one, of their bytes. Any thread, one at a time.
+//
+// One is all on its way, or done, without another turn of this rank: of several the later ones begin when somebody
+// looks again, for which the loop is woken up, beside who computes. That is worth two copies of what is sent.
 class TensorExchange {
  public:
   // By tensor and rank, along dimension 0.
   using Splits = std::vector<std::vector<int64_t>>;
 
-  // Nothing is sent yet. Tensors are contiguous.
+  // Nothing is sent yet. Tensors are contiguous, and on the CPU.
   TensorExchange(Group group, std::vector<at::Tensor> sent, Splits sentSplits, Splits receivedSplits);
 
   // Collective; once.
@@ -27,13 +29,30 @@ class TensorExchange {
   const std::vector<at::Tensor>& wait();
 
  private:
+  // Of a tensor that comes.
+  struct Form {
+    std::vector<int64_t> sizes;
+    at::TensorOptions options;
+    std::size_t bytesOfRow;
+  };
+
+  // What goes to a rank, or comes from it: its part of each tensor, one after the other.
+  std::vector<int64_t> bytesByRank(const Splits& splits) const;
+  // Calls `part` for each of these parts with its bytes in the tensor, and their number.
+  template <typename Part>
+  void forEachPart(const std::vector<at::Tensor>& tensors, const Splits& splits, Part part) const;
+  void unpack();
+
   Group group_;
   std::vector<at::Tensor> sent_;
   Splits sentSplits_;
   Splits receivedSplits_;
+  std::vector<Form> forms_;
+  at::Tensor outgoing_;
+  at::Tensor incoming_;
+  WorkPtr work_;
   std::vector<at::Tensor> received_;
-  std::vector<WorkPtr> works_;
-  std::size_t ended_ = 0;  // how many of them
+  bool hasEnded_ = false;
 };
 
 }  // namespace farandole::ddp

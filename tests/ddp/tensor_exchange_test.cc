@@ -75,6 +75,7 @@ TEST(TensorExchange, RefusesTensorsAndSplitsThatDoNotFitBeforeAnythingIsSent) {
     refuse({tensor, tensor}, two, one);
     refuse({at::zeros({})}, one, one);
     refuse({at::zeros({2, 2}).t()}, one, one);
+    refuse({at::zeros({2, 2}, at::kMeta)}, one, one);
     refuse({tensor}, {{1, 2}}, one);
     refuse({tensor}, {{3, -1}}, one);
     refuse({tensor}, {{2}}, one);
