@@ -301,7 +301,7 @@ bool ProgressEngine::leaveSharedCore() {
 void ProgressEngine::leaveOwnership(bool slept) {
   hasWaiter_ = false;
   if (loopTicking_) {
-    if (slept) loop_.post([this] { onTickFromLoop(); });
+    if (slept && isWorkLeft()) loop_.post([this] { onTickFromLoop(); });
   } else if (const auto now = Clock::now(); now - lastLeave_ < kTick) {
     // Threads wait again and again: from here on the loop looks by timer, and nobody pays for arming.
     loopTicking_ = true;

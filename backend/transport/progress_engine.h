@@ -121,8 +121,8 @@ class ProgressEngine {
   friend class Access;
   friend struct ProgressEngineTest;
 
-  // How often the loop looks by timer while threads wait again and again, which progress by themselves: less and less
-  // often while it finds nothing to do. Its waking costs them 30 us of a core (measured in a virtual machine).
+  // How often the loop looks by timer while threads wait again and again, which progress by themselves: far less often
+  // where it found nothing to do. Its waking costs them 30 us of a core (measured in a virtual machine).
   static constexpr auto kTick = std::chrono::microseconds(500);
 
   void acquire();

@@ -9,7 +9,7 @@ namespace {
 
 // In vain, before it sleeps.
 constexpr int kLoopSpins = 300;
-constexpr auto kLongestTick = std::chrono::milliseconds(4);
+constexpr auto kLongTick = std::chrono::milliseconds(4);
 constexpr auto kDeadlineInterval = std::chrono::milliseconds(250);
 
 }  // namespace
@@ -97,9 +97,8 @@ void ProgressEngine::tickAgainFromLoop(Clock::duration interval) {
 
 void ProgressEngine::onTickFromLoop() {
   assert(loop_.inLoop());
-  const auto later = std::min<Clock::duration>(tickInterval_ * 2, kLongestTick);
   // Where somebody is at work there is nothing to do, and no reason to make him wait.
-  if (owner_.load() || !mutex_.try_lock()) return tickAgainFromLoop(later);
+  if (owner_.load() || !mutex_.try_lock()) return tickAgainFromLoop(kLongTick);
   const bool isTicking = loopTicking_;
   const bool waited = waits_ != waitsSeen_;
   const bool isWanted = isTicking && isWorkLeft() && !owner_.load();
@@ -111,12 +110,15 @@ void ProgressEngine::onTickFromLoop() {
   }
   release();
   if (!isTicking) return;
-  if (!waited && !owner_.load()) {
+  // With something left it sleeps, to be woken up for that. Else threads may wait again soon, as in the next part of a
+  // training step: to go to sleep in between and tick anew wakes the loop more often than to tick on.
+  const bool isPatient = !isWanted && tickInterval_ < kLongTick;
+  if (!waited && !owner_.load() && !isPatient) {
     tick_.cancel();
     sleepFromLoop();
     return;
   }
-  tickAgainFromLoop(isWanted ? kTick : later);
+  tickAgainFromLoop(isWanted ? kTick : kLongTick);
 }
 
 void ProgressEngine::startDeadlineTimerFromLoop() {
