@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
+from farandole.sparse._input_equality import has_same_values, version_of
 from farandole.sparse._model_state import ModelState
 
 # Of the pipeline and of the caller, who may change the mode before the batch's forward.
@@ -44,7 +45,7 @@ class AheadRun:
             self._now = {name: ModelState(module, _BESIDES, True) for name, module in self.modules.items()}
         self._before = self._after = self._now
         self._tensors = {
-            name: (tensor, _version(tensor), tensor.detach().clone() if self._is_copied(name, tensor) else None)
+            name: (tensor, version_of(tensor), tensor.detach().clone() if self._is_copied(name, tensor) else None)
             for name, tensor in self._all().items()
         }
         self._versions: dict[str, int] = {}
@@ -55,7 +56,7 @@ class AheadRun:
         self._calls_after = self._calls()
         tensors = self._all()
         self._after = self._now
-        self._versions = self._noted = {name: _version(tensor) for name, tensor in tensors.items()}
+        self._versions = self._noted = {name: version_of(tensor) for name, tensor in tensors.items()}
         changed = {
             name for name, (tensor, version, _) in self._tensors.items() if version != self._versions.get(name, version)
         }
@@ -69,37 +70,43 @@ class AheadRun:
 
     def note_forward(self) -> None:
         """Of a batch before it, in which torch's DDP may write buffers, with what they hold."""
-        self._noted = {name: _version(tensor) for name, tensor in self._all().items()}
+        if self._noted:  # else one that has come since is a change, as any other attribute
+            self._noted = {name: version_of(tensor) for name, tensor in self._all().items()}
 
     def is_stale(self) -> bool:
         """Whether it would be another one by now, since the modules were changed, by a load of their state say. Not by
         calls of others, for which what it has written counts."""
-        is_noted = all(_version(tensor) == self._noted.get(name) for name, tensor in self._all().items())
+        is_noted = all(version_of(tensor) == self._noted.get(name) for name, tensor in self._all().items())
         if is_noted and (self._now == self._after or not self._has_changed()):
             return False
         return not self._has_others() or not self._has_written()
 
-    def take_back(self) -> bool:
-        """As if it had not been; what was changed since stays. False, and nothing is done, where it is not known any
-        more how it was, or others have called the modules since, and changed them."""
+    def take_back(self) -> str | None:
+        """As if it had not been; what was changed since stays. Else nothing is done, and what it returns says why: others
+        have called the modules since, and changed them; or it is not known any more how it was."""
         if self._has_others() and self._has_written() and (self.is_overwritten() or self._has_changed()):
-            return False
-        written = [
-            (name, tensor, before)
+            return "other calls have changed their state since: expected such modules to be called by its pipeline only"
+        written = {
+            name: (tensor, before)
             for name, (tensor, version, before) in self._tensors.items()
             if self._versions.get(name, version) != version
-        ]
-        if any(before is None for _, _, before in written):
-            return False
+        }
+        late = ", ".join(repr(name) for name, (_, before) in written.items() if before is None)
+        if late:
+            return (
+                f"nothing is kept of {late} before that: expected such modules to write to it for the first batch, too"
+            )
         tensors = self._all()
-        kept = [tensor for name, tensor, _ in written if name in tensors and self._is_other(name, tensors[name])]
+        kept = [
+            tensor for name, (tensor, _) in written.items() if name in tensors and self._is_other(name, tensors[name])
+        ]
         for name, state in self._before.items():
             state.restore_but_for(self._after[name])
         with torch.no_grad():
-            for _, tensor, before in written:
-                if not any(tensor is other for other in kept):
+            for tensor, before in written.values():
+                if before is not None and not any(tensor is other for other in kept):
                     tensor.copy_(before)
-        return True
+        return None
 
     def _has_others(self) -> bool:
         return self._calls() != self._calls_after
@@ -112,7 +119,7 @@ class AheadRun:
 
     def _is_other(self, name: str, tensor: torch.Tensor | None) -> bool:
         # torch's DDP writes buffers in each forward, mostly with what they hold already, and may not count that.
-        return tensor is None or not _are_equal(tensor, self._values[name])
+        return tensor is None or not has_same_values(tensor, self._values[name])
 
     def _is_copied(self, name: str, tensor: torch.Tensor) -> bool:
         return not isinstance(tensor, nn.Parameter) if self._written is None else name in self._written
@@ -123,14 +130,3 @@ class AheadRun:
     def _all(self) -> dict[str, torch.Tensor]:
         self._look()
         return {f"{name}.{key}": tensor for name, state in self._now.items() for key, tensor in state.tensors().items()}
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """With nan where the other one has it."""
-    if one.shape != other.shape:
-        return False
-    return bool(((one == other) | ((one != one) & (other != other))).all())

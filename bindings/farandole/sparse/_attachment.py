@@ -156,12 +156,11 @@ class Attachment:
         change = f"a change of {names}, or of the mode, before the forward of batch {flying.number}"
         if run is not None:
             self.refuse_prefetched(f"{change},")
-        if run is not None and not run.take_back() and is_same:
+        if run is not None and (why := run.take_back()) and is_same:
             before = "training" if flying.is_training else "eval"
             raise RuntimeError(
-                f"batch {flying.number} has been through {names} in {before} mode, ahead of its forward, and other "
-                "calls have changed their state since: expected the mode of the model to be the same again for that "
-                "forward, or such modules to be called by its pipeline only"
+                f"batch {flying.number} has been through {names} in {before} mode, ahead of its forward, and {why}, or the "
+                "mode of the model to be the same again for that forward"
             )
         was_sent, is_other = is_same and flying.owner is self.input_dist, flying.is_training != self.model.training
         flying.owner, flying.results, flying.run = None, None, None

@@ -160,7 +160,7 @@ def _as_before() -> Iterator[None]:
 def input_dists(rank: int, world_size: int) -> None:
     seen: list[Any] = []
 
-    def look() -> None:
+    def look(*_: int) -> None:
         is_here = threading.get_ident() == here
         state = NAME.get(), autocast(), torch.get_default_device(), torch.is_inference_mode_enabled()
         seen.append((is_here, state))

@@ -33,13 +33,20 @@ def failing(ats: Iterable[int], before: Callable[[], None] = lambda: None) -> Ca
     return call
 
 
-def hook(model: Any, optimizer: Any, stage: str, call: Callable[..., None]) -> None:
+def hook(model: Any, optimizer: Any, stage: str, ats: set[int], before: Callable[[], None] = lambda: None) -> None:
+    def arrive(number: int) -> None:
+        # Not by calls: on the pipeline's thread the data of the next batch may come before this one's is waited for.
+        if number in ats:
+            before()
+            raise Trouble("one bad sample")
+
+    call = failing(ats, before)
     if stage == "forward":  # after the collectives of the lookups
         model.module.dense.register_forward_pre_hook(call)
     elif stage == "before":
         model.register_forward_pre_hook(call)
     elif stage == "arrival":
-        model.module.tables[0].before_arrival = call
+        model.module.tables[0].before_arrival = arrive
     elif stage == "backward":
         model.module.dense.register_full_backward_pre_hook(call)
     else:
@@ -52,7 +59,7 @@ def fail_alone(rank: int, world_size: int, seed: int, stage: str, options: dict[
     print(f"seed {seed}: the {stage} of batch {number} fails on rank {culprit}, {options}")
     model, optimizer = made(seed)
     if rank == culprit:
-        hook(model, optimizer, stage, failing({number}))
+        hook(model, optimizer, stage, {number})
     pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, **options)
     batches = iter(make_batches(seed, 9, (4, 5)))  # of one size: what is mixed up fits
     outputs = []
@@ -110,7 +117,7 @@ def fail_over_gloo(rank: int, world_size: int) -> None:
     """The rank that has failed starts nothing more; the others learn of it when their collectives end, here with it."""
     model, optimizer = made(3)
     if rank == 0:
-        hook(model, optimizer, "backward", failing({2}))
+        hook(model, optimizer, "backward", {2})
     pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE)
     batches = iter(make_batches(1, 6, (4, 5)))
     for _ in range(2):
@@ -130,7 +137,7 @@ def test_over_gloo_a_rank_that_has_failed_alone_starts_nothing_more():
 def fail_in_evaluation(rank: int, world_size: int) -> None:
     model, optimizer = made(3)
     if rank == 1:
-        hook(model, optimizer, "forward", failing({1}))
+        hook(model, optimizer, "forward", {1})
     pipeline = EvalPipelineSparseDist(model, optimizer, DEVICE)
     batches = iter(make_batches(1, 6))
     with pytest.raises((Trouble, RuntimeError)):
@@ -151,7 +158,7 @@ def fail_at_the_end(rank: int, world_size: int) -> None:
     """The last batch, which no exchange follows; the step of a window that the end of the data cuts short."""
     model, optimizer = made(3)
     if rank == 0:
-        hook(model, optimizer, "step", failing({1}))
+        hook(model, optimizer, "step", {1})
     pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, grad_accum=2)
     batches = iter(make_batches(1, 3))
     for _ in range(3):
@@ -172,7 +179,7 @@ def test_so_it_is_at_the_end_of_the_data():
 def fail_late(rank: int, world_size: int, stage: str) -> None:
     """Twice on all ranks, on one of them later than on the others."""
     (model, optimizer), (plain, plain_optimizer) = made(3), made(3)
-    hook(model, optimizer, stage, failing({1, 3}, lambda: time.sleep(0.6 * rank)))
+    hook(model, optimizer, stage, {1, 3}, lambda: time.sleep(0.6 * rank))
     pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE)
     batches = make_batches(1, 6)
     seen = drain_with_errors(pipeline, iter(batches))
@@ -196,7 +203,7 @@ def fail_apart(rank: int, world_size: int) -> None:
     """Each in another stage, behind its last collective."""
     model, optimizer = made(3)
     if rank == 0:
-        hook(model, optimizer, "step", failing({1}))
+        hook(model, optimizer, "step", {1})
     else:
         model.module.tables[0].table.register_hook(failing({1}))
     pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE)

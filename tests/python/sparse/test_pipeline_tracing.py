@@ -291,6 +291,32 @@ def test_a_batch_that_cannot_be_taken_back_is_an_error():
     run_ranks(switch_too_late, 2, "farandole")
 
 
+class Late(Mixed):
+    """Its module writes to its buffer for the second batch, and not for the first."""
+
+    class Shift(Mixed.Shift):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            self.modes.append(self.training)
+            if len(self.modes) > 1:
+                self.calls += 1
+            return ids + 7 * self.training
+
+
+def switch_after_a_late_write(rank: int, world_size: int) -> None:
+    model = wrapped(Late(1))
+    pipeline = TrainPipelineSparseDist(model, torch.optim.SGD(model.parameters(), lr=0.1), DEVICE)
+    iterator = iter(make_batches(3, 4))
+    pipeline.progress(iterator)
+    model.eval()
+    with pytest.raises(RuntimeError, match=r"batch 1 .* in training mode.* kept of 'shift\.calls' before that"):
+        pipeline.progress(iterator)
+    assert len(drain(pipeline, iterator)) == 2
+
+
+def test_a_batch_whose_run_was_the_first_to_write_to_a_buffer_cannot_be_taken_back():
+    run_ranks(switch_after_a_late_write, 2, "farandole")
+
+
 def attach_another_mixed(rank: int, world_size: int) -> None:
     """What came ahead for one model is none of the other's business, and comes ahead there in its turn."""
     models = [wrapped(Mixed(seed)) for seed in (1, 2)]

@@ -58,12 +58,14 @@ class ShardedTables(nn.Module):
         self.input_group = dist.new_group()
         self.before_dist: Callable[[], None] = lambda: None
         self.before_data: Callable[[], None] = lambda: None
-        self.before_arrival: Callable[[], None] = lambda: None
+        self.before_arrival: Callable[[int], None] = lambda number: None  # of the input_dist
+        self.input_dists = 0
 
     def create_context(self) -> dict[str, Any]:
         return {}
 
     def input_dist(self, context: dict[str, Any], ids: torch.Tensor, offset: int = 0) -> Request:
+        number, self.input_dists = self.input_dists, self.input_dists + 1
         self.before_dist()
         ids = ids + offset
         world = dist.get_world_size()
@@ -81,7 +83,7 @@ class ShardedTables(nn.Module):
 
             def arrive() -> torch.Tensor:
                 sent.wait()
-                self.before_arrival()
+                self.before_arrival(number)
                 return received
 
             return Request(arrive)
