@@ -46,7 +46,8 @@ TensorExchange::TensorExchange(Group group, std::vector<at::Tensor> sent, Splits
     TORCH_CHECK(rows == tensor.size(0), "tensor ", i, " has ", tensor.size(0), " rows, and splits ", sentSplits_[i],
                 ": expected these to sum to its rows");
     const at::IntArrayRef inner = tensor.sizes().slice(1);
-    Form& form = forms_.emplace_back(Form{tensor.sizes().vec(), tensor.options(), tensor.element_size()});
+    const auto bytes = static_cast<std::size_t>(tensor.element_size());
+    Form& form = forms_.emplace_back(Form{tensor.sizes().vec(), tensor.options(), bytes});
     form.sizes[0] = rowsOf(receivedSplits_[i], ranks, i);
     for (const int64_t size : inner) form.bytesOfRow *= static_cast<std::size_t>(size);
   }
