@@ -1,5 +1,4 @@
 // The half of the progress engine that runs on the event loop.
-#include <algorithm>
 #include <cassert>
 
 #include "backend/transport/progress_engine.h"

@@ -49,8 +49,7 @@ def measure(settings: Settings, pair: RankPair) -> Report:
 
 
 def _in_fresh_processes(settings: Settings, series: dict[str, list[Series]]) -> Measurement:
-    # How a process's memory happens to lie is worth 5 % of a step from one start to the next, so that the rounds of one
-    # start agree on a figure that the next start does not have.
+    # A step differs by 5 % from one start to the next, and the rounds of one start agree on it.
     turns = itertools.count()
 
     def one_round() -> list[list[Sample]]:
