@@ -111,8 +111,8 @@ void ProgressEngine::onTickFromLoop() {
   if (!isTicking) return;
   // With something left it sleeps, to be woken up for that. Else threads may wait again soon, as in the next part of a
   // training step: to go to sleep in between and tick anew wakes the loop more often than to tick on.
-  const bool isPatient = !isWanted && tickInterval_ < kLongTick;
-  if (!waited && !owner_.load() && !isPatient) {
+  const bool hasBeenLong = tickInterval_ == kLongTick;
+  if (!waited && !owner_.load() && (isWanted || hasBeenLong)) {
     tick_.cancel();
     sleepFromLoop();
     return;

@@ -21,32 +21,30 @@ pytestmark = only_on_cpu("gives up groups of farandole's on CPU")
 AT_ONCE = 12.0  # seconds, on a machine that does other things; groups time out after 60
 
 
-def failing(ats: Iterable[int], before: Callable[[], None] = lambda: None) -> Callable[..., None]:
-    """A hook that raises in calls of these numbers."""
-    calls = iter(range(1000))
-
-    def call(*_: Any) -> None:
-        if next(calls) in ats:
-            before()
-            raise Trouble("one bad sample")
-
-    return call
-
-
-def hook(model: Any, optimizer: Any, stage: str, ats: set[int], before: Callable[[], None] = lambda: None) -> None:
-    def arrive(number: int) -> None:
-        # Not by calls: on the pipeline's thread the data of the next batch may come before this one's is waited for.
+def failing_at(ats: Iterable[int], before: Callable[[], None]) -> Callable[[int], None]:
+    def at(number: int) -> None:
         if number in ats:
             before()
             raise Trouble("one bad sample")
 
+    return at
+
+
+def failing(ats: Iterable[int], before: Callable[[], None] = lambda: None) -> Callable[..., None]:
+    """A hook that raises in calls of these numbers."""
+    calls, at = iter(range(1000)), failing_at(ats, before)
+    return lambda *_: at(next(calls))
+
+
+def hook(model: Any, optimizer: Any, stage: str, ats: set[int], before: Callable[[], None] = lambda: None) -> None:
     call = failing(ats, before)
     if stage == "forward":  # after the collectives of the lookups
         model.module.dense.register_forward_pre_hook(call)
     elif stage == "before":
         model.register_forward_pre_hook(call)
     elif stage == "arrival":
-        model.module.tables[0].before_arrival = arrive
+        # Not by calls: on the pipeline's thread the data of the next batch may come before this one's is waited for.
+        model.module.tables[0].before_arrival = failing_at(ats, before)
     elif stage == "backward":
         model.module.dense.register_full_backward_pre_hook(call)
     else:
