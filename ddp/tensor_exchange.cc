@@ -36,7 +36,7 @@ TensorExchange::TensorExchange(Group group, std::vector<at::Tensor> sent, Splits
   TORCH_CHECK(sent_.size() == sentSplits_.size() && sent_.size() == receivedSplits_.size(), sent_.size(),
               " tensors with ", sentSplits_.size(), " lists of splits that are sent and ", receivedSplits_.size(),
               " that come: expected one of each for each tensor");
-  const int ranks = group_->getSize();
+  const int ranks = group_->getSize(), own = group_->getRank();
   for (std::size_t i = 0; i < sent_.size(); ++i) {
     const at::Tensor& tensor = sent_[i];
     TORCH_CHECK(tensor.is_cpu(), "tensor ", i, " is on ", tensor.device(), ": expected one on the CPU");
@@ -45,10 +45,14 @@ TensorExchange::TensorExchange(Group group, std::vector<at::Tensor> sent, Splits
     const int64_t rows = rowsOf(sentSplits_[i], ranks, i);
     TORCH_CHECK(rows == tensor.size(0), "tensor ", i, " has ", tensor.size(0), " rows, and splits ", sentSplits_[i],
                 ": expected these to sum to its rows");
+    const int64_t comes = rowsOf(receivedSplits_[i], ranks, i);
+    TORCH_CHECK(sentSplits_[i][own] == receivedSplits_[i][own], "tensor ", i, " has splits ", sentSplits_[i],
+                " that are sent and ", receivedSplits_[i], " that come: expected the same at ", own,
+                ", for what stays on this rank");
     const at::IntArrayRef inner = tensor.sizes().slice(1);
     const auto bytes = static_cast<std::size_t>(tensor.element_size());
     Form& form = forms_.emplace_back(Form{tensor.sizes().vec(), tensor.options(), bytes});
-    form.sizes[0] = rowsOf(receivedSplits_[i], ranks, i);
+    form.sizes[0] = comes;
     for (const int64_t size : inner) form.bytesOfRow *= static_cast<std::size_t>(size);
   }
 }
@@ -60,6 +64,7 @@ std::vector<int64_t> TensorExchange::bytesByRank(const Splits& splits) const {
       bytes[rank] += splits[i][rank] * static_cast<int64_t>(forms_[i].bytesOfRow);
     }
   }
+  bytes[group_->getRank()] = 0;
   return bytes;
 }
 
@@ -70,7 +75,7 @@ void TensorExchange::forEachPart(const std::vector<at::Tensor>& tensors, const S
   for (int rank = 0; rank < group_->getSize(); ++rank) {
     for (std::size_t i = 0; i < tensors.size(); ++i) {
       const std::size_t bytes = static_cast<std::size_t>(splits[i][rank]) * forms_[i].bytesOfRow;
-      if (bytes != 0) part(places[i], bytes);
+      if (bytes != 0) part(rank, i, places[i], bytes);
       places[i] += bytes;
     }
   }
@@ -83,11 +88,16 @@ void TensorExchange::start() {
   outgoing_ = bytesOf(to);
   incoming_ = bytesOf(by);
   auto* next = static_cast<std::byte*>(outgoing_.data_ptr());
-  forEachPart(sent_, sentSplits_, [&next](const std::byte* part, std::size_t bytes) {
+  const int own = group_->getRank();
+  kept_.resize(sent_.size());
+  forEachPart(sent_, sentSplits_, [&](int rank, std::size_t i, const std::byte* part, std::size_t bytes) {
+    if (rank == own) {
+      kept_[i] = part;
+      return;
+    }
     std::memcpy(next, part, bytes);
     next += bytes;
   });
-  sent_.clear();
   work_ = allToAll(*group_, incoming_, outgoing_, std::move(by), std::move(to));
 }
 
@@ -104,10 +114,16 @@ const std::vector<at::Tensor>& TensorExchange::wait() {
 void TensorExchange::unpack() {
   for (const Form& form : forms_) received_.push_back(at::empty(form.sizes, form.options));
   const auto* next = static_cast<const std::byte*>(incoming_.data_ptr());
-  forEachPart(received_, receivedSplits_, [&next](std::byte* part, std::size_t bytes) {
+  const int own = group_->getRank();
+  forEachPart(received_, receivedSplits_, [&](int rank, std::size_t i, std::byte* part, std::size_t bytes) {
+    if (rank == own) {
+      std::memcpy(part, kept_[i], bytes);
+      return;
+    }
     std::memcpy(part, next, bytes);
     next += bytes;
   });
+  sent_.clear();
   outgoing_.reset();
   incoming_.reset();
 }

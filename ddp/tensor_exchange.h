@@ -13,7 +13,7 @@ namespace farandole::ddp {
 // The all-to-all of several tensors on the CPU as one, of their bytes. Any thread, one at a time.
 //
 // One is all on its way, or done, without another turn of this rank: of several the later ones begin when somebody
-// looks again, for which the loop is woken up, beside who computes. That is worth two copies of what is sent.
+// looks again, for which the loop is woken up, beside who computes. That is worth two copies of what goes to others.
 class TensorExchange {
  public:
   // By tensor and rank, along dimension 0.
@@ -36,15 +36,16 @@ class TensorExchange {
     std::size_t bytesOfRow;
   };
 
-  // What goes to a rank, or comes from it: its part of each tensor, one after the other.
+  // What goes to another rank, or comes from it: its part of each tensor, one after the other.
   std::vector<int64_t> bytesByRank(const Splits& splits) const;
-  // Calls `part` for each of these parts with its bytes in the tensor, and their number.
+  // Calls `part` for each part of a rank and tensor with its bytes, and their number; also for those of this rank.
   template <typename Part>
   void forEachPart(const std::vector<at::Tensor>& tensors, const Splits& splits, Part part) const;
   void unpack();
 
   Group group_;
   std::vector<at::Tensor> sent_;
+  std::vector<const std::byte*> kept_;  // in these: what stays on this rank
   Splits sentSplits_;
   Splits receivedSplits_;
   std::vector<Form> forms_;

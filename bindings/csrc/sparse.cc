@@ -1,14 +1,14 @@
-#include <ATen/record_function.h>
-
 #include <optional>
-#include <string>
 
 #include "bindings/csrc/layers.h"
 #include "bindings/csrc/owned_objects.h"
+#include "bindings/csrc/step_checks.h"
+#include "bindings/csrc/step_contexts.h"
 #include "pipeline/sparse/accumulation_window.h"
 #include "pipeline/sparse/batch_pipeline.h"
 
 namespace py = pybind11;
+using namespace pybind11::literals;
 
 namespace farandole::python {
 
@@ -17,55 +17,46 @@ namespace {
 namespace sparse = pipeline::sparse;
 using ReleaseGil = py::call_guard<py::gil_scoped_release>;
 
-// What torch.profiler.record_function does, which takes 6 to 9 us also where nobody records; this takes 1.
-class ProfilerRange {
- public:
-  explicit ProfilerRange(std::string name) : name_(std::move(name)) {}
-
-  void enter() {
-    recorded_.emplace(at::RecordScope::USER_SCOPE);
-    recorded_->before(name_);
-  }
-  void exit(const py::args&) { recorded_.reset(); }
-
- private:
-  std::string name_;
-  std::optional<at::RecordFunction> recorded_;
+// Interned, as names in Python's own code are; for good.
+struct StageNames {
+  PyObject* load = PyUnicode_InternFromString("load");
+  PyObject* startDist = PyUnicode_InternFromString("start_dist");
+  PyObject* finishDist = PyUnicode_InternFromString("finish_dist");
+  PyObject* completeDist = PyUnicode_InternFromString("complete_dist");
+  PyObject* agreeOnMore = PyUnicode_InternFromString("agree_on_more");
+  PyObject* discard = PyUnicode_InternFromString("discard");
 };
 
-// What torch.no_grad() does, which makes twelve calls; this makes three.
-class NoGrad {
- public:
-  void enter() { guard_.emplace(); }
-  void exit(const py::args&) { guard_.reset(); }
-
- private:
-  std::optional<at::NoGradGuard> guard_;
-};
+const StageNames& stageNames() {
+  static const StageNames names;
+  return names;
+}
 
 // The stages as a Python object has them; called with the GIL or without it, by any thread.
 class PythonStages : public sparse::BatchStages {
  public:
-  explicit PythonStages(py::object stages) : stages_(std::move(stages)) {}
+  explicit PythonStages(py::object stages)
+      : stages_(std::move(stages)), presences_(py::module_::import("farandole._C").attr("Presence")) {}
   ~PythonStages() override {
     const py::gil_scoped_acquire gil;
     stages_ = py::object();
+    presences_.release().dec_ref();
   }
   PythonStages(const PythonStages&) = delete;
   PythonStages& operator=(const PythonStages&) = delete;
 
   sparse::Loaded load(sparse::BatchNo batch) override {
-    return call<bool>("load", batch) ? sparse::Loaded::kBatch : sparse::Loaded::kEndOfData;
+    return call<bool>(names_.load, batch) ? sparse::Loaded::kBatch : sparse::Loaded::kEndOfData;
   }
   void startDist(sparse::BatchNo batch, sparse::Presence presence) override {
-    call<void>("start_dist", batch, presence);
+    call<void>(names_.startDist, batch, presence);
   }
   sparse::Exchanged finishDist(sparse::BatchNo batch) override {
-    return call<bool>("finish_dist", batch) ? sparse::Exchanged::kBatch : sparse::Exchanged::kEndOfData;
+    return call<bool>(names_.finishDist, batch) ? sparse::Exchanged::kBatch : sparse::Exchanged::kEndOfData;
   }
-  void completeDist(sparse::BatchNo batch) override { call<void>("complete_dist", batch); }
-  bool agreeOnMore(bool hasMore) override { return call<bool>("agree_on_more", hasMore); }
-  void discard(sparse::BatchNo batch, bool hasFailed) override { call<void>("discard", batch, hasFailed); }
+  void completeDist(sparse::BatchNo batch) override { call<void>(names_.completeDist, batch); }
+  bool agreeOnMore(bool hasMore) override { return call<bool>(names_.agreeOnMore, hasMore); }
+  void discard(sparse::BatchNo batch, bool hasFailed) override { call<void>(names_.discard, batch, hasFailed); }
   // One state of the interpreter for all calls of the task, and the GIL from one to the next.
   void onThread(const std::function<void()>& task) override {
     const py::gil_scoped_acquire gil;
@@ -82,13 +73,26 @@ class PythonStages : public sparse::BatchStages {
 
  private:
   template <typename Result, typename... Arguments>
-  Result call(const char* name, Arguments... arguments) {
+  Result call(PyObject* name, const Arguments&... arguments) {
     const py::gil_scoped_acquire gil;
-    const py::object result = stages_.attr(name)(arguments...);
-    if constexpr (!std::is_void_v<Result>) return result.cast<Result>();
+    const auto result = py::reinterpret_steal<py::object>(
+        PyObject_CallMethodObjArgs(stages_.ptr(), name, toPython(arguments).ptr()..., static_cast<PyObject*>(nullptr)));
+    if (!result) throw py::error_already_set();
+    if constexpr (!std::is_void_v<Result>) return result.template cast<Result>();
+  }
+
+  template <typename Value>
+  py::object toPython(const Value& value) const {
+    if constexpr (std::is_same_v<Value, sparse::Presence>) {
+      return presences_[static_cast<std::size_t>(value)];
+    } else {
+      return py::cast(value);
+    }
   }
 
   py::object stages_;
+  py::list presences_;  // by value
+  const StageNames& names_ = stageNames();
 };
 
 sparse::ThreadUse toUse(std::optional<bool> onThread) {
@@ -128,20 +132,15 @@ std::shared_ptr<PythonPipeline> makePipeline(py::object stages, bool executeAllB
 }  // namespace
 
 void bindSparse(py::module_& module) {
-  py::enum_<sparse::Presence>(module, "Presence")
-      .value("BATCH", sparse::Presence::kBatch)
-      .value("END_OF_DATA", sparse::Presence::kEndOfData)
-      .value("FAILED", sparse::Presence::kFailed);
+  // Not an enum of pybind11's, which compares by calls.
+  const auto values = py::dict("BATCH"_a = static_cast<int>(sparse::Presence::kBatch),
+                               "END_OF_DATA"_a = static_cast<int>(sparse::Presence::kEndOfData),
+                               "FAILED"_a = static_cast<int>(sparse::Presence::kFailed));
+  module.attr("Presence") =
+      py::module_::import("enum").attr("IntEnum")("Presence", values, "module"_a = "farandole._C");
 
-  py::class_<ProfilerRange>(module, "ProfilerRange")
-      .def(py::init<std::string>(), py::arg("name"))
-      .def("__enter__", &ProfilerRange::enter)
-      .def("__exit__", &ProfilerRange::exit);
-
-  py::class_<NoGrad>(module, "NoGrad")
-      .def(py::init<>())
-      .def("__enter__", &NoGrad::enter)
-      .def("__exit__", &NoGrad::exit);
+  bindStepContexts(module);
+  bindStepChecks(module);
 
   py::class_<sparse::AccumulationWindow>(module, "AccumulationWindow")
       .def(py::init<std::int64_t>(), py::arg("size"))

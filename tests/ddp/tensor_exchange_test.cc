@@ -81,6 +81,7 @@ TEST(TensorExchange, RefusesTensorsAndSplitsThatDoNotFitBeforeAnythingIsSent) {
     refuse({tensor}, {{2}}, one);
     refuse({tensor}, one, {{1, -1}});
     refuse({tensor}, one, {{1, 1, 0}});
+    refuse({tensor}, one, self.rank == 0 ? Splits{{2, 1}} : Splits{{1, 2}});
     TensorExchange exchange(self.group, {tensor}, one, one);
     EXPECT_THROW(exchange.wait(), c10::Error);
     exchange.start();

@@ -6,7 +6,7 @@ import contextlib
 import operator
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,34 +15,26 @@ from torch import nn
 
 from farandole.sparse._ahead_run import AheadRun
 from farandole.sparse._comparisons import Comparisons
-from farandole.sparse._contexts import NOTHING
 from farandole.sparse._draws_ahead import DrawsAhead
 from farandole.sparse._in_flight import InFlight
 from farandole.sparse._input_dist import InputDist
 from farandole.sparse._input_equality import (
-    differ,
     is_alike,
     is_equal_input,
     is_same_part,
-    versions_of,
-    were_written,
 )
 from farandole.sparse._input_graph import InputGraph, trace_inputs
-from farandole.sparse._input_hooks import RecordedInputs, record_inputs
+from farandole.sparse._input_hooks import RecordedInputs
+from farandole.sparse._input_writes import InputWrites
 from farandole.sparse._kernels import refuse_dense_sequences
 from farandole.sparse._model_changes import ModelChanges
-from farandole.sparse._post_processing import PostProcessing
+from farandole.sparse._post_processing import Noted, PostProcessing
+from farandole.sparse._running import Take
 from farandole.sparse._sharded import is_sharded, sharded_modules, unwrap
 from farandole.sparse._tracer import CannotTrace
 from farandole.sparse._untraced import UntracedForward
 from farandole.sparse._verdict import Inputs, Verdict
 
-Take = Callable[[InFlight, str], tuple[Any, Any]]
-
-_OVERWRITTEN = (
-    "buffers of {}, which runs ahead of forwards, are overwritten in a forward, when batches have gone ahead that needed "
-    "them: expected DDP with broadcast_buffers=False, or that tells it to ignore them, where they differ between ranks"
-)
 _CUSTOM = (
     "torch.fx takes the model to be called with the batch: where custom_model_fwd gives it something else, a part of the "
     'batch say, expected tracing="hooks"'
@@ -50,7 +42,7 @@ _CUSTOM = (
 
 
 class Attachment:
-    """The model's sharded modules take what an input_dist has brought, while ``running(batch)``; else they are as ever.
+    """The model's sharded modules take what an input_dist has brought, while ``Running`` a batch; else they are as ever.
 
     Args:
         tracing: "fx" finds what a batch gives the sharded modules in a graph of the model; "hooks" in the forward of
@@ -86,16 +78,16 @@ class Attachment:
         self.verdicts: tuple[Verdict, ...] | None = None  # until inputs are known
         self.asked = (group, device, tracing)
         self._strict = strict
-        self._graph: InputGraph | RecordedInputs | None = graph
-        self._current: InFlight | None = None
-        self._take: Take | None = None
+        self.graph: InputGraph | RecordedInputs | None = graph
+        self.current: InFlight | None = None
+        self.take: Take | None = None
         self._post_processing: PostProcessing | None = None
         self._written: frozenset[str] | None = None  # by post-processing
-        self._run: AheadRun | None = None  # the last one
+        self.run: AheadRun | None = None  # the last one
         self._draws = DrawsAhead(device)
         self._changes = ModelChanges(self.model, is_sharded)
-        self._comparisons: Comparisons | None = None
-        self._compares = False  # values, in this forward
+        self.comparisons: Comparisons | None = None
+        self.compares = False  # values, in this forward
         self._prefetched: InFlight | None = None
         self._users = 0
         self._forwards: dict[str, Callable[..., Any]] = {}
@@ -115,7 +107,7 @@ class Attachment:
     @property
     def has_recorded(self) -> bool:
         """By hooks, in a forward that was not pipelined."""
-        return isinstance(self._graph, RecordedInputs)
+        return isinstance(self.graph, RecordedInputs)
 
     def use(self) -> None:
         """One more pipeline."""
@@ -133,10 +125,19 @@ class Attachment:
         Raises:
             RuntimeError: the model has changed since.
         """
-        if self.verdicts is None and self._graph is not None:
-            self._settle(self._graph)
-        if self._changes.refuse(self._forwards) and self._comparisons is not None:
-            self._comparisons.forget()
+        if self.verdicts is None and self.graph is not None:
+            self._settle(self.graph)
+        if self._changes.refuse(self._forwards) and self.comparisons is not None:
+            self.comparisons.forget()
+
+    def is_adopted(self, flying: InFlight) -> bool:
+        """Whether there is nothing for adopt() to do. Asked once for each forward."""
+        self.input_dist.changes_ahead.next_turn()
+        run = flying.run
+        if run is None:
+            return flying.owner is self.input_dist
+        is_ours = flying.owner is self.input_dist or run.modules == self._processing()
+        return is_ours and flying.is_training == self.model.training and not run.is_stale()
 
     def adopt(self, flying: InFlight, patience: float) -> None:
         """Before another batch goes ahead: makes anew what went ahead for this one in another mode of the model, through
@@ -145,13 +146,9 @@ class Attachment:
         Raises:
             RuntimeError: it cannot be taken back, or caches hold rows for it; or other ranks have seen no change.
         """
-        self.input_dist.changes_ahead.next_turn()
         modules = self._processing()
         is_same = flying.run is not None and flying.run.modules == modules
-        is_ours = flying.owner is self.input_dist or is_same
         run = flying.run
-        if is_ours and (run is None or (flying.is_training == self.model.training and not run.is_stale())):
-            return
         names = ", ".join(map(repr, modules))
         change = f"a change of {names}, or of the mode, before the forward of batch {flying.number}"
         if run is not None:
@@ -212,38 +209,15 @@ class Attachment:
         self._replaced.clear()
         _attachments.pop(self.model, None)
 
-    @contextlib.contextmanager
-    def running(self, flying: InFlight, take: Take) -> Iterator[None]:
-        """The model's forward is that of this batch; ``take`` gives the context and the data of a module.
+    def forget_prefetched(self, flying: InFlight) -> None:
+        """After a forward, which has taken what its batch had."""
+        if self._prefetched is flying and not flying.prefetched:
+            self._prefetched = None
 
-        Raises:
-            RuntimeError: see refuse_prefetched().
-        """
-        self.refuse_prefetched(f"a forward of batch {flying.number}", flying)
-        before = self._current, self._take
-        self._current, self._take = flying, take
-        try:
-            if self._graph is None:
-                with record_inputs(self.model, is_sharded, flying.batch) as recorded:
-                    yield
-                self._graph = recorded
-            else:
-                comparisons = self._comparisons if self._is_ahead(flying) else None
-                self._compares = comparisons is not None and comparisons.begin(flying.batch)
-                run = self._run if self._compares else None
-                is_whole = run is not None and not run.is_overwritten()
-                with self._replaying(flying):
-                    yield
-                if self._run is not None:
-                    self._run.note_forward()
-                if is_whole and run is not None and run.is_overwritten():
-                    raise RuntimeError(_OVERWRITTEN.format(", ".join(map(repr, run.modules))))
-                if comparisons is not None:
-                    comparisons.end(self._compares)
-        finally:
-            self._current, self._take = before
-            if self._prefetched is flying and not flying.prefetched:
-                self._prefetched = None
+    def replaying(self, results: Noted) -> contextlib.AbstractContextManager[None]:
+        """Inside, modules return what they have returned ahead."""
+        assert self._post_processing is not None
+        return self._post_processing.replaying(results, self.compares)
 
     def _settle(self, graph: InputGraph | RecordedInputs) -> None:
         self._refuse([verdict for verdict in graph.verdicts if not verdict.pipelined])
@@ -257,26 +231,26 @@ class Attachment:
         self._post_processing = PostProcessing(self.model, graph.post_processing, graph.read_elsewhere)
         self._forwards.update(self._post_processing.forwards)
         if not isinstance(graph, RecordedInputs):
-            self._comparisons = Comparisons(self.model, graph.names, graph.attributes)
+            self.comparisons = Comparisons(self.model, graph.names, graph.attributes)
         self.verdicts = graph.verdicts
 
     def _inputs_of(self, flying: InFlight) -> Inputs:
-        assert self._graph is not None and self._post_processing is not None
+        assert self.graph is not None and self._post_processing is not None
         modules = self._processing()
         if not modules:
-            return self._computed(self._graph, flying)
-        run = AheadRun(modules, self._written, self._post_processing.calls_made, self._run)
+            return self._computed(self.graph, flying)
+        run = AheadRun(modules, self._written, self._post_processing.calls_made, self.run)
         with self._draws.looked_for(modules, self.model.training, self._strict):
             with self._post_processing.noting() as flying.results:
-                inputs = self._computed(self._graph, flying)
+                inputs = self._computed(self.graph, flying)
             self._written = run.has_run()
-            flying.run = self._run = run
+            flying.run = self.run = run
         return inputs
 
     def _computed(self, graph: InputGraph | RecordedInputs, flying: InFlight) -> Inputs:
         try:
-            inputs, flying.sources = graph.run(flying.batch)
-            flying.source_versions = versions_of(flying.sources) if flying.sources else ()
+            inputs, sources = graph.run(flying.batch)
+            flying.source_writes = InputWrites(sources) if sources else None
             return inputs
         except (AttributeError, LookupError, TypeError) as error:
             if not flying.has_custom_forward or isinstance(graph, RecordedInputs):
@@ -287,31 +261,25 @@ class Attachment:
             ) from error
 
     def _processing(self) -> dict[str, nn.Module]:
-        names = () if self._graph is None else self._graph.post_processing
-        return {name: operator.attrgetter(name)(self.model) for name in names}
-
-    def _replaying(self, flying: InFlight) -> contextlib.AbstractContextManager[None]:
-        if self._post_processing is None or not flying.results:
-            return NOTHING
-        return self._post_processing.replaying(flying.results, self._compares)
+        names = () if self.graph is None else self.graph.post_processing
+        return {name: operator.attrgetter(name)(self.model) for name in names} if names else {}
 
     # fx takes what a forward asks of a batch (is it None, say) for settled once; hooks have seen one batch.
     def _verify(self, name: str, flying: InFlight, now: tuple[Any, Any]) -> None:
-        ahead = flying.calls[name]
         # Of inputs that are the same objects ahead and now, values tell nothing.
-        copies = flying.copies.get(name)
-        if were_written(flying.versions[name], versions_of(ahead)) or (copies is not None and differ(copies, ahead)):
+        if flying.writes[name].found_any():
             raise RuntimeError(
                 f"tensors among the inputs of {name} have been written to since these went ahead, maybe by the forward "
                 "a second time: expected nothing that works in place on what a sharded module is given, but in a module "
                 "without parameters, which runs once for a batch"
             )
-        if isinstance(self._graph, RecordedInputs):
+        ahead = flying.calls[name]
+        if _has_same(ahead, now):
+            return
+        if isinstance(self.graph, RecordedInputs):
             is_same = is_same_part(ahead, now)
         else:
-            compares = self._compares
-            if not compares and flying.sources:
-                compares = were_written(flying.source_versions, versions_of(flying.sources))
+            compares = self.compares or (flying.source_writes is not None and flying.source_writes.found_any())
             is_same = (is_equal_input if compares else is_alike)(ahead, now)
         if not is_same:
             raise RuntimeError(
@@ -320,10 +288,6 @@ class Attachment:
                 "what type; that changes nothing in the batch; and that draws no random numbers for inputs. "
                 f'tracing="hooks" takes parts of batches as they come{f". {_CUSTOM}" if flying.has_custom_forward else ""}'
             )
-
-    # Not what another attachment has made of the batch.
-    def _is_ahead(self, flying: InFlight) -> bool:
-        return flying.owner is self.input_dist
 
     def _refuse(self, left: list[Verdict]) -> None:
         text = "\n".join(map(str, left))
@@ -343,9 +307,9 @@ class Attachment:
         original = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            flying = self._current
+            flying = self.current
             self.refuse_prefetched(f"a forward of {name}", flying)
-            if flying is None or not self._is_ahead(flying):
+            if flying is None or flying.owner is not self.input_dist:  # but another attachment's
                 if flying is not None:
                     flying.prefetched.discard(name)  # its own rows, for its own inputs
                 _mark([module], False)
@@ -353,17 +317,22 @@ class Attachment:
                     return original(*args, **kwargs)
                 finally:
                     _mark([module], True)
-            assert self._take is not None
+            assert self.take is not None
             if name not in flying.contexts:
                 raise RuntimeError(
                     f"{name} is called twice in a forward, or with a batch that did not come through the pipeline: its "
                     "input came ahead once"
                 )
-            ahead = self._take(flying, name)
+            ahead = self.take(flying, name)
             self._verify(name, flying, (args, kwargs))
             return module.compute_and_output_dist(*ahead)
 
         return UntracedForward(forward, original)  # what comes ahead is on streams of its own
+
+
+def _has_same(ahead: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
+    """The same objects, by place."""
+    return not ahead[1] and not now[1] and len(ahead[0]) == len(now[0]) and all(map(operator.is_, ahead[0], now[0]))
 
 
 # torchrec's feature processors look at it.

@@ -17,11 +17,13 @@ from typing_extensions import TypeVar
 from farandole._C import AccumulationWindow, BatchPipeline, NoGrad, ProfilerRange
 from farandole.sparse._arguments import device_of, group_of, refuse_no_bool, refuse_others_optimizer
 from farandole.sparse._caller import Caller
-from farandole.sparse._contexts import ENDS_NOTHING, NOTHING
+from farandole.sparse._contexts import NOTHING
 from farandole.sparse._dense_grads import DenseGrads
 from farandole.sparse._losses import outcome_of, summed
+from farandole.sparse._open_windows import note_windows, warn_of_others
 from farandole.sparse._precision import Precision
 from farandole.sparse._stages import Stages
+from farandole.sparse._stop_iteration import as_no_end
 from farandole.sparse._streams import Streams
 from farandole.sparse._torchrec_arguments import refuse_torchrecs
 from farandole.sparse._torchrec_names import of_missing, refuse_overrides
@@ -31,8 +33,6 @@ In = TypeVar("In", default=Any)
 Out = TypeVar("Out", default=Any)
 
 ModelForward = Callable[[Any], tuple[torch.Tensor, Any]]
-
-_with_windows: weakref.WeakSet[TrainPipelineBase] = weakref.WeakSet()  # of several batches
 
 
 class Options(TypedDict, total=False):
@@ -119,7 +119,7 @@ class TrainPipelineBase(Generic[In, Out]):
         self._optimizer = optimizer
         self._window = AccumulationWindow(grad_accum or 1)
         if self._window.size > 1:
-            _with_windows.add(self)
+            note_windows(self)
         self._dense_grads = DenseGrads()
         self._model_fwd = custom_model_fwd
         self._group = process_group
@@ -185,14 +185,16 @@ class TrainPipelineBase(Generic[In, Out]):
             self._warn_of_mode()
         before, has_ended, self._has_ended = len(self._stages.unused), self._has_ended, False
         self._stages.autocast = self._precision.as_now()
-        self._stages.caller = Caller(self._stages.may_load_beside)
+        if self._stages.may_load_beside or self._stages.caller is not None:  # a thread that an interrupt has left
+            self._stages.caller = Caller()
         self._before, self._began = self._began, time.monotonic()
         try:
-            with ENDS_NOTHING:
-                number = self._engine.begin(is_new or has_ended)
+            number = self._engine.begin(is_new or has_ended)
         except RuntimeError as error:
             self._stages.raise_interrupt(error)
             raise
+        except StopIteration as error:
+            raise as_no_end(error) from error
         if number is None:
             self._has_ended = True
             if self._execute_all_batches and self._model.training:
@@ -201,13 +203,14 @@ class TrainPipelineBase(Generic[In, Out]):
         if has_ended:
             del self._stages.unused[:before]
         try:
-            with ENDS_NOTHING:
-                output: Out = self._compute(number)
+            output: Out = self._compute(number)
         except BaseException as error:
+            error = as_no_end(error)
             self._step_failed(f"batch {number}", error)
-            raise
+            raise error
         finally:
             self._engine.end()
+            self._stages.caller = None
             overwritten = self._stages.given.forget(number)
         self._stages.raise_interrupt()
         if overwritten is not None:  # by a load beside its step
@@ -263,7 +266,7 @@ class TrainPipelineBase(Generic[In, Out]):
         self._doing = "forward"
         is_training = self._was_training = self._model.training
         if is_training and self._window.is_first:
-            self._warn_of_windows()
+            warn_of_others(self)
             with ProfilerRange("## zero_grad ##"):
                 self._optimizer.zero_grad()
         self._begin_forward(flying)
@@ -289,13 +292,13 @@ class TrainPipelineBase(Generic[In, Out]):
         """Where it fails the window is over: the next batch begins another one, with zeroed gradients."""
         try:
             self._doing = "backward"
-            with ProfilerRange(f"## backward {number} ##"):
+            with ProfilerRange("## backward {} ##", number):
                 self._backward(losses)
             self._dense_grads.has_run()
             self._after_backward()
             if self._window.is_last:
                 self._doing = "step"
-                with ProfilerRange(f"## optimizer {number} ##"):
+                with ProfilerRange("## optimizer {} ##", number):
                     self._precision.step(self._optimizer)
         except BaseException:
             self._drop_window()
@@ -303,12 +306,13 @@ class TrainPipelineBase(Generic[In, Out]):
         self._window.add()
 
     def _begin_forward(self, flying: Any) -> None:
-        with ProfilerRange(f"## wait_for_batch {flying.number} ##"):
+        with ProfilerRange("## wait_for_batch {} ##", flying.number):
             self._streams.hand_over(self._streams.copy, flying.batch)
         self._adopt(flying)
-        if self._engine.load_on_thread or self._engine.dist_on_thread:
+        dist_on_thread = self._engine.dist_on_thread
+        if dist_on_thread or self._engine.load_on_thread:
             self._stages.caller = Caller()
-        self._engine.beside(self._may_dist_beside(), self._stages.may_load_beside)
+        self._engine.beside(dist_on_thread and self._may_dist_beside(), self._stages.may_load_beside)
         self._stages.given.refuse(flying.number)
         if flying.error is not None:
             raise flying.error
@@ -318,7 +322,7 @@ class TrainPipelineBase(Generic[In, Out]):
         has_backward = self._trains and self._model.training
         # Without one, nothing may arm a wrapper for it: torch's DDP would average in the next, whatever no_sync says.
         with (
-            ProfilerRange(f"## forward {flying.number} ##"),
+            ProfilerRange("## forward {} ##", flying.number),
             NOTHING if has_backward else NoGrad(),
             self._running(flying),
             self._precision.autocast(),
@@ -350,16 +354,6 @@ class TrainPipelineBase(Generic[In, Out]):
             "(EvalPipelineSparseDist), or call progress() until the data ends",
             stacklevel=3,
         )
-
-    def _warn_of_windows(self) -> None:
-        for other in _with_windows if _with_windows else ():
-            if other is not self and other._window.filled and other._model is self._model:
-                warnings.warn(
-                    f"the window of another pipeline of this model is open, after {other._window.filled} of "
-                    f"{other._window.size} batches: its gradients are zeroed. Take turns at the ends of windows, or "
-                    "reset() the other one",
-                    stacklevel=4,
-                )
 
     def _drop_window(self) -> bool:
         """Whether one was open."""

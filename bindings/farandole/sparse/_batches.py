@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +25,9 @@ def to_device(batch: Any, device: torch.device) -> Any:
         TypeError: nothing in the batch has ``to``, or one that returns None; or some of what it holds, as tuple, list,
             dict or dataclass, has none.
     """
+    kind: Any = type(batch)
+    if _moves_itself(kind):
+        return _moved(batch, device)
     mover = _Mover(device)
     moved = mover.moved(batch)
     if not mover.has_moved:
@@ -38,6 +42,18 @@ def record_stream(batch: Any, stream: torch.Stream) -> None:
         inverse = getattr(part, "inverse_indices_or_none", lambda: None)()
         if inverse is not None:  # of torchrec's features, which leave it out
             inverse[1].record_stream(stream)
+
+
+@functools.lru_cache(maxsize=1024)
+def _moves_itself(kind: type) -> bool:
+    return not issubclass(kind, CONSTANTS) and callable(getattr(kind, "to", None))
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    moved = value.to(device=device, non_blocking=True)
+    if moved is None:
+        raise TypeError(f"{type(value).__name__}.to() returned None: expected the same with all it holds on the device")
+    return moved
 
 
 _EXPECTED = "tensors, objects with to() and record_stream(), or tuples, lists, dicts and dataclasses of these"
@@ -69,12 +85,7 @@ class _Mover:
 
     def _to(self, value: Any) -> Any:
         self.has_moved = True
-        moved = value.to(device=self._device, non_blocking=True)
-        if moved is None:
-            raise TypeError(
-                f"{type(value).__name__}.to() returned None: expected the same with all it holds on the device"
-            )
-        return moved
+        return _moved(value, self._device)
 
     def _container(self, value: Any, is_asked: bool) -> Any:
         is_new = is_asked and not isinstance(value, tuple)

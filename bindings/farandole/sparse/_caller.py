@@ -18,15 +18,10 @@ T = TypeVar("T")
 class Caller:
     """The thread that made it: default device, gradient and inference mode, autocast and context variables, which an
     iterator, a batch or a module may rely on.
-
-    Args:
-        has_others: whether other threads may run something as on this one.
     """
 
-    def __init__(self, has_others: bool = True) -> None:
+    def __init__(self) -> None:
         self._thread = threading.get_ident()
-        if not has_others:
-            return
         self._grad, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self._device = torch.get_default_device()
         self._autocast = Autocast()

@@ -44,7 +44,7 @@ class ChangesAhead:
         # What is done by one rank alone, and by which it computes nothing, is not to hold up each step.
         patience = patience if is_other else patience / 2**self._alone
         words = self._words.exchange(self._turn, _OTHER if is_other else _SAME, time.monotonic() + patience)
-        if self._joint.is_lost:
+        if self._joint.lost:
             raise FailedOnOthers(f"{what} cannot be agreed on: {self._joint.lost}")
         without = [str(rank) for rank, word in words.items() if not word]
         self._alone = self._alone + 1 if without else 0

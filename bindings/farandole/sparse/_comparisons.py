@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
 
+from farandole._C import are_items, write_counts
 from farandole.sparse._batch_paths import types_in
 from farandole.sparse._input_equality import version_of
 from farandole.sparse._sharded import wrapped_name
@@ -44,20 +45,29 @@ class Comparisons:
         traced = [model.get_submodule(name) for name in sorted(above)]
         self._hooked = [*traced, *map(model.get_submodule, sharded)]
         self._attributes = [_Attributes(module) for module in traced if wrapped_name(module) is None]
+        self._settings: tuple[Any, ...] = ()
+        self._tensors: list[torch.Tensor | None] = []
+        self._wholes: list[Any] = []
         self._known: set[int] = set()
         self._kind = 0
         self._since = 0
 
     def begin(self, batch: Any) -> bool:
         """Whether the forward of this batch is one."""
-        tensors = [tensor for attributes in self._attributes for tensor in attributes.follow()]
-        settings = tuple([attributes.settings for attributes in self._attributes])
-        read = [value for value in (get(self._model) for get in self._read) if isinstance(value, torch.Tensor)]
-        versions = tuple([(id(tensor), version_of(tensor)) for tensor in (*read, *tensors)])
-        held = [_identity(part) for attributes in self._attributes for part in attributes.parts()]
-        held += [id(hook) for module in self._hooked for hook in module._forward_pre_hooks.values()]
+        if any([attributes.have_changed() for attributes in self._attributes]):  # of all of them
+            self._settings = tuple([attributes.settings for attributes in self._attributes])
+            self._tensors = [tensor for attributes in self._attributes for tensor in attributes.tensors]
+            self._wholes = [whole for attributes in self._attributes for whole in attributes.wholes]
+        tensors = self._tensors
+        if self._read:
+            tensors = [*filter(_is_tensor, (get(self._model) for get in self._read)), *tensors]
+        held = [_identity(part) for whole in self._wholes for part in _parts(whole)]
+        for module in self._hooked:
+            if module._forward_pre_hooks:
+                held += map(id, module._forward_pre_hooks.values())
+        versions = (*map(id, tensors), *write_counts(tensors)) if tensors else ()
         types = types_in(batch, _DEPTH, _PARTS)
-        self._kind = hash((settings, versions, tuple(held), tuple(types)))
+        self._kind = hash((self._settings, versions, tuple(held), tuple(types)))
         return self._kind not in self._known or self._since >= _EVERY - 1
 
     def end(self, has_compared: bool) -> None:
@@ -77,38 +87,36 @@ class _Attributes:
 
     def __init__(self, module: nn.Module) -> None:
         self._held = vars(module)
-        self._kinds: list[type] = []
         self._names: list[str] = []
-        self._places: list[int] = []  # of settings
         self._values: list[Any] = []
-        self._tensors: list[int] = []  # places
-        self._wholes: list[Any] = []  # settings that have parts
         self.settings: tuple[tuple[str, Any], ...] = ()
+        self.wholes: list[Any] = []  # settings that have parts
+        self.tensors: list[torch.Tensor | None] = []
 
-    def follow(self) -> list[torch.Tensor]:
-        """The tensors; ``settings`` are those of now."""
-        held = [*self._held.values()]
-        kinds = [*map(type, held)]
-        if kinds != self._kinds or [*self._held] != self._names:
-            self._kinds, self._names = kinds, [*self._held]
-            self._tensors = [place for place, value in enumerate(held) if isinstance(value, torch.Tensor)]
-            tensors = frozenset(self._tensors)
-            self._places = [
-                place for place, name in enumerate(self._names) if place not in tensors and name not in _OF_ALL_MODULES
-            ]
-            self._values = []
-        values = [held[place] for place in self._places]
-        if len(values) != len(self._values) or not all(map(operator.is_, values, self._values)):
-            self._values = values
-            self._wholes = [value for value in values if isinstance(value, (dict, list)) or _has_names(value)]
-            self.settings = tuple([(self._names[place], _identity(held[place])) for place in self._places])
-        return [held[place] for place in self._tensors]
+    def have_changed(self) -> bool:
+        """Whether the settings are others, or the tensors."""
+        if are_items(self._held, self._names, self._values):
+            return False
+        self._names, self._values = [*self._held], [*self._held.values()]
+        self.tensors = [*filter(_is_tensor, self._values)]
+        settings = [
+            (name, value)
+            for name, value in zip(self._names, self._values, strict=True)
+            if name not in _OF_ALL_MODULES and not _is_tensor(value)
+        ]
+        self.wholes = [value for _, value in settings if isinstance(value, (dict, list)) or _has_names(value)]
+        self.settings = tuple([(name, _identity(value)) for name, value in settings])
+        return True
 
-    def parts(self) -> Iterator[Any]:
-        for whole in self._wholes:
-            held = whole if isinstance(whole, (dict, list)) else vars(whole)
-            # At once, since another thread may add to it.
-            yield from [*islice(held.values() if isinstance(held, dict) else held, _PARTS)]
+
+def _parts(whole: Any) -> list[Any]:
+    """At once, since another thread may add to it."""
+    held = whole if isinstance(whole, (dict, list)) else vars(whole)
+    return [*islice(held.values() if isinstance(held, dict) else held, _PARTS)]
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _has_names(value: Any) -> bool:

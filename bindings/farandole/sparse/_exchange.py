@@ -14,10 +14,13 @@ from farandole.sparse._exchange_group import ExchangeGroup, FailedOnOthers
 _exchanges: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
+# An attribute of an enum is a call, before Python 3.12.
+BATCH, END_OF_DATA, FAILED = Presence.BATCH, Presence.END_OF_DATA, Presence.FAILED
+
 SKIPPED = "batch {} is skipped on all ranks, since it has failed on others"
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Said:
     """What the ranks have together, and the row of each; who has failed, by global rank and why."""
 
@@ -37,14 +40,11 @@ class SplitsExchange:
 
     def __init__(self, group: ExchangeGroup) -> None:
         self._group = group
+        self.size = group.size
         self._columns = 0
         self._number = 0
         self._name = "" if group.group is None else f"farandole/sparse/{group.group.group_name}/{_count(group.group)}"
         self._told: list[str] = []  # keys of reasons, the last one first
-
-    @property
-    def size(self) -> int:
-        return self._group.size
 
     @property
     def name(self) -> str:
@@ -73,7 +73,7 @@ class SplitsExchange:
             rows = [[0] * self._columns] * self.size
         self._columns = len(rows[0])
         self._tell(presence, reason)
-        self._group.start_rows([column for row in rows for column in (presence.value, *row)])
+        self._group.start_rows([column for row in rows for column in (presence, *row)])
 
     def has_come(self) -> bool:
         return self._group.rows_have_come()
@@ -83,11 +83,11 @@ class SplitsExchange:
 
     def _agreement(self, presence: Presence, reason: str, place: int) -> list[int]:
         self._tell(presence, reason)
-        return [presence.value, place] * self.size
+        return [presence, place] * self.size
 
     def _tell(self, presence: Presence, reason: str) -> None:
         self._number += 1
-        if presence == Presence.FAILED and self._group.group is not None:
+        if presence == FAILED and self._group.group is not None:
             self._told.insert(0, self._key(self._group.rank))
             text = reason.encode(errors="backslashreplace").decode()  # names of files are not always text
             _store().set(self._told[0], text)
@@ -98,16 +98,16 @@ class SplitsExchange:
         width = len(received) // self.size
         said = received[::width]
         rest = [received[begin + 1 : begin + width] for begin in range(0, len(received), width)]
-        if Presence.END_OF_DATA.value in said:
-            return Said(Presence.END_OF_DATA)
-        failed = [rank for rank, what in enumerate(said) if what == Presence.FAILED.value]
-        if not failed:
-            return Said(Presence.BATCH, rest)
+        if END_OF_DATA in said:
+            return Said(END_OF_DATA)
+        if FAILED not in said:
+            return Said(BATCH, rest)
+        failed = [rank for rank, what in enumerate(said) if what == FAILED]
         if self._group.group is None:
-            return Said(Presence.FAILED, rest, {0: ""})
+            return Said(FAILED, rest, {0: ""})
         ranks = dist.get_process_group_ranks(self._group.group)
         reasons = {ranks[rank]: _store().get(self._key(rank)).decode() for rank in failed}
-        return Said(Presence.FAILED, rest, reasons)
+        return Said(FAILED, rest, reasons)
 
     def _forget(self) -> None:
         """All ranks have read the reasons of exchanges before the one that has ended."""

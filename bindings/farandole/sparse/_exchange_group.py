@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from farandole import _C
-from farandole.sparse._contexts import OnError
 
 Splits = Sequence[Sequence[int]]  # by tensor and rank, along dimension 0
 
@@ -52,41 +51,54 @@ class ExchangeGroup:
         """The all-to-all of each of these, which are contiguous."""
         assert self.group is not None
         exchange = _C.TensorExchange(self.group, sent, sent_splits, received_splits)  # what it refuses was not sent
-        with self._noting():
+        try:
             exchange.start()
+        except BaseException:
+            self.has_failed = True
+            raise
         return exchange
 
     def finish_tensors(self, exchange: _C.TensorExchange) -> list[torch.Tensor]:
         """What has come for them; any number of times."""
-        with self._noting():
+        try:
             return exchange.wait()
+        except BaseException:
+            self.has_failed = True
+            raise
 
     def start_rows(self, rows: Sequence[int]) -> None:
         """A row of integers for each rank, one after the other and of the same length; one exchange at a time."""
-        with self._noting():
-            if self._rows is None:
-                self._alone = list(rows)
-            else:
-                self._rows.start(rows)
+        if self._rows is None:
+            self._alone = list(rows)
+            return
+        try:
+            self._rows.start(rows)
+        except BaseException:
+            self.has_failed = True
+            raise
 
     def rows_have_come(self) -> bool:
         return self._rows is None or self._rows.has_come
 
     def finish_rows(self) -> list[int]:
         """The row of each rank for this one."""
-        with self._noting():
-            return self._alone if self._rows is None else self._rows.finish()
+        if self._rows is None:
+            return self._alone
+        try:
+            return self._rows.finish()
+        except BaseException:
+            self.has_failed = True
+            raise
 
     def exchange_rows(self, rows: Sequence[int]) -> list[int]:
         """Both at once."""
-        with self._noting():
-            return list(rows) if self._rows is None else self._rows.exchange(rows)
-
-    def _noting(self) -> OnError:
-        return OnError(self._note)
-
-    def _note(self, _: BaseException) -> None:
-        self.has_failed = True
+        if self._rows is None:
+            return list(rows)
+        try:
+            return self._rows.exchange(rows)
+        except BaseException:
+            self.has_failed = True
+            raise
 
     def given_up(self) -> GivenUp | None:
         text = "" if self.group is None else _C.abandonment_of(self.group)

@@ -28,7 +28,7 @@ class FailedSteps:
         """
         if self._joint.group.size == 1:
             return
-        if self._joint.is_lost or self._joint.hears_of_loss():
+        if self._joint.lost or self._joint.hears_of_loss():
             if isinstance(error, RuntimeError):
                 raise FailedOnOthers(f"the {stage} of {batch} cannot end: {self._joint.lost}") from error
             return
@@ -43,7 +43,7 @@ class FailedSteps:
     def _others(self, stage: str, until: float) -> str:
         """Who has not failed as this rank."""
         words = self._words.exchange(self._times, stage, until)
-        if self._joint.is_lost:
+        if self._joint.lost:
             return ""
         others = {rank: where for rank, where in words.items() if where != stage}
         return ", ".join(f"rank {rank} {f'in the {where}' if where else 'has not'}" for rank, where in others.items())

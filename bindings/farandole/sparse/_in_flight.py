@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from farandole.sparse._ahead_run import AheadRun
-from farandole.sparse._input_equality import Copies, Versions
+from farandole.sparse._input_writes import InputWrites
 from farandole.sparse._post_processing import Noted
 
 
-@dataclass
+@dataclass(slots=True)
 class InFlight:
     number: int
     batch: Any
@@ -21,10 +21,8 @@ class InFlight:
     results: Noted | None = None  # of post-processing modules
     run: AheadRun | None = None  # of these modules
     calls: dict[str, tuple[Any, dict[str, Any]]] = field(default_factory=dict)  # what the modules are to be given
-    versions: dict[str, Versions] = field(default_factory=dict)  # of the tensors in these
-    sources: Any = ()  # parts of the batch that these were computed from
-    source_versions: Versions = ()
-    copies: dict[str, Copies] = field(default_factory=dict)  # of these, of some batches
+    writes: dict[str, InputWrites] = field(default_factory=dict)  # to these
+    source_writes: InputWrites | None = None  # to parts of the batch that these were computed from
     contexts: dict[str, Any] = field(default_factory=dict)
     requests: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)

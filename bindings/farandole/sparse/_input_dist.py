@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -12,16 +12,18 @@ from torch import nn
 
 from farandole._C import NoGrad, Presence
 from farandole.sparse._changes_ahead import ChangesAhead
-from farandole.sparse._exchange import SplitsExchange
+from farandole.sparse._exchange import BATCH, END_OF_DATA, FAILED, SplitsExchange
 from farandole.sparse._failed_steps import FailedSteps
 from farandole.sparse._forms import other_forms
 from farandole.sparse._in_flight import InFlight
-from farandole.sparse._input_equality import copies_of, is_to_be_copied, versions_of
+from farandole.sparse._input_writes import InputWrites, is_by_value
 from farandole.sparse._joint_steps import JointSteps
-from farandole.sparse._preprocessing import preprocessed
+from farandole.sparse._preprocessing import preprocessed, writes_inputs
 from farandole.sparse._sharded import is_torchrec
 from farandole.sparse._verdict import Inputs
 from farandole.sparse._wrong_inputs import KeyOrders, refuse_wrong_inputs
+
+_SPLITS = "the exchange of splits"
 
 
 class InputDist:
@@ -43,6 +45,8 @@ class InputDist:
         self._modules: dict[str, nn.Module] = {}
         self._inputs: Callable[[InFlight], Inputs] | None = None
         self._torchrec: Any = None
+        self._of_torchrec: list[str] = []
+        self._writes_inputs = False
         self._held: dict[str, Any] = {}
         self._all_to_alls: dict[str, list[Any]] = {}  # of torchrec's modules, that have been used
         self._has_begun = False
@@ -62,7 +66,9 @@ class InputDist:
         """From the next batch on: the pipelined modules by name, and what a batch gives them, in the same order;
         whether that may be computed beside a forward."""
         self._modules, self._inputs, self._may_run_beside = modules, inputs, may_run_beside
-        if any(is_torchrec(module) for module in modules.values()):
+        self._of_torchrec = [name for name, module in modules.items() if is_torchrec(module)]
+        self._writes_inputs = writes_inputs(modules)
+        if self._of_torchrec:
             self._torchrec = importlib.import_module("farandole.sparse._torchrec")
 
     def renew(self) -> None:
@@ -72,7 +78,7 @@ class InputDist:
             RuntimeError: there is no use in it, since no group can be had, or what else the modules exchange over is out
                 of step. Not before the batch that failed had its turn.
         """
-        if self._joint.is_lost:
+        if self._joint.lost:
             if self._had_turn:
                 self._joint.refuse_lost()
             self._had_turn = True
@@ -94,37 +100,39 @@ class InputDist:
         try:
             self._failed_steps.meet(stage, batch, error, model, patience)
         finally:
-            self._had_turn = self._had_turn or self._joint.is_lost
+            self._had_turn = self._had_turn or bool(self._joint.lost)
 
     def may_run_beside(self, is_promised: bool) -> bool:
         """Not before it has been through the modules: until then forwards use the same groups. Nor where modules
         exchange over groups of their own, unless it is promised that no forward uses them."""
         if not (self._has_begun and self._may_run_beside):
             return False
+        own = self._joint.group.group
         return is_promised or all(
-            name in self._held and all(map(self._is_ours, self._held[name].groups)) for name in self._modules
+            name in self._held and (own is None or all(group is own for group in self._held[name].groups))
+            for name in self._modules
         )
 
     def start(self, number: int, flying: InFlight | None, presence: Presence, reason: str) -> None:
         error: Exception | None = None
         calls: dict[str, tuple[Any, dict[str, Any]]] = {}
         self._late, self._unsent = {}, []
-        if self._joint.is_lost:
-            self._decided = Presence.FAILED
+        if self._joint.lost:
+            self._decided = FAILED
             self._joint.refuse_lost()
         if flying is not None and self._inputs is not None:
             try:
                 calls = self._calls(flying, self._inputs)
                 if self._has_begun:
-                    self._orders.refuse_others(self._modules, flying.calls)
+                    self._orders.refuse_others(self._of_torchrec, flying.calls)
                     self._hold(flying, calls)
                 else:  # before a module makes itself by them
                     refuse_wrong_inputs(self._modules, flying.calls)
                     self._orders = KeyOrders()
-                    self._orders.refuse_others(self._modules, flying.calls)
+                    self._orders.refuse_others(self._of_torchrec, flying.calls)
             except Exception as raised:
                 error = self._explained(raised, flying)
-                presence, reason = Presence.FAILED, _told("input_dist", number, error)
+                presence, reason = FAILED, _told("input_dist", number, error)
         if not self._has_begun:
             self._begin(number, flying, calls, presence, reason)
         else:
@@ -135,19 +143,26 @@ class InputDist:
     def finish(self, number: int, flying: InFlight | None) -> bool:
         """False at the end of the data on some rank."""
         if self._decided is not None:
-            return self._decided != Presence.END_OF_DATA
-        self._joint.refuse_lost()
-        with self._joint.told("the exchange of splits", number):
-            said = self._exchange.wait()
-        if said.presence == Presence.FAILED and flying is not None and self._joint.rank not in said.failed:
+            return self._decided != END_OF_DATA
+        if self._joint.lost:
+            self._joint.refuse_lost()
+        try:
+            said = self._joint.exchange.wait()
+        except BaseException as error:
+            self._joint.tell(_SPLITS, number, error)
+            raise
+        if said.presence == FAILED and flying is not None and self._joint.rank not in said.failed:
             raise said.error(number)
-        if said.presence == Presence.BATCH and flying is not None:
+        if said.presence == BATCH and flying is not None:
             self._refuse_other_forms(said.rows)
-            with self._joint.told("input_dist", number):
+            try:
                 self._send_unsent(flying, said.rows)
+            except BaseException as error:
+                self._joint.tell("input_dist", number, error)
+                raise
             self._dist_late(flying)
             flying.is_sent = True
-        return said.presence != Presence.END_OF_DATA
+        return said.presence != END_OF_DATA
 
     def complete(self, flying: InFlight, wait: Callable[[InFlight], None]) -> None:
         """``wait`` is for the data of all modules; where it raises on one rank, all skip the batch."""
@@ -163,11 +178,11 @@ class InputDist:
         with NoGrad():
             inputs = inputs_of(flying)
             flying.calls = dict(zip(self._modules, inputs, strict=True))
-            calls = preprocessed(self._modules, flying.calls)
+            calls = preprocessed(self._modules, flying.calls) if self._writes_inputs else flying.calls
         flying.owner = self
-        flying.versions = {name: versions_of(call) for name, call in flying.calls.items()}
-        if is_to_be_copied(self._calls_made):
-            flying.copies = {name: copies_of(call) for name, call in flying.calls.items()}
+        by_value = is_by_value(self._calls_made)
+        for name, (args, kwargs) in flying.calls.items():
+            flying.writes[name] = InputWrites([*args, *kwargs.values()], by_value)
         self._calls_made += 1
         return calls
 
@@ -185,23 +200,29 @@ class InputDist:
     def _begin(
         self, number: int, flying: InFlight | None, calls: dict[str, Any], presence: Presence, reason: str
     ) -> None:
-        self._decided = Presence.FAILED
-        with self._joint.told("the exchange of splits", number):
+        self._decided = FAILED
+        try:
             said = self._exchange.agree(presence, reason)
+        except BaseException as error:
+            self._joint.tell(_SPLITS, number, error)
+            raise
         self._decided = said.presence
-        if said.presence == Presence.FAILED and presence == Presence.BATCH:
+        if said.presence == FAILED and presence == BATCH:
             raise said.error(number)
-        if said.presence != Presence.BATCH or flying is None or self._inputs is None:
+        if said.presence != BATCH or flying is None or self._inputs is None:
             return
-        self._decided = Presence.FAILED
+        self._decided = FAILED
         self._joint.step("input_dist", number, lambda: self._hold_first(flying, calls))
         self._has_begun = True
         self._post(number, presence, reason)
 
     def _post(self, number: int, presence: Presence, reason: str) -> None:
         self._decided = None
-        with self._joint.told("the exchange of splits", number):
-            self._exchange.post(presence, self._rows() if presence == Presence.BATCH else None, reason)
+        try:
+            self._joint.exchange.post(presence, self._rows() if presence == BATCH else None, reason)
+        except BaseException as error:
+            self._joint.tell(_SPLITS, number, error)
+            raise
 
     def _hold_first(self, flying: InFlight, calls: dict[str, Any]) -> None:
         self._late, self._unsent = {}, []
@@ -209,7 +230,7 @@ class InputDist:
             self._hold(flying, calls)
             return
         with self._torchrec.holding_all(self._over):
-            self._hold(flying, calls, {name for name, module in self._modules.items() if is_torchrec(module)})
+            self._hold(flying, calls, self._of_torchrec)
         used = {name: self._torchrec.all_to_alls_of(request) for name, request in flying.requests.items()}
         self._all_to_alls = {name: parts for name, parts in used.items() if parts is not None}
         self._hold_all()
@@ -226,9 +247,11 @@ class InputDist:
             return group
         return own
 
-    def _hold(self, flying: InFlight, calls: dict[str, Any], names: set[str] | None = None) -> None:
+    def _hold(self, flying: InFlight, calls: dict[str, Any], names: Container[str] | None = None) -> None:
+        names = self._held if names is None else names
+        own = self._joint.group.group
         for name, (args, kwargs) in calls.items():
-            if name not in (self._held if names is None else names):
+            if name not in names:
                 self._late[name] = args, kwargs
                 continue
             module: Any = self._modules[name]
@@ -236,17 +259,16 @@ class InputDist:
                 context = module.create_context()
                 request = module.input_dist(context, *args, **kwargs)
             flying.contexts[name], flying.requests[name] = context, request
-            self._unsent += [(name, part) for part in self._torchrec.unsent_of(request) if self._is_ours(part.group)]
-
-    def _is_ours(self, group: dist.ProcessGroup) -> bool:
-        own = self._joint.group.group
-        return own is None or group is own
+            for part in self._torchrec.unsent_of(request):
+                if own is None or part.group is own:
+                    self._unsent.append((name, part))
 
     def _rows(self) -> list[list[int]]:
-        return [
-            [column for _, part in self._unsent for column in part.columns_for(rank)]
-            for rank in range(self._exchange.size)
-        ]
+        rows: list[list[int]] = [[] for _ in range(self._joint.exchange.size)]
+        for _, part in self._unsent:
+            for row, columns in zip(rows, part.rows(), strict=True):
+                row += columns
+        return rows
 
     def _refuse_other_forms(self, rows: list[list[int]]) -> None:
         group = self._joint.group.group

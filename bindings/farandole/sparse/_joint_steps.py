@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -15,8 +14,7 @@ from torch import nn
 
 from farandole import _C
 from farandole._C import Presence
-from farandole.sparse._contexts import OnError
-from farandole.sparse._exchange import SKIPPED, SplitsExchange
+from farandole.sparse._exchange import BATCH, FAILED, SKIPPED, SplitsExchange
 from farandole.sparse._exchange_group import ExchangeGroup, FailedOnOthers, GivenUp
 from farandole.sparse._gloo_waits import looking_after
 from farandole.sparse._groups import forget_group_of_its_own, group_of_its_own, times_given_up
@@ -38,7 +36,7 @@ class JointSteps:
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._parent = group
         self._device = device
-        self._lost = ""  # why no further step can be taken
+        self.lost = ""  # why no further step can be taken
         self._make()
 
     def _make(self) -> None:
@@ -53,7 +51,7 @@ class JointSteps:
 
     def renew(self) -> bool:
         """Whether another group has taken the place of one that was given up."""
-        if self._lost or self._times_given_up == times_given_up():
+        if self.lost or self._times_given_up == times_given_up():
             return False
         if group_of_its_own(self._parent, self._device) is self.group.group:
             self._times_given_up = times_given_up()
@@ -63,37 +61,29 @@ class JointSteps:
         self.exchange.expect(columns)
         return True
 
-    @property
-    def is_lost(self) -> bool:
-        return bool(self._lost)
-
-    @property
-    def lost(self) -> str:
-        """Why no further step can be taken."""
-        return self._lost
-
     def refuse_lost(self) -> None:
         """
         Raises:
             RuntimeError: no further step can be taken.
         """
-        if self._lost:
+        if self.lost:
             raise RuntimeError(
-                f"the pipeline cannot be used again: {self._lost}. Expected a new one, over groups that were made anew "
+                f"the pipeline cannot be used again: {self.lost}. Expected a new one, over groups that were made anew "
                 "and a model sharded over them"
             )
 
-    def told(self, stage: str, number: int) -> OnError:
-        """Inside, others may come to wait for this rank: an error of it is theirs, for the batch of this number."""
-        return OnError(functools.partial(self._tell, stage, number))
+    def tell(self, stage: str, number: int, error: BaseException) -> None:
+        """Of an error where others may come to wait for this rank: it is theirs, for the batch of this number.
 
-    def _tell(self, stage: str, number: int, error: BaseException) -> None:
+        Raises:
+            FailedOnOthers: another rank was the first to fail.
+        """
         if isinstance(error, FailedOnOthers) or self._device.type != "cpu" or self.group.size == 1:
             return
         first = self.group.give_up(error, f"{stage} of batch {number}")
         forget_group_of_its_own(self._parent)
         if first.is_lost:
-            self._lost = _said_of(first)
+            self.lost = _said_of(first)
         if first.rank != self.rank:
             raise FailedOnOthers(f"{SKIPPED.format(number)}\nrank {first.rank}, {first.what}") from error
 
@@ -101,8 +91,8 @@ class JointSteps:
         """Whether another rank has said that no further step can be taken."""
         first = self.group.given_up() if self._device.type == "cpu" else None
         if first is not None and first.is_lost:
-            self._lost = _said_of(first)
-        return self.is_lost
+            self.lost = _said_of(first)
+        return bool(self.lost)
 
     def lose(self, where: str, error: BaseException, model: nn.Module) -> None:
         """No further step can be taken, since this rank has failed outside of them. Others, who may wait for it in
@@ -111,10 +101,10 @@ class JointSteps:
         if self._device.type == "cpu":
             first = self.group.give_up(error, where, is_lost=True)
             forget_group_of_its_own(self._parent)
-        self._lost = _said_of(first)
+        self.lost = _said_of(first)
         for group in {id(each): each for each in (*_groups_of(model), self._parent)}.values():
             with contextlib.suppress(RuntimeError):  # the error that led here says more
-                _C.abandon_group(group, self._lost)
+                _C.abandon_group(group, self.lost)
 
     def step(self, stage: str, number: int, call: Callable[[], None]) -> None:
         """A call that waits for no rank that has failed in it: the other ranks end theirs.
@@ -122,11 +112,14 @@ class JointSteps:
         Raises:
             FailedOnOthers: the calls of other ranks have.
         """
-        with self.told(stage, number):
+        try:
             error = _error_of(call)
             if error is not None and self.group.has_failed:
                 raise error
             said = self.exchange.agree(*_presence(stage, number, error))
+        except BaseException as out_of_step:
+            self.tell(stage, number, out_of_step)
+            raise
         if error is not None:
             raise error
         if said.failed:
@@ -149,7 +142,7 @@ class JointSteps:
             if error is not None:
                 failed, stage = place, f"{stage} of {name}"
                 break
-        with self.told(stage, number):
+        try:
             presence, reason = _presence(stage, number, error)
             if error is not None:
                 module = list(modules.values())[failed - 1]
@@ -162,14 +155,17 @@ class JointSteps:
                 self.exchange.post_agreement(presence, reason, failed)
                 self._wake(module, f"rank {self.rank}, {reason}")
                 said = self.exchange.wait()
+        except BaseException as out_of_step:
+            self.tell(stage, number, out_of_step)
+            raise
         if not said.failed:
             return
         places = {row[0] for row in said.rows}
         if len(places) > 1:
             reasons = "\n".join(f"rank {rank}, {reason}" for rank, reason in said.failed.items() if reason)
-            self._lost = f"a sharded module is out of step, since it has failed on some ranks only ({reasons})"
+            self.lost = f"a sharded module is out of step, since it has failed on some ranks only ({reasons})"
             for place in places - {0}:
-                _give_up_groups_of(list(modules.values())[abs(place) - 1], self._lost)
+                _give_up_groups_of(list(modules.values())[abs(place) - 1], self.lost)
         if woken:
             raise FailedOnOthers(f"{SKIPPED.format(number)}\n{woken}") from error
         if error is not None:
@@ -200,8 +196,8 @@ def _error_of(call: Callable[[], None]) -> BaseException | None:
 
 def _presence(stage: str, number: int, error: BaseException | None) -> tuple[Presence, str]:
     if error is None:
-        return Presence.BATCH, ""
-    return Presence.FAILED, f"{stage} of batch {number}: {type(error).__name__}: {error}"
+        return BATCH, ""
+    return FAILED, f"{stage} of batch {number}: {type(error).__name__}: {error}"
 
 
 def _give_up_groups_of(module: nn.Module, why: str, default: Sequence[Any] = ()) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import nn
 
+from farandole._C import are_families, families
 from farandole.sparse._sharded import sharded_modules
 
 _AGAIN = "detach() the pipeline before a change and attach() it after"
@@ -24,11 +25,13 @@ class ModelChanges:
         self._is_sharded = is_sharded
         self._sharded = sharded_modules(model, is_sharded)
         self._ids = set(map(id, self._sharded.values()))
-        self._shardings = {name: _sharding_of(module) for name, module in self._sharded.items()}
-        self._tree = _Tree(self._modules())
+        # What torchrec's reshard() makes anew.
+        self._shardings = {name: getattr(each, "_embedding_shardings", None) for name, each in self._sharded.items()}
+        self._modules = self._open_modules()
+        # With their parents, since a child may have gone from one to the next.
+        self._families = families(self._modules)
         self._processing: dict[str, nn.Module] = {}
         self._parameters: tuple[str, ...] = ()
-        self._places: dict[str, operator.attrgetter[object]] = {}  # by name
 
     def watch(self, processing: Iterable[str], attributes: Iterable[str]) -> None:
         """By name, what runs ahead of forwards: modules, and attributes of the model."""
@@ -46,14 +49,15 @@ class ModelChanges:
         Raises:
             RuntimeError: a sharded module has, or what runs ahead of forwards has become another one, or is trained.
         """
+        is_same = are_families(self._modules, self._families)
         for name, forward in forwards.items():
             expected = self._processing[name] if name in self._processing else self._sharded[name]
-            if self._found(name) is not expected or vars(expected).get("forward") is not forward:
+            if not (is_same or self._found(name) is expected) or expected.__dict__.get("forward") is not forward:
                 raise _changed(
                     name, "the module and the forward that were attached, and no pipeline of another model that has it"
                 )
         for name, module in self._sharded.items():
-            if _sharding_of(module) is not self._shardings[name]:
+            if getattr(module, "_embedding_shardings", None) is not self._shardings[name]:
                 raise _changed(name, "the sharding that was attached")
         for name, module in self._processing.items():
             trained = [key for key, parameter in module.named_parameters() if parameter.requires_grad]
@@ -62,19 +66,18 @@ class ModelChanges:
         for name in self._parameters:
             if operator.attrgetter(name)(self._model).requires_grad:
                 raise _changed(name, "no trainable parameter in what runs ahead of forwards")
-        return self._has_other_modules()
+        return not is_same and self._has_other_modules()
 
     def _has_other_modules(self) -> bool:
-        if self._tree.is_same():
-            return False
         now = sharded_modules(self._model, self._is_sharded)
         for name in {**self._sharded, **now}:
             if now.get(name) is not self._sharded.get(name):
                 raise _changed(name, "the sharded modules that were attached")
-        self._tree = _Tree(self._modules())
+        self._modules = self._open_modules()
+        self._families = families(self._modules)
         return True
 
-    def _modules(self) -> list[nn.Module]:
+    def _open_modules(self) -> list[nn.Module]:
         """All that others may come into: none inside of sharded ones, which make some as they run."""
         found: list[nn.Module] = []
         todo: list[nn.Module | None] = [self._model]
@@ -86,33 +89,10 @@ class ModelChanges:
         return found
 
     def _found(self, name: str) -> object:
-        if name not in self._places:
-            self._places[name] = operator.attrgetter(name)
         try:
-            return self._places[name](self._model)
+            return operator.attrgetter(name)(self._model)
         except AttributeError:
             return None
-
-
-class _Tree:
-    """Modules with their children; looked at in each step."""
-
-    def __init__(self, modules: list[nn.Module]) -> None:
-        self._modules = modules
-        self._children = self._now()
-
-    def is_same(self) -> bool:
-        now = self._now()
-        return len(now) == len(self._children) and all(map(operator.is_, now, self._children))
-
-    # With their parents, since a child may have gone from one to the next.
-    def _now(self) -> list[object]:
-        return [each for module in self._modules for each in (module, *module._modules.values())]
-
-
-def _sharding_of(module: nn.Module) -> object:
-    """What torchrec's reshard() makes anew."""
-    return getattr(module, "_embedding_shardings", None)
 
 
 def _changed(name: str, expected: str) -> RuntimeError:

@@ -12,15 +12,8 @@ import torch
 from torch import nn
 
 from farandole.sparse._batch_paths import Path, Step, tensors_in
-from farandole.sparse._input_equality import (
-    Copies,
-    copies_of,
-    differ,
-    is_alike,
-    is_equal_input,
-    is_to_be_copied,
-    version_of,
-)
+from farandole.sparse._input_equality import is_alike, is_equal_input, version_of
+from farandole.sparse._input_writes import InputWrites, is_by_value
 from farandole.sparse._untraced import UntracedForward
 
 
@@ -76,11 +69,11 @@ class PostProcessing:
             yield noted
         finally:
             self._noted.reset(token)
-        copies = is_to_be_copied(self._runs)
+        by_value = is_by_value(self._runs)
         self._runs += 1
         for calls in noted.given.values():
             for given in calls:  # the modules may have written to it, which they do not a second time
-                given.note(copies)
+                given.note(by_value)
 
     @contextlib.contextmanager
     def replaying(self, results: Noted, compares: bool = True) -> Iterator[None]:
@@ -160,16 +153,16 @@ class _Given:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.call = args, kwargs
         self._noted: list[tuple[Path, Step | None, torch.Tensor, int]] = []
-        self._copies: Copies | None = None
+        self._values: InputWrites | None = None
 
-    def note(self, copies: bool = False) -> None:
+    def note(self, by_value: bool = False) -> None:
         self._noted = [(*place, version_of(place[2])) for place in tensors_in(self.call)]
-        self._copies = copies_of(self._as_noted()) if copies else None
+        self._values = InputWrites(self._as_noted(), by_value) if by_value else None
 
     def is_as_noted(self) -> bool:
         """Tensors that have come since are of those that features make when they are asked for."""
         is_written = not self._are_noted(tensors_in(self.call))
-        return not is_written and (self._copies is None or not differ(self._copies, self._as_noted()))
+        return not is_written and (self._values is None or not self._values.found_any())
 
     def _are_noted(self, found: list[tuple[Path, Step | None, torch.Tensor]]) -> bool:
         if len(found) == len(self._noted) and all(
@@ -187,7 +180,8 @@ class _Given:
 
     def tensors(self) -> list[torch.Tensor]:
         """All that ``is_as_noted()`` reads, and what it was called with."""
-        return [*self._as_noted(), *(copy for copy in self._copies or () if copy is not None)]
+        copies = () if self._values is None else self._values.copies
+        return [*self._as_noted(), *(copy for copy in copies if copy is not None)]
 
     def _as_noted(self) -> list[torch.Tensor]:
         return [tensor for _, _, tensor, _ in self._noted]

@@ -43,6 +43,9 @@ class Precision:
             self._dtype = enable_amp
         elif enable_amp is not False:
             raise TypeError(f"enable_amp={enable_amp!r}: expected a bool, torch.bfloat16 or torch.float16")
+        self.autocast: Callable[[], contextlib.AbstractContextManager[Any]] = NOTHING  # around the forward
+        if self._dtype is not None:
+            self.autocast = functools.partial(torch.autocast, device.type, dtype=self._dtype)
         self._group = group
         self.scaler: Any = None
         if scaler is not None:
@@ -52,11 +55,6 @@ class Precision:
                 self.scaler = torch.amp.GradScaler("cuda")
             else:
                 warnings.warn(f"gradients are not scaled on {device.type}: scaling needs CUDA", stacklevel=4)
-
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self._dtype is None:
-            return NOTHING
-        return torch.autocast(self._device.type, dtype=self._dtype)
 
     def as_now(self) -> Callable[[], contextlib.AbstractContextManager[Any]]:
         """What a forward of this thread would run under, for any thread."""

@@ -113,7 +113,7 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
             return
         flying.is_prefetched = True
         with (
-            ProfilerRange(f"## sharded_module_prefetch {flying.number} ##"),
+            ProfilerRange("## sharded_module_prefetch {} ##", flying.number),
             self._streams.on(self._streams.prefetch),
             NoGrad(),
         ):

@@ -18,8 +18,6 @@ def preprocessed(modules: Mapping[str, nn.Module], calls: Mapping[str, Call]) ->
     torchrec's feature processors of tables by row write positions into the weights of features, which other modules,
     before or behind them, may have as well.
     """
-    if not any(map(_writes, modules.values())):
-        return dict(calls)
     written = _Written()
     done: dict[str, Call] = {}
     for name, (args, kwargs) in calls.items():
@@ -30,6 +28,11 @@ def preprocessed(modules: Mapping[str, nn.Module], calls: Mapping[str, Call]) ->
         now = list(map(written.now, args)), {key: written.now(part) for key, part in kwargs.items()}
         done[name] = module.preprocess_input(*now) if writes else now
     return done
+
+
+def writes_inputs(modules: Mapping[str, nn.Module]) -> bool:
+    """Whether any of them does."""
+    return any(map(_writes, modules.values()))
 
 
 def _writes(module: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from farandole.sparse._arguments import refuse_no_bool, refuse_others_optimizer
 from farandole.sparse._attachment import Attachment, attach
 from farandole.sparse._base import In, ModelForward, Options, Out, TrainPipelineBase
 from farandole.sparse._joint_steps import PATIENCE
+from farandole.sparse._running import Running
 from farandole.sparse._sharded import is_two_dimensional, unwrap
 from farandole.sparse._torchrec_arguments import by_name, refuse_interval, refuse_torchrecs
 
@@ -235,6 +236,8 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
 
     def _adopt(self, flying: Any) -> None:
         assert self._attachment is not None
+        if self._attachment.is_adopted(flying):
+            return
         with self._streams.on(self._streams.dist), self._stages.autocast(), NoGrad():
             self._attachment.adopt(flying, self._patience())
 
@@ -242,8 +245,10 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
         assert self._attachment is not None
         if self._streams.dist is not None:
             given = [] if flying.results is None else flying.results.tensors()
-            self._streams.hand_over(self._streams.dist, flying.results, given, flying.copies)
-        return self._attachment.running(flying, self._complete)
+            self._streams.hand_over(
+                self._streams.dist, flying.results, given, [writes.copies for writes in flying.writes.values()]
+            )
+        return Running(self._attachment, flying, self._complete)
 
     def _complete(self, flying: Any, name: str) -> tuple[Any, Any]:
         """What came ahead for a module: its context and its data."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from farandole._C import NoGrad, Presence, ProfilerRange
 from farandole.sparse._batches import to_device
 from farandole.sparse._caller import Caller, IteratorVariables
+from farandole.sparse._contexts import NOTHING
 from farandole.sparse._given import GivenBatches
 from farandole.sparse._in_flight import InFlight
 from farandole.sparse._input_dist import InputDist
@@ -19,6 +20,8 @@ from farandole.sparse._load_place import only_waits
 from farandole.sparse._streams import Streams
 
 _END = object()
+
+T = TypeVar("T")
 
 
 class Stages:
@@ -40,12 +43,13 @@ class Stages:
         self._has_custom_forward = has_custom_forward
         self._source: Iterator[Any] = iter(())
         self._yielded = 0
+        self._has_count = False  # of those that it has yielded
         self._load_on_thread = load_on_thread
         self.may_load_beside = False  # on another thread
         self._variables = IteratorVariables()
         self.input_dist: InputDist | None = None
-        self.caller = Caller()
-        self.autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+        self.caller: Caller | None = None  # where other threads may run a stage
+        self.autocast: Callable[[], contextlib.AbstractContextManager[Any]] = NOTHING
         self.is_training = True
         self.flying: dict[int, InFlight] = {}
         self.given = GivenBatches()
@@ -58,32 +62,33 @@ class Stages:
         anew, as the same object."""
         is_other = source is not self._source
         if is_other:
+            self._has_count = hasattr(source, "_num_yielded")
             self.may_load_beside = only_waits(source) if self._load_on_thread is None else self._load_on_thread
             self._variables = IteratorVariables()
             self.given.begin_source()
-        is_new = is_other or _yielded_by(source) < self._yielded
         self._source = source
-        self._yielded = _yielded_by(source)
-        return is_new
+        before, self._yielded = self._yielded, _yielded_by(source) if self._has_count else 0
+        return is_other or self._yielded < before
 
     def load(self, number: int) -> bool:
         try:
-            with ProfilerRange(f"## copy_batch_to_gpu {number} ##"), self._streams.on(self._streams.copy):
+            with ProfilerRange("## copy_batch_to_gpu {} ##", number), self._streams.on(self._streams.copy):
                 self.given.before_next()
                 with ProfilerRange("## next_batch ##"):
                     batch = self._next()
-                self._yielded = _yielded_by(self._source)
+                if self._has_count:
+                    self._yielded = _yielded_by(self._source)
                 if batch is _END:
-                    self.given.after_next(number, None, self.caller.is_here())
+                    self.given.after_next(number, None, self._is_here())
                     return False
                 if batch is None:  # with which torchrec's pipelines end, and leave the rest
                     raise TypeError("the iterator gave None: expected a batch")
-                batch = self.caller.run(to_device, batch, self._device)
-                self.given.after_next(number, batch, self.caller.is_here())
+                batch = self._run(to_device, batch, self._device)
+                self.given.after_next(number, batch, self._is_here())
                 self.flying[number] = InFlight(number, batch, self._has_custom_forward)
         except Exception as error:
             self._failed[number] = f"load of batch {number}: {type(error).__name__}: {error}"
-            if not self.caller.is_here() and hasattr(error, "add_note"):  # Python 3.11
+            if not self._is_here() and hasattr(error, "add_note"):  # Python 3.11
                 error.add_note("on a thread of the pipeline's own; load_on_thread=False loads on the caller's")
             raise
         except BaseException as interrupt:  # Ctrl-C, say, which is not to wait for the batch's turn
@@ -97,7 +102,14 @@ class Stages:
     def _next(self) -> Any:
         if not self.may_load_beside:
             return next(self._source, _END)
+        assert self.caller is not None
         return self._variables.run(self.caller, next, self._source, _END)
+
+    def _is_here(self) -> bool:
+        return self.caller is None or self.caller.is_here()
+
+    def _run(self, call: Callable[..., T], *args: Any) -> T:
+        return call(*args) if self.caller is None else self.caller.run(call, *args)
 
     def raise_interrupt(self, error: Exception | None = None) -> None:
         """Passes on what has interrupted a load; that of this error alone, where one is given."""
@@ -108,17 +120,17 @@ class Stages:
         raise interrupt
 
     def start_dist(self, number: int, presence: Presence) -> None:
-        self.caller.run(self._start_dist, number, presence)
+        self._run(self._start_dist, number, presence)
 
     def finish_dist(self, number: int) -> bool:
-        return self.caller.run(self._finish_dist, number)
+        return self._run(self._finish_dist, number)
 
     def complete_dist(self, number: int) -> None:
-        self.caller.run(self._complete_dist, number)
+        self._run(self._complete_dist, number)
 
     def _start_dist(self, number: int, presence: Presence) -> None:
         assert self.input_dist is not None
-        with ProfilerRange(f"## start_sparse_data_dist {number} ##"), self._streams.on(self._streams.dist):
+        with ProfilerRange("## start_sparse_data_dist {} ##", number), self._streams.on(self._streams.dist):
             flying = self.flying.get(number)
             if flying is not None:
                 self._streams.hand_over(self._streams.copy, flying.batch)
@@ -128,7 +140,7 @@ class Stages:
 
     def _finish_dist(self, number: int) -> bool:
         assert self.input_dist is not None
-        with ProfilerRange(f"## wait_sparse_data_dist {number} ##"), self._streams.on(self._streams.dist):
+        with ProfilerRange("## wait_sparse_data_dist {} ##", number), self._streams.on(self._streams.dist):
             return self.input_dist.finish(number, self.flying.get(number))
 
     def _complete_dist(self, number: int) -> None:

@@ -27,6 +27,8 @@ class Streams:
         if module is None and device.type != "cpu":
             self._module = _module_of(device)
         self._device = device
+        if self._module is None:
+            self.on = self.hand_over = NOTHING  # type: ignore[assignment]
         self.copy, self.dist, self.prefetch = (
             None if self._module is None else self._module.Stream(device=device, priority=priority)
             for priority in (-1, -1, 0)
@@ -37,9 +39,7 @@ class Streams:
 
     def on(self, stream: torch.Stream | None) -> contextlib.AbstractContextManager[Any]:
         """Work of any thread goes to this stream of the device."""
-        if self._module is None or stream is None:
-            return NOTHING
-        return self._on(stream)
+        return NOTHING if stream is None else self._on(stream)
 
     @contextlib.contextmanager
     def _on(self, stream: torch.Stream) -> Any:
@@ -49,8 +49,9 @@ class Streams:
 
     def hand_over(self, source: torch.Stream | None, *values: Any) -> None:
         """The current stream waits for ``source`` and may use the values, which were made on it."""
-        if self._module is None or source is None:
+        if source is None:
             return
+        assert self._module is not None
         current = self._module.current_stream(self._device)
         current.wait_stream(source)
         for value in values:

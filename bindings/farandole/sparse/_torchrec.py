@@ -43,11 +43,11 @@ class UnsentSplits(Awaitable[Any]):
         self.output_splits: list[list[int]] = []
         self._stride_per_rank: list[int] | None = None
 
-    def columns_for(self, rank: int) -> list[int]:
-        """What is sent to a rank: the form of the features, how many samples, and how much of each tensor it gets."""
+    def rows(self) -> list[list[int]]:
+        """What is sent to each rank: the form of the features, how many samples, and how much of each tensor it gets."""
         samples = self._features.stride() if self._has_one_stride else 0
-        sizes = [split[rank] for split in self.splits]
-        return [self.form, samples, *sizes, *[0] * (len(TENSORS) - len(sizes))]
+        none = [0] * (len(TENSORS) - len(self.splits))
+        return [[self.form, samples, *sizes, *none] for sizes in zip(*self.splits, strict=True)]
 
     def settle(self, rows: list[list[int]]) -> None:
         """Takes what each rank has said in these columns, all of the same form."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -63,17 +63,24 @@ class KeyOrders:
     def __init__(self) -> None:
         self._first: dict[str, list[list[str]]] = {}
 
-    def refuse_others(self, modules: Mapping[str, nn.Module], calls: Mapping[str, Call]) -> None:
+    def refuse_others(self, names: Iterable[str], calls: Mapping[str, Call]) -> None:
         """
+        Args:
+            names: of torchrec's modules.
+
         Raises:
             ValueError: features with keys in another order than in the first batch.
         """
-        for name, (args, kwargs) in calls.items():
-            if not is_torchrec(modules[name]):
-                continue
-            features = [part for part in (*args, *kwargs.values()) if hasattr(part, "weights_or_none")]
-            now = [part.keys() for part in features if hasattr(part, "keys")]
+        for name in names:
+            args, kwargs = calls[name]
+            now = [
+                part.keys()
+                for part in (*args, *kwargs.values())
+                if hasattr(part, "weights_or_none") and hasattr(part, "keys")
+            ]
             first = self._first.setdefault(name, now)
+            if now == first:
+                continue
             for keys, expected in zip(now, first, strict=False):
                 if keys is not expected and keys[: len(expected)] != expected:
                     raise ValueError(
