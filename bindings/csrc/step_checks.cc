@@ -2,7 +2,9 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <string>
+#include <tuple>
 
 namespace py = pybind11;
 
@@ -74,12 +76,31 @@ bool areItems(const py::dict& items, const py::list& keys, const py::list& value
   return true;
 }
 
+bool areElements(py::handle container, const py::list& elements) {
+  std::size_t place = 0;
+  for (const py::handle element : py::reinterpret_borrow<py::iterable>(container)) {
+    if (place == elements.size()) return false;
+    if (element.ptr() != PyList_GET_ITEM(elements.ptr(), static_cast<Py_ssize_t>(place++))) return false;
+  }
+  return place == elements.size();
+}
+
+// Of containers: what they have held, with the keys where they are dicts.
+bool areContents(const py::list& contents) {
+  return std::all_of(contents.begin(), contents.end(), [](py::handle each) {
+    const auto [container, keys, held] = py::cast<std::tuple<py::object, py::object, py::list>>(each);
+    if (keys.is_none()) return areElements(container, held);
+    return areItems(py::cast<py::dict>(container), py::cast<py::list>(keys), held);
+  });
+}
+
 }  // namespace
 
 void bindStepChecks(py::module_& module) {
   module.def("write_counts", &writeCounts, py::arg("tensors"));
   module.def("families", &families, py::arg("modules"));
   module.def("are_items", &areItems, py::arg("items"), py::arg("keys"), py::arg("values"));
+  module.def("are_contents", &areContents, py::arg("contents"));
   module.def("are_families", &areFamilies, py::arg("modules"), py::arg("expected"));
 }
 

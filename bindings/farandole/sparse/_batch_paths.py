@@ -103,9 +103,13 @@ def _items_of(kind: type) -> Callable[[Any], Iterable[Any]] | None:
     return lambda value: getattr(value, "__dict__", {}).values()
 
 
-def tensors_in(batch: Any) -> list[tuple[Path, Step | None, torch.Tensor]]:
+def tensors_in(batch: Any, holders: list[Any] | None = None) -> list[tuple[Path, Step | None, torch.Tensor]]:
     """With the path of what holds each, and the step from there; those of opaque objects too. What is nearer first, and
-    not all where a batch leads to everything else."""
+    not all where a batch leads to everything else.
+
+    Args:
+        holders: gets all whose parts were looked at and may become others.
+    """
     if isinstance(batch, torch.Tensor):
         return [((), None, batch)]
     found: list[tuple[Path, Step | None, torch.Tensor]] = []
@@ -115,6 +119,8 @@ def tensors_in(batch: Any) -> list[tuple[Path, Step | None, torch.Tensor]]:
         kind = _kind_of(type_)
         if len(path) > _DEEPEST or len(todo) > _MOST:
             continue
+        if holders is not None and not isinstance(value, tuple):
+            holders.append(value)
         for step, item in _held(value, kind):
             type_ = type(item)
             kind_within = _kind_of(type_)

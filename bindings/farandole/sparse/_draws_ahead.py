@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from farandole.sparse._contexts import NOTHING
+
 _WARNING = (
     "{} draws from torch's global generator ahead of forward, before the forwards of batches in flight do: as random as "
     "in the plain loop, but with other numbers where these draw, too. Expected a torch.Generator of its own, or that "
@@ -27,13 +29,18 @@ class DrawsAhead:
         self._looked_at: set[bool] = set()  # modes
         self._found = ""
 
-    @contextlib.contextmanager
-    def looked_for(self, names: Iterable[str], training: bool, strict: bool) -> Iterator[None]:
+    def looked_for(self, names: Iterable[str], training: bool, strict: bool) -> contextlib.AbstractContextManager[None]:
         """Around a run of these modules.
 
         Raises:
             ValueError: they draw, and are to be strict.
         """
+        if training in self._looked_at and not self._found:
+            return NOTHING
+        return self._looking(names, training, strict)
+
+    @contextlib.contextmanager
+    def _looking(self, names: Iterable[str], training: bool, strict: bool) -> Iterator[None]:
         is_first = training not in self._looked_at
         before = self._states() if is_first else []
         yield

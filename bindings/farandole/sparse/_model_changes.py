@@ -32,10 +32,12 @@ class ModelChanges:
         self._families = families(self._modules)
         self._processing: dict[str, nn.Module] = {}
         self._parameters: tuple[str, ...] = ()
+        self._processing_parameters: list[object] = []
 
     def watch(self, processing: Iterable[str], attributes: Iterable[str]) -> None:
         """By name, what runs ahead of forwards: modules, and attributes of the model."""
         self._processing = {name: self._model.get_submodule(name) for name in processing}
+        self._note_parameters()
         self._parameters = tuple(
             name for name in attributes if isinstance(operator.attrgetter(name)(self._model), torch.Tensor)
         )
@@ -59,7 +61,7 @@ class ModelChanges:
         for name, module in self._sharded.items():
             if getattr(module, "_embedding_shardings", None) is not self._shardings[name]:
                 raise _changed(name, "the sharding that was attached")
-        for name, module in self._processing.items():
+        for name, module in self._processing.items() if any(self._processing_parameters) or not is_same else ():
             trained = [key for key, parameter in module.named_parameters() if parameter.requires_grad]
             if trained:
                 raise _changed(name, f"no trainable parameters ({', '.join(trained)}) in what runs ahead of forwards")
@@ -75,7 +77,14 @@ class ModelChanges:
                 raise _changed(name, "the sharded modules that were attached")
         self._modules = self._open_modules()
         self._families = families(self._modules)
+        self._note_parameters()
         return True
+
+    def _note_parameters(self) -> None:
+        """Where those of what runs ahead are, or come."""
+        self._processing_parameters = [
+            each._parameters for module in self._processing.values() for each in module.modules()
+        ]
 
     def _open_modules(self) -> list[nn.Module]:
         """All that others may come into: none inside of sharded ones, which make some as they run."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from farandole._C import are_contents
 from farandole.sparse._scripted import scripted_attributes
 
 _BY_NAME = ("_parameters", "_buffers", "_modules")  # whose items are attributes of the module
@@ -33,11 +34,12 @@ class ModelState:
         self._options = besides, looks_into_objects
         self._modules = [_Attributes(name, module, *self._options) for name, module in model.named_modules()]
         self._tensors: dict[str, torch.Tensor] | None = None
+        self._is_seen = all(module.is_seen for module in self._modules)
+        self._contents = [each for module in self._modules for each in module.contents()] if self._is_seen else []
 
     def as_now(self) -> ModelState:
         """Itself, where nothing has changed since."""
-        is_same = all(module.is_seen for module in self._modules) and not self.has_changed()
-        return self if is_same else ModelState(self._model, *self._options)
+        return self if self._is_seen and not self.has_changed() else ModelState(self._model, *self._options)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """By name."""
@@ -47,6 +49,8 @@ class ModelState:
 
     def has_changed(self) -> bool:
         """Since it was made."""
+        if self._contents and are_contents(self._contents):
+            return False
         return any(module.have_changed() for module in self._modules)
 
     def differs(self, other: ModelState) -> bool:
@@ -100,6 +104,13 @@ class _Attributes:
     def is_seen(self) -> bool:
         """Not a scripted one, whose attributes are elsewhere."""
         return "_buffers" in self._items
+
+    def contents(self) -> Iterator[tuple[Any, list[Any] | None, list[Any]]]:
+        """The attributes and all containers, with what they hold."""
+        yield self._now, [*self._before], [*self._before.values()]
+        for container, items in (*self._containers, *((empty, ()) for empty in self._empty)):
+            is_dict = isinstance(container, dict)
+            yield container, [*items] if is_dict else None, [*(items.values() if is_dict and items else items)]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         by_name = (self._items.get(name) or {**getattr(self._module, name)} for name in ("_buffers", "_parameters"))

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import nn
 
-from farandole.sparse._batch_paths import Path, Step, tensors_in
-from farandole.sparse._input_equality import is_alike, is_equal_input, version_of
-from farandole.sparse._input_writes import InputWrites, is_by_value
+from farandole.sparse._given_call import GivenCall
+from farandole.sparse._input_equality import is_alike, is_equal_input
+from farandole.sparse._input_writes import is_by_value
 from farandole.sparse._untraced import UntracedForward
+
+Kept = dict[str, deque[tuple[Any, GivenCall]]]  # results, and what the modules were given for them
 
 
 class Noted(dict[str, list[Any]]):
@@ -24,7 +26,7 @@ class Noted(dict[str, list[Any]]):
 
     def __init__(self, names: Iterable[str]) -> None:
         super().__init__((name, []) for name in names)
-        self.given: dict[str, list[_Given]] = {name: [] for name in self}
+        self.given: dict[str, list[GivenCall]] = {name: [] for name in self}
 
     def tensors(self) -> list[torch.Tensor]:
         """What the modules were given, and copies of it."""
@@ -45,10 +47,10 @@ class PostProcessing:
 
     def __init__(self, model: nn.Module, names: Iterable[str], read_elsewhere: frozenset[str] = frozenset()) -> None:
         self._read_elsewhere = read_elsewhere
-        self._kept: ContextVar[dict[str, deque[tuple[Any, _Given]]] | None] = ContextVar("kept", default=None)
-        self._noted: ContextVar[Noted | None] = ContextVar("noted", default=None)
+        self.kept: ContextVar[Kept | None] = ContextVar("kept", default=None)
+        self.noted: ContextVar[Noted | None] = ContextVar("noted", default=None)
         self._is_same = is_equal_input
-        self._runs = 0
+        self.runs = 0
         self._calls_made = 0
         self._undo = contextlib.ExitStack()
         self.forwards: dict[str, Callable[..., Any]] = {}  # those of the modules now, by name
@@ -60,23 +62,11 @@ class PostProcessing:
             vars(module)["forward"] = self.forwards[name] = forward
             self._undo.callback(_restore, module, before)
 
-    @contextlib.contextmanager
-    def noting(self) -> Iterator[Noted]:
-        """Inside, one run ahead of a batch; yields what the modules return in it."""
-        noted = Noted(self.forwards)
-        token = self._noted.set(noted)
-        try:
-            yield noted
-        finally:
-            self._noted.reset(token)
-        by_value = is_by_value(self._runs)
-        self._runs += 1
-        for calls in noted.given.values():
-            for given in calls:  # the modules may have written to it, which they do not a second time
-                given.note(by_value)
+    def noting(self) -> _Noting:
+        """Inside, one run ahead of a batch; gives what the modules return in it."""
+        return _Noting(self)
 
-    @contextlib.contextmanager
-    def replaying(self, results: Noted, compares: bool = True) -> Iterator[None]:
+    def replaying(self, results: Noted, compares: bool = True) -> _Replaying:
         """Inside, one forward of the batch whose results these are.
 
         Args:
@@ -87,15 +77,7 @@ class PostProcessing:
                 something else.
         """
         self._is_same = is_equal_input if compares else is_alike
-        kept = {name: deque(zip(outputs, results.given[name], strict=True)) for name, outputs in results.items()}
-        token = self._kept.set(kept)
-        try:
-            yield
-        finally:
-            self._kept.reset(token)
-        left = [name for name, outputs in kept.items() if outputs]
-        if left:
-            raise RuntimeError(f"forward called {', '.join(map(repr, left))} more rarely than when it was traced")
+        return _Replaying(self.kept, results)
 
     def calls_made(self) -> int:
         """How often the modules have run so far. One more from when it is closed, since nobody counts then."""
@@ -112,9 +94,9 @@ class PostProcessing:
         return forward
 
     def _forward(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        kept = self._kept.get()
+        kept = self.kept.get()
         if kept is None or name not in kept:
-            noted = self._noted.get()
+            noted = self.noted.get()
             self._calls_made += 1
             return original(*args, **kwargs) if noted is None else self._run(noted, name, original, args, kwargs)
         if not kept[name]:
@@ -131,7 +113,7 @@ class PostProcessing:
         return result
 
     def _run(self, noted: Noted, name: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        given = _Given(args, kwargs)
+        given = GivenCall(args, kwargs)
         given.note()
         result = original(*args, **kwargs)
         given.is_written = not given.is_as_noted()
@@ -145,46 +127,43 @@ class PostProcessing:
         return result
 
 
-class _Given:
-    """What a module was called with, and whether that has written to it."""
+class _Noting:
+    __slots__ = ("_noted", "_processing", "_token")
 
-    is_written = False
+    def __init__(self, processing: PostProcessing) -> None:
+        self._processing = processing
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.call = args, kwargs
-        self._noted: list[tuple[Path, Step | None, torch.Tensor, int]] = []
-        self._values: InputWrites | None = None
+    def __enter__(self) -> Noted:
+        self._noted = Noted(self._processing.forwards)
+        self._token = self._processing.noted.set(self._noted)
+        return self._noted
 
-    def note(self, by_value: bool = False) -> None:
-        self._noted = [(*place, version_of(place[2])) for place in tensors_in(self.call)]
-        self._values = InputWrites(self._as_noted(), by_value) if by_value else None
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self._processing.noted.reset(self._token)
+        if error is not None:
+            return
+        by_value = is_by_value(self._processing.runs)
+        self._processing.runs += 1
+        for calls in self._noted.given.values():
+            for given in calls:  # the modules may have written to it, which they do not a second time
+                given.note(by_value)
 
-    def is_as_noted(self) -> bool:
-        """Tensors that have come since are of those that features make when they are asked for."""
-        is_written = not self._are_noted(tensors_in(self.call))
-        return not is_written and (self._values is None or not self._values.found_any())
 
-    def _are_noted(self, found: list[tuple[Path, Step | None, torch.Tensor]]) -> bool:
-        if len(found) == len(self._noted) and all(
-            tensor is before and version_of(tensor) == version and path == path_before and step == step_before
-            for (path, step, tensor), (path_before, step_before, before, version) in zip(
-                found, self._noted, strict=True
-            )
-        ):
-            return True
-        now = {(path, step): tensor for path, step, tensor in found}
-        return all(
-            now.get((path, step)) is tensor and version_of(tensor) == version
-            for path, step, tensor, version in self._noted
-        )
+class _Replaying:
+    __slots__ = ("_kept", "_token", "_variable")
 
-    def tensors(self) -> list[torch.Tensor]:
-        """All that ``is_as_noted()`` reads, and what it was called with."""
-        copies = () if self._values is None else self._values.copies
-        return [*self._as_noted(), *(copy for copy in copies if copy is not None)]
+    def __init__(self, variable: ContextVar[Kept | None], results: Noted) -> None:
+        self._variable = variable
+        self._kept = {name: deque(zip(outputs, results.given[name], strict=True)) for name, outputs in results.items()}
 
-    def _as_noted(self) -> list[torch.Tensor]:
-        return [tensor for _, _, tensor, _ in self._noted]
+    def __enter__(self) -> None:
+        self._token = self._variable.set(self._kept)
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self._variable.reset(self._token)
+        left = [name for name, outputs in self._kept.items() if outputs] if error is None else []
+        if left:
+            raise RuntimeError(f"forward called {', '.join(map(repr, left))} more rarely than when it was traced")
 
 
 def _restore(module: nn.Module, before: Any) -> None:
