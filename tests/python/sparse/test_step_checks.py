@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import collections
+import functools
 import random
+import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +14,10 @@ import torch
 from torch import nn
 
 from farandole._C import NoGrad, Nothing, ProfilerRange, are_families, are_items, families, write_counts
+from farandole.sparse._batch_paths import tensors_in
+from farandole.sparse._given_call import GivenCall
 from farandole.sparse._input_writes import InputWrites
+from farandole.sparse._model_state import ModelState
 
 
 def random_tree(pick: random.Random, depth: int) -> nn.Module:
@@ -160,3 +167,114 @@ def test_ranges_are_named_by_their_number():
     for wrong in ((1,), ("name", "number"), ()):
         with pytest.raises(TypeError):
             ProfilerRange(*wrong)  # type: ignore[arg-type]
+
+
+class Slotted:
+    __slots__ = ("part",)
+
+    def __init__(self, part: Any) -> None:
+        self.part = part
+
+
+def random_value(pick: random.Random, depth: int) -> Any:
+    kind = pick.randrange(8 if depth else 2)
+    if kind < 2:
+        return torch.ones(2) if kind else pick.choice([None, 3, "text"])
+    parts = [random_value(pick, depth - 1) for _ in range(pick.randrange(3))]
+    named = {f"key{place}": part for place, part in enumerate(parts)}
+    match kind:
+        case 2:
+            return parts
+        case 3:
+            return tuple(parts)
+        case 4:
+            return named
+        case 5:
+            return collections.UserDict(named)
+        case 6:
+            return Slotted(parts[0] if parts else None)
+        case _:
+            return types.SimpleNamespace(**named)
+
+
+def change_some(pick: random.Random, values: list[Any]) -> None:
+    """Of all that can be changed in these, one thing, or nothing."""
+    places: list[Any] = []
+    todo = [*values]
+    for value in todo:
+        if isinstance(value, torch.Tensor):
+            places.append(value.zero_)
+        elif isinstance(value, (list, tuple)):
+            todo += value
+        elif isinstance(value, (dict, collections.UserDict)):
+            todo += value.values()
+            places.append(functools.partial(value.__setitem__, pick.choice([*value, "new"]), torch.ones(1)))
+            places += [functools.partial(value.pop, key) for key in value]
+        elif isinstance(value, Slotted):
+            todo.append(value.part)
+            places.append(functools.partial(setattr, value, "part", torch.ones(1)))
+        elif isinstance(value, types.SimpleNamespace):
+            todo += vars(value).values()
+            places.append(functools.partial(setattr, value, "key0", torch.ones(1)))
+        if isinstance(value, list):
+            places.append(functools.partial(value.append, torch.ones(1)))
+            places += [value.pop] if value else []
+    pick.choice([lambda: None, *places])()
+
+
+def test_what_a_module_was_given_is_known_as_by_a_walk_through_it():
+    pick = random.Random(seed := random.randrange(1 << 30))
+    found = collections.Counter[bool]()
+    for _ in range(600):
+        args = tuple(random_value(pick, 3) for _ in range(2))
+        given = GivenCall(args, {"key": random_value(pick, 2)})
+        given.note()
+        for _ in range(2):
+            change_some(pick, [*given.call[0], *given.call[1].values()])
+            walked = given._are_noted(tensors_in(given.call))
+            assert given.is_as_noted() == walked, f"seed {seed}"
+            found[walked] += 1
+            given.note()
+            assert given.is_as_noted(), f"seed {seed}"
+    assert min(found.values()) > 100, f"seed {seed}: {found}"
+
+
+class Stateful(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+        self.inner = nn.Linear(1, 1)
+        self.names, self.held, self.empty, self.seen = ["a"], {"key": 1}, [], {1}
+        self.config = Config()
+
+
+class Config:
+    def __init__(self) -> None:
+        self.width = 1
+
+
+def test_a_model_that_is_the_same_is_known_in_one_look():
+    pick = random.Random(seed := random.randrange(1 << 30))
+    changes: list[Callable[[Any], object]] = [
+        lambda model: None,
+        lambda model: model.eval(),  # is none of it
+        lambda model: model.train(),
+        lambda model: model.names.append("b"),
+        lambda model: model.held.update(key=2),
+        lambda model: model.empty.append(1),
+        lambda model: model.seen.add(2),
+        lambda model: setattr(model.config, "width", 2),
+        lambda model: setattr(model, "count", torch.zeros(1)),
+        lambda model: setattr(model, "new", 1),
+        lambda model: setattr(model.inner, "bias", None),
+        lambda model: setattr(model, "inner", nn.Linear(1, 1)),
+    ]
+    for _ in range(300):
+        model = Stateful()
+        state = ModelState(model, ("training",), True)
+        changed = False
+        for change in pick.choices(changes, k=2):
+            change(model)
+            changed = changed or changes.index(change) > 2
+            assert state.has_changed() == changed, f"seed {seed}"
+            assert (state.as_now() is state) == (not changed), f"seed {seed}"
