@@ -40,14 +40,13 @@ class AheadRun:
         self._now: dict[str, ModelState]
         if last is not None and last.modules == self.modules:
             self._now = last._now
-            self._look()
         else:
             self._now = {name: ModelState(module, _BESIDES, True) for name, module in self.modules.items()}
-        self._before = self._after = self._now
         self._tensors = {
             name: (tensor, version_of(tensor), tensor.detach().clone() if self._is_copied(name, tensor) else None)
             for name, tensor in self._all().items()
         }
+        self._before = self._after = self._now
         self._versions: dict[str, int] = {}
         self._noted: dict[str, int] = {}  # versions behind the last forward of the model
         self._values: dict[str, torch.Tensor] = {}  # of what it has written
@@ -124,9 +123,6 @@ class AheadRun:
     def _is_copied(self, name: str, tensor: torch.Tensor) -> bool:
         return not isinstance(tensor, nn.Parameter) if self._written is None else name in self._written
 
-    def _look(self) -> None:
-        self._now = {name: state.as_now() for name, state in self._now.items()}
-
     def _all(self) -> dict[str, torch.Tensor]:
-        self._look()
+        self._now = {name: state.as_now() for name, state in self._now.items()}
         return {f"{name}.{key}": tensor for name, state in self._now.items() for key, tensor in state.tensors().items()}

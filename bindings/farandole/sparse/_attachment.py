@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -19,6 +18,7 @@ from farandole.sparse._draws_ahead import DrawsAhead
 from farandole.sparse._in_flight import InFlight
 from farandole.sparse._input_dist import InputDist
 from farandole.sparse._input_equality import (
+    are_same_arguments,
     is_alike,
     is_equal_input,
     is_same_part,
@@ -136,7 +136,7 @@ class Attachment:
         run = flying.run
         if run is None:
             return flying.owner is self.input_dist
-        is_ours = flying.owner is self.input_dist or run.modules == self._processing()
+        is_ours = flying.owner is self.input_dist or run.modules == self._changes.processing
         return is_ours and flying.is_training == self.model.training and not run.is_stale()
 
     def adopt(self, flying: InFlight, patience: float) -> None:
@@ -146,7 +146,7 @@ class Attachment:
         Raises:
             RuntimeError: it cannot be taken back, or caches hold rows for it; or other ranks have seen no change.
         """
-        modules = self._processing()
+        modules = self._changes.processing
         is_same = flying.run is not None and flying.run.modules == modules
         run = flying.run
         names = ", ".join(map(repr, modules))
@@ -236,7 +236,7 @@ class Attachment:
 
     def _inputs_of(self, flying: InFlight) -> Inputs:
         assert self.graph is not None and self._post_processing is not None
-        modules = self._processing()
+        modules = self._changes.processing
         if not modules:
             return self._computed(self.graph, flying)
         run = AheadRun(modules, self._written, self._post_processing.calls_made, self.run)
@@ -260,10 +260,6 @@ class Attachment:
                 f"{error}. {_CUSTOM}"
             ) from error
 
-    def _processing(self) -> dict[str, nn.Module]:
-        names = () if self.graph is None else self.graph.post_processing
-        return {name: operator.attrgetter(name)(self.model) for name in names} if names else {}
-
     # fx takes what a forward asks of a batch (is it None, say) for settled once; hooks have seen one batch.
     def _verify(self, name: str, flying: InFlight, now: tuple[Any, Any]) -> None:
         # Of inputs that are the same objects ahead and now, values tell nothing.
@@ -274,7 +270,7 @@ class Attachment:
                 "without parameters, which runs once for a batch"
             )
         ahead = flying.calls[name]
-        if _has_same(ahead, now):
+        if are_same_arguments(ahead, now):
             return
         if isinstance(self.graph, RecordedInputs):
             is_same = is_same_part(ahead, now)
@@ -328,11 +324,6 @@ class Attachment:
             return module.compute_and_output_dist(*ahead)
 
         return UntracedForward(forward, original)  # what comes ahead is on streams of its own
-
-
-def _has_same(ahead: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
-    """The same objects, by place."""
-    return not ahead[1] and not now[1] and len(ahead[0]) == len(now[0]) and all(map(operator.is_, ahead[0], now[0]))
 
 
 # torchrec's feature processors look at it.

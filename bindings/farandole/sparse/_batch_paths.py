@@ -17,7 +17,7 @@ Path = tuple[Step, ...]
 
 # Their classes with plain attributes (KeyedJaggedTensor, for one) keep some that come and go as they are used.
 _OPAQUE_SOURCES = ("torch", "torchrec", "fbgemm_gpu")
-_DEEPEST, _MOST = 5, 1000
+_DEEPEST, _MOST, _FEW = 5, 1000, 8
 
 # What is known by its value, and not as an object.
 CONSTANTS = (type(None), int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
@@ -136,7 +136,9 @@ def _held(value: Any, kind: str) -> Iterable[tuple[Step, Any]]:
         return [((getattr, name), item) for name, item in vars(value).items()]
     if kind is not _SEQUENCE or hasattr(value, "_fields"):
         return parts(value)
-    return () if _is_of_constants(value) else [((operator.getitem, place), item) for place, item in enumerate(value)]
+    if len(value) > _FEW and _is_of_constants(value):
+        return ()
+    return [((operator.getitem, place), item) for place, item in enumerate(value)]
 
 
 _TENSOR, _CONSTANT, _SEQUENCE, _PARTS, _OPAQUE, _OBJECT = "tensor", "constant", "sequence", "parts", "opaque", "object"

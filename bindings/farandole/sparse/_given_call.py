@@ -18,6 +18,7 @@ class GivenCall:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.call = args, kwargs
+        self._parts = self.call if kwargs else args
         self._noted: list[tuple[Path, Step | None, torch.Tensor, int]] = []
         self._tensors: list[torch.Tensor | None] = []
         self._counts: tuple[int | None, ...] = ()
@@ -27,7 +28,7 @@ class GivenCall:
     def note(self, by_value: bool = False) -> None:
         if not self._is_untouched():
             holders: list[Any] = []
-            self._noted = [(*place, version_of(place[2])) for place in tensors_in(self.call, holders)]
+            self._noted = [(*place, version_of(place[2])) for place in tensors_in(self._parts, holders)]
             self._tensors = self._as_noted()
             self._counts = write_counts(self._tensors)
             contents = [*map(_contents_of, holders)]
@@ -36,7 +37,7 @@ class GivenCall:
 
     def is_as_noted(self) -> bool:
         """Tensors that have come since are of those that features make when they are asked for."""
-        is_written = not (self._is_untouched() or self._are_noted(tensors_in(self.call)))
+        is_written = not (self._is_untouched() or self._are_noted(tensors_in(self._parts)))
         return not is_written and (self._values is None or not self._values.found_any())
 
     def tensors(self) -> list[torch.Tensor]:

@@ -30,13 +30,13 @@ class ModelChanges:
         self._modules = self._open_modules()
         # With their parents, since a child may have gone from one to the next.
         self._families = families(self._modules)
-        self._processing: dict[str, nn.Module] = {}
+        self.processing: dict[str, nn.Module] = {}  # what runs ahead, as refuse() has last found it
         self._parameters: tuple[str, ...] = ()
         self._processing_parameters: list[object] = []
 
     def watch(self, processing: Iterable[str], attributes: Iterable[str]) -> None:
         """By name, what runs ahead of forwards: modules, and attributes of the model."""
-        self._processing = {name: self._model.get_submodule(name) for name in processing}
+        self.processing = {name: self._model.get_submodule(name) for name in processing}
         self._note_parameters()
         self._parameters = tuple(
             name for name in attributes if isinstance(operator.attrgetter(name)(self._model), torch.Tensor)
@@ -53,7 +53,7 @@ class ModelChanges:
         """
         is_same = are_families(self._modules, self._families)
         for name, forward in forwards.items():
-            expected = self._processing[name] if name in self._processing else self._sharded[name]
+            expected = self.processing[name] if name in self.processing else self._sharded[name]
             if not (is_same or self._found(name) is expected) or expected.__dict__.get("forward") is not forward:
                 raise _changed(
                     name, "the module and the forward that were attached, and no pipeline of another model that has it"
@@ -61,7 +61,7 @@ class ModelChanges:
         for name, module in self._sharded.items():
             if getattr(module, "_embedding_shardings", None) is not self._shardings[name]:
                 raise _changed(name, "the sharding that was attached")
-        for name, module in self._processing.items() if any(self._processing_parameters) or not is_same else ():
+        for name, module in self.processing.items() if any(self._processing_parameters) or not is_same else ():
             trained = [key for key, parameter in module.named_parameters() if parameter.requires_grad]
             if trained:
                 raise _changed(name, f"no trainable parameters ({', '.join(trained)}) in what runs ahead of forwards")
@@ -83,7 +83,7 @@ class ModelChanges:
     def _note_parameters(self) -> None:
         """Where those of what runs ahead are, or come."""
         self._processing_parameters = [
-            each._parameters for module in self._processing.values() for each in module.modules()
+            each._parameters for module in self.processing.values() for each in module.modules()
         ]
 
     def _open_modules(self) -> list[nn.Module]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from farandole.sparse._given_call import GivenCall
-from farandole.sparse._input_equality import is_alike, is_equal_input
+from farandole.sparse._input_equality import are_same_arguments, is_alike, is_equal_input
 from farandole.sparse._input_writes import is_by_value
 from farandole.sparse._untraced import UntracedForward
 
@@ -102,8 +102,8 @@ class PostProcessing:
         if not kept[name]:
             raise RuntimeError(f"forward called {name!r} more often than when it was traced")
         result, given = kept[name].popleft()
-        is_same = is_alike if given.is_written else self._is_same
-        if not given.is_as_noted() or not is_same(given.call, (args, kwargs)):
+        now, is_same = (args, kwargs), is_alike if given.is_written else self._is_same
+        if not given.is_as_noted() or not (are_same_arguments(given.call, now) or is_same(given.call, now)):
             raise RuntimeError(
                 f"{name} has run ahead of forward, and is called there with something else, or with tensors that were "
                 "written to since: expected a forward that treats all batches alike, and modules before it that neither "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -191,7 +192,13 @@ class Stages:
             return
         if flying.run is not None:
             with self._streams.on(self._streams.dist):
-                flying.run.take_back()
+                why = flying.run.take_back()
+            if why is not None:
+                names = ", ".join(map(repr, flying.run.modules))
+                warnings.warn(
+                    f"batch {number} is not computed, and what {names} wrote for it ahead of its forward stays, since {why}",
+                    stacklevel=3,
+                )
         if not has_failed:
             self.unused.append(flying.batch)
 

@@ -317,6 +317,27 @@ def test_a_batch_whose_run_was_the_first_to_write_to_a_buffer_cannot_be_taken_ba
     run_ranks(switch_after_a_late_write, 2, "farandole")
 
 
+def reset_after_a_late_write(rank: int, world_size: int, kind: type[Mixed]) -> None:
+    model = wrapped(kind(1))
+    pipeline = TrainPipelineSparseDist(model, torch.optim.SGD(model.parameters(), lr=0.1), DEVICE)
+    pipeline.progress(iter(make_batches(3, 4)))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        pipeline.reset()
+    texts = [str(each.message) for each in found]
+    if kind is Late:
+        assert len(texts) == 1 and texts[0].startswith("batch 1 is not computed, and what 'shift' wrote for it ahead")
+        assert "nothing is kept of 'shift.calls' before that" in texts[0] and found[0].filename == __file__
+    else:
+        assert not texts
+    assert int(model.module.shift.calls) == 1
+
+
+@pytest.mark.parametrize("kind", [Mixed, Late])
+def test_a_discarded_batch_whose_run_stays_says_so(kind):
+    run_ranks(reset_after_a_late_write, 2, "farandole", kind=kind)
+
+
 def attach_another_mixed(rank: int, world_size: int) -> None:
     """What came ahead for one model is none of the other's business, and comes ahead there in its turn."""
     models = [wrapped(Mixed(seed)) for seed in (1, 2)]

@@ -231,7 +231,7 @@ def test_what_a_module_was_given_is_known_as_by_a_walk_through_it():
         given.note()
         for _ in range(2):
             change_some(pick, [*given.call[0], *given.call[1].values()])
-            walked = given._are_noted(tensors_in(given.call))
+            walked = given._are_noted(tensors_in(given._parts))
             assert given.is_as_noted() == walked, f"seed {seed}"
             found[walked] += 1
             given.note()
