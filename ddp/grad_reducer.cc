@@ -70,7 +70,7 @@ void GradReducer::setCommHook(std::shared_ptr<c10d::CommHookInterface> hook) {
 }
 
 void GradReducer::watchOutputs(const std::vector<at::Tensor>& outputs) {
-  if (!options_.endsWithBackward) return;
+  if (isEndManual()) return;
   onBackwardOf(outputs, [weak = weak_from_this()] {
     if (auto self = weak.lock()) self->onOutputReached();
   });
@@ -235,7 +235,7 @@ void GradReducer::onGradReady(int parameter, const at::Tensor& brought) {
   TORCH_CHECK(!isExplicit_, "farandole.ddp: parameter '", named.name,
               "' got a gradient between start_grad_sync() and finish_grad_sync(), while gradients are reduced: call "
               "finish_grad_sync() before backward. The gradients of this step are not to be used");
-  const bool isInRound = requireSync_ && (options_.overlaps || options_.endsWithBackward);
+  const bool isInRound = requireSync_ && (options_.overlaps || endsWithBackward_);
   std::string trouble = gradients_.troubleWithMore(parameter);
   if (trouble.empty()) trouble = troubleWith(named, brought);
   const bool isGraph = at::GradMode::is_enabled();
@@ -258,7 +258,7 @@ void GradReducer::onGradReady(int parameter, const at::Tensor& brought) {
     TORCH_CHECK(trouble.empty(), "farandole.ddp: ", trouble);
     return;
   }
-  if (options_.endsWithBackward) queueBackwardEnd();
+  if (endsWithBackward_) queueBackwardEnd();
   inRound_ = true;
   hasArrivals_ = true;
   if (!isUsed) return;

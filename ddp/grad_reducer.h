@@ -75,6 +75,15 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   void startSync();
   void finishSync();
 
+  // Whether from now on finishBackward() ends the round of a backward, which does not wait for it then (torch's manual
+  // finalization). Between rounds.
+  void requireManualEnd(bool isManual);
+  bool isEndManual();
+  // Once for each such backward: behind it, or inside it where all gradients are there.
+  void finishBackward();
+  // Whether it cannot be inside the next one, whose end alone shows what it brings.
+  bool needsWholeBackward();
+
   // For ranks with uneven inputs: by how many replicas sums are divided from now on; all unless told.
   void averageOver(int replicas);
 
@@ -191,6 +200,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   std::vector<const void*> held_;  // by parameter: where it has to be; empty where anywhere will do
   bool inRound_ = false;
   bool isExplicit_ = false;  // startSync() has opened the round
+  bool endsWithBackward_;    // as the options say, or for now another one
   int rounds_ = 0;
   bool synchronized_ = false;
   bool areGradsFree_ = false;                     // their memory

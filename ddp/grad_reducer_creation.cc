@@ -96,6 +96,7 @@ GradReducer::GradReducer(DataParallelGroups groups, std::shared_ptr<ModelBuffers
       touched_(parameters_.size(), 0),
       isGroupUsed_(issuer_.bucketGroups(), 0),
       isCounting_(options.isGraphStatic),
+      endsWithBackward_(options.endsWithBackward),
       report_(groups_, usesOf(parameters_, groups_, options)) {}
 
 void GradReducer::attachHooks() {

@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <exception>
@@ -34,6 +35,51 @@ void GradReducer::onBackwardEnd(int task) {
     torch::autograd::Engine::get_default_engine().queue_callback(
         [failure = std::current_exception()] { std::rethrow_exception(failure); });
   }
+}
+
+void GradReducer::requireManualEnd(bool isManual) {
+  std::lock_guard lock(mutex_);
+  checkUsable();
+  TORCH_CHECK(options_.endsWithBackward,
+              "farandole.ddp: require_manual_backward_finalization: finish_grad_sync() ends "
+              "the rounds of this wrapper");
+  TORCH_CHECK(!inRound_, "farandole.ddp: require_manual_backward_finalization=", isManual ? "True" : "False",
+              " while gradients are reduced: expected before a forward, or after the end of its backward");
+  endsWithBackward_ = !isManual;
+}
+
+bool GradReducer::isEndManual() {
+  std::lock_guard lock(mutex_);
+  return !endsWithBackward_;
+}
+
+bool GradReducer::needsWholeBackward() {
+  std::lock_guard lock(mutex_);
+  return isCounting_ || !options_.overlaps || options_.unused != UnusedParameters::kError;
+}
+
+void GradReducer::finishBackward() {
+  bool isOpen = false;
+  {
+    std::lock_guard lock(mutex_);
+    checkUsable();
+    TORCH_CHECK(
+        !endsWithBackward_,
+        "farandole.ddp: finalize_backward(): expected require_manual_backward_finalization=True before the forward");
+    isOpen = inRound_;
+    TORCH_CHECK(
+        isOpen || (requireSync_ && lookedInRound_ == rounds_),  // there was a forward
+        "farandole.ddp: finalize_backward() without gradients that are to be averaged: expected once after each "
+        "backward whose forward was outside of no_sync()");
+    const bool isInside = torch::autograd::get_current_graph_task_id() != -1;
+    TORCH_CHECK(!isInside || readyCount_ == parameters_.size(),
+                "farandole.ddp: finalize_backward() inside a backward, with ", readyCount_, " of ", parameters_.size(),
+                " gradients: expected behind the last one, or, where should_finalize_after_backward says so, after "
+                "backward() has returned");
+    inRound_ = isOpen || options_.overlaps;  // where all gradients are missing that is told at its end
+  }
+  if (!isOpen && !options_.overlaps) (void)openRound();  // whose trouble comes at its end, too
+  finishRound(RoundEnd::kExplicit);
 }
 
 std::vector<int> GradReducer::markRest(RoundEnd end) {
@@ -191,7 +237,10 @@ void GradReducer::throwFailure(const HookFailure& failure) {
 
 std::string GradReducer::troubleOf(const std::vector<int>& unused, RoundEnd end) const {
   const std::string self = "rank " + std::to_string(group_.getRank()) + " of the group: ";
-  if (end == RoundEnd::kAbandoned) return self + describeAbandoned(parameters_, unused, options_.endsWithBackward);
+  if (end == RoundEnd::kAbandoned) {
+    const std::string ending = options_.endsWithBackward ? "finalize_backward()" : "finish_grad_sync()";
+    return self + describeAbandoned(parameters_, unused, endsWithBackward_ ? "" : ending);
+  }
   if (!change_.empty()) return self + change_;
   if (!finding_.empty()) return self + finding_;
   const std::vector<int> wrong = wrongOf(unused);

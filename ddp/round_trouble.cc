@@ -39,9 +39,9 @@ std::string troubleWith(const ModelParameter& parameter, const at::Tensor& broug
 }
 
 std::string describeAbandoned(const std::vector<ModelParameter>& parameters, const std::vector<int>& unused,
-                              bool endsWithBackward) {
-  if (!endsWithBackward) {
-    return "a forward began before finish_grad_sync() was called. It was called now, so that other ranks do not wait";
+                              const std::string& ending) {
+  if (!ending.empty()) {
+    return "a forward began before " + ending + " was called. It was called now, so that other ranks do not wait";
   }
   return "a forward began before the last backward that synchronizes had ended (did it raise?). Without a gradient in "
          "it: " +

@@ -12,9 +12,9 @@ namespace farandole::ddp {
 // A gradient that came cannot count; empty where it can, or where it is for its place to see.
 std::string troubleWith(const ModelParameter& parameter, const at::Tensor& brought);
 
-// A forward came before its end.
+// A forward came before its end: that of the backward, or, by the wrapper's name, of the call that ends it.
 std::string describeAbandoned(const std::vector<ModelParameter>& parameters, const std::vector<int>& unused,
-                              bool endsWithBackward);
+                              const std::string& ending);
 
 // Parameters are not what they were; empty where both are. `retyped` lost the hook that tells of their gradients,
 // `moved` are not where their optimizer updates them.

@@ -215,6 +215,9 @@ void bindReducer(py::module_& module) {
           py::arg("state"), py::arg("hook"))
       .def("start_sync", &ddp::GradReducer::startSync, ReleaseGil())
       .def("finish_sync", &ddp::GradReducer::finishSync, ReleaseGil())
+      .def("require_manual_end", &ddp::GradReducer::requireManualEnd, py::arg("is_manual"), ReleaseGil())
+      .def("finish_backward", &ddp::GradReducer::finishBackward, ReleaseGil())
+      .def("needs_whole_backward", &ddp::GradReducer::needsWholeBackward, ReleaseGil())
       .def("zero_grads", &ddp::GradReducer::zeroGrads, ReleaseGil())
       .def("forget_grads", &ddp::GradReducer::forgetGrads, ReleaseGil())
       .def("forget_some_grads", &ddp::GradReducer::forgetSomeGrads, py::arg("parameters"), py::arg("zeroes"),

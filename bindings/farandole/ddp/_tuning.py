@@ -148,6 +148,8 @@ def _rebuild(model: DistributedDataParallel, options: _C.ReducerOptions, bucket_
                 parameter.grad = main_grad
             parameter.main_grad = main_grad
     reducer.follow(model._reducer)
+    if model.require_manual_backward_finalization:
+        reducer.require_manual_end(True)
     model._reducer = reducer
     model._record(model._timeline)
 

@@ -27,6 +27,7 @@ from farandole.ddp._held_gradients import HoldsGradients
 from farandole.ddp._ignored import ignore, ignored_in, named_buffers, named_parameters
 from farandole.ddp._join import UnevenInputs, begin_forward
 from farandole.ddp._layout import ShowsLayout
+from farandole.ddp._manual_finalization import FinalizesManually
 from farandole.ddp._options import (
     Replicas,
     bucket_elements,
@@ -52,7 +53,9 @@ from farandole.ddp._tuning import BucketTuner, is_auto
 __all__ = ["DistributedDataParallel"]
 
 
-class DistributedDataParallel(HoldsGradients, TakesCommHook, SyncsParameters, UnevenInputs, AbandonsGroup, ShowsLayout):
+class DistributedDataParallel(
+    HoldsGradients, TakesCommHook, SyncsParameters, UnevenInputs, AbandonsGroup, FinalizesManually, ShowsLayout
+):
     """Wraps a module so that each backward leaves the average gradient over the group in ``.grad``.
 
     Gradients live in contiguous buffers, laid out in reverse registration order (as Megatron-core's) and cut into
@@ -261,6 +264,8 @@ class DistributedDataParallel(HoldsGradients, TakesCommHook, SyncsParameters, Un
             options,
             self._is_added,
         )
+        if self._finalizes_manually:  # as before, where it is built again
+            self._reducer.require_manual_end(True)
         main_grads = dict(self._reducer.main_grads())
         named = named_parameters(module, self.parameters_to_ignore)
         self._trainable = {name: parameter for name, parameter in named if name in main_grads}

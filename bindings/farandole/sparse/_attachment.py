@@ -305,7 +305,7 @@ class Attachment:
         def forward(*args: Any, **kwargs: Any) -> Any:
             flying = self.current
             self.refuse_prefetched(f"a forward of {name}", flying)
-            if flying is None or flying.owner is not self.input_dist:  # but another attachment's
+            if flying is None or flying.owner is not self.input_dist:  # or it is another attachment's
                 if flying is not None:
                     flying.prefetched.discard(name)  # its own rows, for its own inputs
                 _mark([module], False)

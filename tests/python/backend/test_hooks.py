@@ -20,6 +20,7 @@ def _hooks(rank, world_size):
     group = dist.group.WORLD
     early = dist.all_reduce(torch.ones(1), async_op=True)
     early.wait()
+    group._wait_for_pending_works()  # its end is told behind its waiters
     group._register_on_completion_hook(lambda info: seen.append((info.op_type, info.seq, info.active_duration)))
     works = [dist.all_reduce(torch.ones(10), async_op=True), dist.broadcast(torch.ones(3), 0, async_op=True)]
     for work in works:
