@@ -69,6 +69,35 @@ TEST(GradReducer, WithoutOverlapNothingIsIssuedBeforeTheEnd) {
   }
 }
 
+TEST(GradReducer, ABackwardThatACallEndsIssuesAsEverAndLeavesTheWaitToTheCall) {
+  runThreads(2, [](ThreadRank& self) {
+    std::vector<at::Tensor> tensors = {parameter(10), parameter(20)};
+    auto reducer = GradReducer::create(self.group, modelOf(tensors), {.buffers = {.bucketSize = 1}});
+    EXPECT_NE(errorOf([&] { reducer->finishBackward(); }).find("manual_backward_finalization=True"), std::string::npos);
+    reducer->requireManualEnd(true);
+    for (int step = 0; step < 3; ++step) {
+      reducer->prepareForward(true);
+      self.backend->events.clear();
+      backward(lossOf(tensors, {0, 1}, self.rank + step));
+      EXPECT_TRUE(reducer->isInRound());
+      EXPECT_FALSE(self.backend->events.empty());
+      EXPECT_NE(errorOf([&] { reducer->requireManualEnd(false); }).find("while gradients are reduced"),
+                std::string::npos);
+      reducer->finishBackward();
+      EXPECT_FALSE(reducer->isInRound());
+      for (at::Tensor& tensor : tensors) {
+        EXPECT_TRUE(isEverywhere(tensor.grad(), 0.5 + step));
+        tensor.mutable_grad().reset();
+      }
+      reducer->forgetGrads();
+    }
+    EXPECT_NE(errorOf([&] { reducer->finishBackward(); }).find("without gradients"), std::string::npos);
+    reducer->requireManualEnd(false);
+    backward(lossOf(tensors, {0, 1}, self.rank));
+    EXPECT_FALSE(reducer->isInRound());
+  });
+}
+
 TEST(GradReducer, WhereShardedEachRankHasTheAverageOfItsPartAndParametersLieInBuffers) {
   runThreads(2, [](ThreadRank& self) {
     std::vector<at::Tensor> tensors = {parameter(100, 7), parameter(300, 8)};
