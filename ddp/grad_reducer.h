@@ -200,7 +200,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   std::vector<const void*> held_;  // by parameter: where it has to be; empty where anywhere will do
   bool inRound_ = false;
   bool isExplicit_ = false;  // startSync() has opened the round
-  bool endsWithBackward_;    // as the options say, or for now another one
+  bool endsWithBackward_;    // as the options say, unless a call is to end rounds
   int rounds_ = 0;
   bool synchronized_ = false;
   bool areGradsFree_ = false;                     // their memory

@@ -12,7 +12,7 @@ from torch import nn
 
 from farandole._C import NoGrad, Presence
 from farandole.sparse._changes_ahead import ChangesAhead
-from farandole.sparse._exchange import BATCH, END_OF_DATA, FAILED, SplitsExchange
+from farandole.sparse._exchange import BATCH, END_OF_DATA, FAILED
 from farandole.sparse._failed_steps import FailedSteps
 from farandole.sparse._forms import other_forms
 from farandole.sparse._in_flight import InFlight
@@ -57,10 +57,6 @@ class InputDist:
         self._decided: Presence | None = None  # where no exchange is outstanding
         self._late: dict[str, tuple[Any, dict[str, Any]]] = {}  # inputs of modules that start in finish()
         self._unsent: list[tuple[str, Any]] = []  # with their modules
-
-    @property
-    def _exchange(self) -> SplitsExchange:
-        return self._joint.exchange
 
     def take(self, modules: dict[str, nn.Module], inputs: Callable[[InFlight], Inputs], may_run_beside: bool) -> None:
         """From the next batch on: the pipelined modules by name, and what a batch gives them, in the same order;
@@ -202,7 +198,7 @@ class InputDist:
     ) -> None:
         self._decided = FAILED
         try:
-            said = self._exchange.agree(presence, reason)
+            said = self._joint.exchange.agree(presence, reason)
         except BaseException as error:
             self._joint.tell(_SPLITS, number, error)
             raise

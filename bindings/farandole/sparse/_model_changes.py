@@ -33,11 +33,12 @@ class ModelChanges:
         self.processing: dict[str, nn.Module] = {}  # what runs ahead, as refuse() has last found it
         self._parameters: tuple[str, ...] = ()
         self._processing_parameters: list[object] = []
+        self._places: list[tuple[dict[str, object], str]] = []
 
     def watch(self, processing: Iterable[str], attributes: Iterable[str]) -> None:
         """By name, what runs ahead of forwards: modules, and attributes of the model."""
         self.processing = {name: self._model.get_submodule(name) for name in processing}
-        self._note_parameters()
+        self._note_places()
         self._parameters = tuple(
             name for name in attributes if isinstance(operator.attrgetter(name)(self._model), torch.Tensor)
         )
@@ -51,7 +52,8 @@ class ModelChanges:
         Raises:
             RuntimeError: a sharded module has, or what runs ahead of forwards has become another one, or is trained.
         """
-        is_same = are_families(self._modules, self._families)
+        is_shadowed = any([key in held for held, key in self._places])
+        is_same = not is_shadowed and are_families(self._modules, self._families)
         for name, forward in forwards.items():
             expected = self.processing[name] if name in self.processing else self._sharded[name]
             if not (is_same or self._found(name) is expected) or expected.__dict__.get("forward") is not forward:
@@ -77,11 +79,17 @@ class ModelChanges:
                 raise _changed(name, "the sharded modules that were attached")
         self._modules = self._open_modules()
         self._families = families(self._modules)
-        self._note_parameters()
+        self._note_places()
         return True
 
-    def _note_parameters(self) -> None:
-        """Where those of what runs ahead are, or come."""
+    def _note_places(self) -> None:
+        """Where parameters of what runs ahead are, or come; and where an attribute would hide a module."""
+        self._places = []
+        for name in (*self._sharded, *self.processing):
+            parent = self._model
+            for key in name.split(".") if name else ():
+                self._places.append((vars(parent), key))
+                parent = parent.get_submodule(key)
         self._processing_parameters = [
             each._parameters for module in self.processing.values() for each in module.modules()
         ]

@@ -186,7 +186,7 @@ def fail_late(rank: int, world_size: int, stage: str) -> None:
     assert all(map(torch.equal, [seen[index] for index in (0, 2, 4, 5)], expected))
     assert_same(model, plain)
     store = torch.distributed.distributed_c10d._get_default_store()
-    name = pipeline._attachment.input_dist._exchange.name
+    name = pipeline._attachment.input_dist._joint.exchange.name
     torch.distributed.barrier()
     assert not store.check([f"{name}/failed/1/{rank}"])
 

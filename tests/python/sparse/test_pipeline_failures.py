@@ -59,7 +59,7 @@ def fail_on_one(rank: int, world_size: int, where: str, threads: bool | None) ->
     expected_outputs = plain_loop(plain, plain_optimizer, trained)
     assert all(map(torch.equal, [*seen[:2], *seen[4:]], expected_outputs))
     assert_same(model, plain)
-    name = pipeline._attachment.input_dist._exchange._name
+    name = pipeline._attachment.input_dist._joint.exchange._name
     store = dist.distributed_c10d._get_default_store()
     dist.barrier()
     assert not any(store.check([f"{name}/{number}/1"]) for number in range(20)), "reasons are left in the store"
