@@ -91,7 +91,7 @@ std::string GradReducer::openRound() {
   inRound_ = isExplicit_ = true;
   for (int parameter = 0; parameter < static_cast<int>(parameters_.size()); ++parameter) {
     const bool isLeftOut =
-        options_.unused == UnusedParameters::kSkip && !touched_[parameter] && !gradients_.isReplaced(parameter);
+        unused_ == UnusedParameters::kSkip && !touched_[parameter] && !gradients_.isReplaced(parameter);
     note(gradients_.troubleWithMore(parameter));
     const std::string misfit = gradients_.fill(parameter, !isLeftOut);
     if (unfit.empty()) unfit = misfit;
@@ -247,8 +247,7 @@ void GradReducer::onGradReady(int parameter, const at::Tensor& brought) {
   }
   isFinished_ = false;
   // A function may give no gradient for a parameter that it was called with.
-  const bool isUsed =
-      brought.defined() || options_.unused != UnusedParameters::kSkip || gradients_.isAddedByKernel(parameter);
+  const bool isUsed = brought.defined() || unused_ != UnusedParameters::kSkip || gradients_.isAddedByKernel(parameter);
   if (isUsed) touched_[parameter] = 1;
   // Where nothing is issued before finishSync(), that opens the round.
   if (!isInRound) {

@@ -75,6 +75,10 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   void startSync();
   void finishSync();
 
+  // As ReducerOptions::isGraphStatic, of what was made without it: before the first round, on all ranks. `unused` is
+  // the policy from then on.
+  void setGraphStatic(UnusedParameters unused);
+
   // Whether from now on finishBackward() ends the round of a backward, which does not wait for it then (torch's manual
   // finalization). Between rounds.
   void requireManualEnd(bool isManual);
@@ -192,6 +196,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   std::vector<char> touched_;      // has got a gradient since the last round, also where that did not synchronize
   std::vector<char> isGroupUsed_;  // by bucket group: has got a gradient in any round
   std::size_t readyCount_ = 0;
+  UnusedParameters unused_;   // as the options say, unless the graph was said to be static later
   bool isCounting_ = false;   // this round finds out what is expected
   bool hasArrivals_ = false;  // the round was driven by gradients
   std::string finding_;       // in this round, of the checks or of gradients that cannot be added

@@ -36,12 +36,19 @@ void checkReplicas(const Replicas& replicas, const std::vector<ModelParameter>& 
 
 // By parameter: whether a rank that has used it tells the replicas of experts alone. Empty where none does.
 std::vector<char> usesOf(const std::vector<ModelParameter>& parameters, const DataParallelGroups& groups,
-                         const ReducerOptions& options) {
+                         UnusedParameters unused) {
   std::vector<char> isExpert;
-  if (options.unused != UnusedParameters::kSkip) return isExpert;
+  if (unused != UnusedParameters::kSkip) return isExpert;
   const bool areOthers = groups.experts.group != groups.dense.group;
   for (const ModelParameter& parameter : parameters) isExpert.push_back(areOthers && parameter.isExpert ? 1 : 0);
   return isExpert;
+}
+
+// What the policy needs and the groups have not; empty: nothing.
+std::string refusalOf(UnusedParameters unused, const DataParallelGroups& groups) {
+  const auto isMute = [](const Replicas& ranks) { return ranks.size() > 1 && !RoundReport::canTell(ranks); };
+  if (unused != UnusedParameters::kSkip || (!isMute(groups.dense) && !isMute(groups.experts))) return "";
+  return "unused_parameters='skip': expected a group with a backend for the CPU, too, where ranks tell what they used";
 }
 
 // Checks look at whole buckets.
@@ -62,12 +69,7 @@ std::shared_ptr<GradReducer> GradReducer::create(const DataParallelGroups& group
   if (refusal.empty() && options.endsWithBackward && trainableOf(model).empty()) {
     refusal = "the module has no parameter that requires a gradient";
   }
-  const auto isMute = [](const Replicas& ranks) { return ranks.size() > 1 && !RoundReport::canTell(ranks); };
-  if (refusal.empty() && options.unused == UnusedParameters::kSkip &&
-      (isMute(groups.dense) || isMute(groups.experts))) {
-    refusal =
-        "unused_parameters='skip': expected a group with a backend for the CPU, too, where ranks tell what they used";
-  }
+  if (refusal.empty()) refusal = refusalOf(options.unused, groups);
   TORCH_CHECK_VALUE(!options.isAgreed || refusal.empty(), "farandole.ddp: ", refusal);
   if (!options.isAgreed) {
     checkReplicas(groups.dense, trainableOf(model), facts, std::move(refusal));
@@ -95,9 +97,22 @@ GradReducer::GradReducer(DataParallelGroups groups, std::shared_ptr<ModelBuffers
       ready_(parameters_.size(), 0),
       touched_(parameters_.size(), 0),
       isGroupUsed_(issuer_.bucketGroups(), 0),
+      unused_(options.unused),
       isCounting_(options.isGraphStatic),
       endsWithBackward_(options.endsWithBackward),
-      report_(groups_, usesOf(parameters_, groups_, options)) {}
+      report_(groups_, usesOf(parameters_, groups_, options.unused)) {}
+
+void GradReducer::setGraphStatic(UnusedParameters unused) {
+  std::lock_guard lock(mutex_);
+  checkUsable();
+  TORCH_CHECK(rounds_ == 0 && !inRound_,
+              "farandole.ddp: static_graph after gradients were reduced: expected before the first backward");
+  const std::string refusal = refusalOf(unused, groups_);
+  TORCH_CHECK_VALUE(refusal.empty(), "farandole.ddp: ", refusal);
+  if (unused != unused_) report_ = RoundReport(groups_, usesOf(parameters_, groups_, unused));
+  unused_ = unused;
+  isCounting_ = true;
+}
 
 void GradReducer::attachHooks() {
   hooks_.reserve(parameters_.size());

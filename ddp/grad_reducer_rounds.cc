@@ -55,7 +55,7 @@ bool GradReducer::isEndManual() {
 
 bool GradReducer::needsWholeBackward() {
   std::lock_guard lock(mutex_);
-  return isCounting_ || !options_.overlaps || options_.unused != UnusedParameters::kError;
+  return isCounting_ || !options_.overlaps || unused_ != UnusedParameters::kError;
 }
 
 void GradReducer::finishBackward() {
@@ -85,7 +85,7 @@ void GradReducer::finishBackward() {
 std::vector<int> GradReducer::markRest(RoundEnd end) {
   // Only a backward that has come to its end shows what one brings.
   const bool counts = isCounting_ && hasArrivals_ && end != RoundEnd::kAbandoned;
-  const bool notesUse = options_.unused == UnusedParameters::kErrorInUsedGroup;
+  const bool notesUse = unused_ == UnusedParameters::kErrorInUsedGroup;
   std::vector<int> unused;
   c10::NoGradGuard noGrad;
   for (size_t p = 0; p < ready_.size(); ++p) {
@@ -95,7 +95,7 @@ std::vector<int> GradReducer::markRest(RoundEnd end) {
     if (arrived_[p] == 0) {
       unused.push_back(parameter);
       note(gradients_.troubleWithMore(parameter));
-      note(gradients_.fill(parameter, options_.unused != UnusedParameters::kSkip));
+      note(gradients_.fill(parameter, unused_ != UnusedParameters::kSkip));
       keep(parameter);
     }
     if (counts) expected_[p] = std::max(arrived_[p], 1);
@@ -107,7 +107,7 @@ std::vector<int> GradReducer::markRest(RoundEnd end) {
 
 // What no rank has added to is not to be reduced once more, which would multiply a sum.
 void GradReducer::keep(int parameter) {
-  if (options_.unused != UnusedParameters::kSkip || touched_[parameter]) return;
+  if (unused_ != UnusedParameters::kSkip || touched_[parameter]) return;
   if (gradients_.home() != Gradients::Home::kMainGrad && !parameters_[parameter].tensor.grad().defined()) return;
   kept_.emplace_back(parameter, buffers_->mainGrads()[parameter].clone());
 }
@@ -135,7 +135,7 @@ void GradReducer::finishRound(RoundEnd end) {
   }
   {
     std::lock_guard lock(mutex_);
-    if (!failure && options_.unused == UnusedParameters::kSkip) {
+    if (!failure && unused_ == UnusedParameters::kSkip) {
       for (int parameter : unused) {
         if (report_.flag(parameter)) gradients_.show(parameter);
       }
@@ -159,7 +159,7 @@ std::string GradReducer::awaitRound(const std::vector<int>& idle, const std::str
     issuer_.await();
     if (timeline) timeline->end(wait);
     const std::size_t telling = timeline ? timeline->begin(Timeline::Kind::kReport) : 0;
-    std::vector<char> used(options_.unused == UnusedParameters::kSkip ? parameters_.size() : 0, 1);
+    std::vector<char> used(unused_ == UnusedParameters::kSkip ? parameters_.size() : 0, 1);
     if (!used.empty()) {
       for (int parameter : idle) used[parameter] = 0;
     }
@@ -245,16 +245,16 @@ std::string GradReducer::troubleOf(const std::vector<int>& unused, RoundEnd end)
   if (!finding_.empty()) return self + finding_;
   const std::vector<int> wrong = wrongOf(unused);
   if (wrong.empty()) return "";
-  const bool isToldByOption = options_.unused == UnusedParameters::kError;
+  const bool isToldByOption = unused_ == UnusedParameters::kError;
   return self + describeUnused(
                     parameters_, wrong,
                     isToldByOption ? "pass unused_parameters='zero_fill' or 'skip'" : "pass overlap_grad_reduce=False");
 }
 
 std::vector<int> GradReducer::wrongOf(const std::vector<int>& unused) const {
-  if (options_.unused == UnusedParameters::kError) return unused;
+  if (unused_ == UnusedParameters::kError) return unused;
   std::vector<int> wrong;
-  if (options_.unused != UnusedParameters::kErrorInUsedGroup) return wrong;
+  if (unused_ != UnusedParameters::kErrorInUsedGroup) return wrong;
   std::copy_if(unused.begin(), unused.end(), std::back_inserter(wrong),
                [this](int p) { return isGroupUsed_[issuer_.bucketGroupOf(p)] != 0; });
   return wrong;

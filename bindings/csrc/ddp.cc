@@ -215,6 +215,7 @@ void bindReducer(py::module_& module) {
           py::arg("state"), py::arg("hook"))
       .def("start_sync", &ddp::GradReducer::startSync, ReleaseGil())
       .def("finish_sync", &ddp::GradReducer::finishSync, ReleaseGil())
+      .def("set_graph_static", &ddp::GradReducer::setGraphStatic, py::arg("unused"), ReleaseGil())
       .def("require_manual_end", &ddp::GradReducer::requireManualEnd, py::arg("is_manual"), ReleaseGil())
       .def("finish_backward", &ddp::GradReducer::finishBackward, ReleaseGil())
       .def("needs_whole_backward", &ddp::GradReducer::needsWholeBackward, ReleaseGil())

@@ -75,14 +75,17 @@ def group_in(process_group: Any, device_mesh: Any) -> dist.ProcessGroup:
     return device_mesh.get_group(0)
 
 
-def unused_policy(unused_parameters: str | None, find_unused_parameters: bool) -> _C.UnusedParameters:
-    """torch's find_unused_parameters is the policy 'skip'."""
+def unused_policy(
+    unused_parameters: str | None, *, find_unused_parameters: bool, static_graph: bool
+) -> _C.UnusedParameters:
+    """torch's find_unused_parameters is the policy 'skip'; a static graph shows in its first backward what it leaves out."""
     if unused_parameters is None:
-        unused_parameters = "skip" if find_unused_parameters else "error"
+        unused_parameters = "skip" if find_unused_parameters or static_graph else "error"
     elif unused_parameters not in _UNUSED:
         raise ValueError(f"unused_parameters={unused_parameters!r}: expected 'error', 'zero_fill' or 'skip'")
-    elif find_unused_parameters and unused_parameters != "skip":
-        raise ValueError(f"find_unused_parameters=True means unused_parameters='skip', not {unused_parameters!r}")
+    for name, skips in (("find_unused_parameters", find_unused_parameters), ("static_graph", static_graph)):
+        if skips and unused_parameters != "skip":
+            raise ValueError(f"{name}=True means unused_parameters='skip', not {unused_parameters!r}")
     return getattr(_C.UnusedParameters, unused_parameters)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,10 @@ import torch.distributed as dist
 from farandole import _C
 from farandole import _trace_events as trace
 from farandole._clocks import clock_offset
+
+if TYPE_CHECKING:
+    from farandole.ddp._param_sync import ParamSync
+    from farandole.ddp._tuning import BucketTuner
 
 _UNSEEN = " (seen to be over)"
 # By row of the picture: the kinds of events in it.
@@ -110,6 +115,41 @@ class Timeline:
                     shown += _drawn(lane, tid)
                     tid += 1
         return trace.document(shown)
+
+
+class RecordsTimeline:
+    """The part of the wrapper that records its rounds."""
+
+    _reducer: _C.GradReducer
+    _param_sync: ParamSync | None
+    _tuner: BucketTuner | None
+    _timeline: _C.GradTimeline | None
+    _trainable: dict[str, torch.nn.Parameter]
+    process_group: dist.ProcessGroup
+    device: torch.device
+
+    @contextlib.contextmanager
+    def record_timeline(self) -> Iterator[Timeline]:
+        """Records what happens inside, and when: gradients, buckets, waits, gathers. See :class:`Timeline`.
+
+        It costs nothing outside, and inside a few clock readings.
+        """
+        if self._tuner is not None and self._tuner.is_pending:
+            raise RuntimeError(
+                "record_timeline(): bucket_size='auto' has not chosen yet: expected a number of elements, or more steps before"
+            )
+        before, recorded = self._timeline, _C.GradTimeline()
+        self._record(recorded)
+        try:
+            yield Timeline(recorded, list(self._trainable), self.process_group, self.device)
+        finally:
+            self._record(before)
+
+    def _record(self, timeline: _C.GradTimeline | None) -> None:
+        self._timeline = timeline
+        self._reducer.record(timeline)
+        if self._param_sync is not None:
+            self._param_sync.record(timeline)
 
 
 def _name_of(kind: _C.GradEvent, bucket: int) -> str:

@@ -45,16 +45,25 @@ from farandole.ddp._outputs import tensors_in
 from farandole.ddp._own_memory import check_module
 from farandole.ddp._param_sync import ParamSync
 from farandole.ddp._rewrapping import finish_gathers, take_over
+from farandole.ddp._static_graph import SetsStaticGraph
 from farandole.ddp._syncs_parameters import SyncsParameters
 from farandole.ddp._tensor_parallel import localize
-from farandole.ddp._timeline import Timeline
+from farandole.ddp._timeline import RecordsTimeline
 from farandole.ddp._tuning import BucketTuner, is_auto
 
 __all__ = ["DistributedDataParallel"]
 
 
 class DistributedDataParallel(
-    HoldsGradients, TakesCommHook, SyncsParameters, UnevenInputs, AbandonsGroup, FinalizesManually, ShowsLayout
+    HoldsGradients,
+    TakesCommHook,
+    SyncsParameters,
+    UnevenInputs,
+    AbandonsGroup,
+    FinalizesManually,
+    SetsStaticGraph,
+    RecordsTimeline,
+    ShowsLayout,
 ):
     """Wraps a module so that each backward leaves the average gradient over the group in ``.grad``.
 
@@ -197,8 +206,10 @@ class DistributedDataParallel(
             self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
             self.gradient_as_bucket_view = gradient_as_bucket_view
             options = _C.ReducerOptions()
-            # A static graph shows in its first backward what it leaves out.
-            options.unused = unused_policy(unused_parameters, find_unused_parameters or static_graph)
+            self._unused_parameters = unused_parameters
+            options.unused = unused_policy(
+                unused_parameters, find_unused_parameters=find_unused_parameters, static_graph=static_graph
+            )
             options.is_graph_static = static_graph
             options.broadcasts = init_sync
             tunes = is_auto(
@@ -369,26 +380,3 @@ class DistributedDataParallel(
     def finish_grad_sync(self) -> None:
         """Waits for start_grad_sync; does nothing when no synchronization is open."""
         self._reducer.finish_sync()
-
-    @contextlib.contextmanager
-    def record_timeline(self) -> Iterator[Timeline]:
-        """Records what happens inside, and when: gradients, buckets, waits, gathers. See :class:`Timeline`.
-
-        It costs nothing outside, and inside a few clock readings.
-        """
-        if self._tuner is not None and self._tuner.is_pending:
-            raise RuntimeError(
-                "record_timeline(): bucket_size='auto' has not chosen yet: expected a number of elements, or more steps before"
-            )
-        before, recorded = self._timeline, _C.GradTimeline()
-        self._record(recorded)
-        try:
-            yield Timeline(recorded, list(self._trainable), self.process_group, self.device)
-        finally:
-            self._record(before)
-
-    def _record(self, timeline: _C.GradTimeline | None) -> None:
-        self._timeline = timeline
-        self._reducer.record(timeline)
-        if self._param_sync is not None:
-            self._param_sync.record(timeline)

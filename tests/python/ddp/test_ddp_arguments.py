@@ -12,7 +12,6 @@ import torch.distributed as dist
 from ddp_models import BACKENDS, fewer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDdp
-from torch.utils.checkpoint import checkpoint
 
 from farandole.ddp import DistributedDataParallel
 from support.devices import DEVICE, ON_CPU, backend_for, seeded
@@ -115,43 +114,6 @@ def test_unused_parameters_are_found_as_in_torch():
     run_ranks(_unused, 2, BACKENDS[-1], timeout=60, seeds=list(range(first, first + fewer(10))))
 
 
-class _Shared(torch.nn.Module):
-    """One layer in two reentrant checkpoints: its parameters get two gradients in a backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(6)
-        self.layer, self.head, self.spare = (torch.nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(2):
-            x = checkpoint(self.layer, x, use_reentrant=True)
-        return self.head(x).square().mean()
-
-
-def _static(rank: int, world_size: int) -> None:
-    gloo = dist.new_group(backend=backend_for("gloo"))
-    models = [
-        TorchDdp(_Shared(), process_group=gloo, static_graph=True),
-        DistributedDataParallel(_Shared(), static_graph=True),
-    ]
-    for step in range(4):
-        for model in models:
-            model.zero_grad()
-            x = torch.full((2, 4), 1.0 + rank + step, requires_grad=True)
-            model(x).backward()
-        for (name, want), got in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-            if name.startswith("module.spare"):
-                assert want.grad is None or not want.grad.any()
-                assert got.grad is None
-            else:
-                torch.testing.assert_close(got.grad, want.grad, msg=f"step {step} rank {rank} {name}")
-
-
-def test_a_static_graph_may_use_a_parameter_in_several_checkpoints():
-    run_ranks(_static, 2, BACKENDS[-1], timeout=60)
-
-
 _DEVICES_THAT_ARE_REFUSED = (
     [
         ({"device_ids": [0]}, ValueError, r"device_ids=\[0\], output_device=None: expected None for both.*on the CPU"),
@@ -194,6 +156,11 @@ def _arguments(rank: int, world_size: int) -> None:
             {"find_unused_parameters": True, "unused_parameters": "error"},
             ValueError,
             "find_unused_parameters=True means unused_parameters='skip', not 'error'",
+        ),
+        (
+            {"static_graph": True, "unused_parameters": "zero_fill"},
+            ValueError,
+            "static_graph=True means unused_parameters='skip', not 'zero_fill'",
         ),
         ({"mixed_precision": 1}, TypeError, "unexpected keyword argument 'mixed_precision'"),
         (
