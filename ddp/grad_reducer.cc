@@ -18,6 +18,7 @@ void GradReducer::setRequireSync(bool requireSync) {
   std::lock_guard lock(mutex_);
   checkUsable();
   requireSync_ = requireSync;
+  isSyncLate_ = false;
   if (!requireSync) synchronized_ = false;
 }
 
@@ -26,6 +27,7 @@ void GradReducer::prepareForward(bool requireSync, const std::string& change) {
     std::lock_guard lock(mutex_);
     checkUsable();
     requireSync_ = requireSync;
+    isSyncLate_ = false;
     if (lookedInRound_ != rounds_) {
       lookForChange();
       if (!inRound_) gradients_.release();
@@ -255,6 +257,9 @@ void GradReducer::onGradReady(int parameter, const at::Tensor& brought) {
     if (!named.tensor.grad().defined()) return;
     trouble = gradients_.accumulate(parameter, stays ? brought : at::Tensor());
     TORCH_CHECK(trouble.empty(), "farandole.ddp: ", trouble);
+    const int task = torch::autograd::get_current_graph_task_id();
+    if (std::exchange(earlyTask_, task) != task) early_.clear();
+    early_.push_back(parameter);
     return;
   }
   if (endsWithBackward_) queueBackwardEnd();
@@ -291,13 +296,37 @@ bool GradReducer::borrows(int parameter) const {
   return !options_.checks.isEnabled() && !isCounting_ && expected_[parameter] == 1 && issuer_.takesPart(parameter);
 }
 
-// Where gradients come inside inner backwards alone, nothing else queues the callback of the outer one.
+// Where gradients come inside inner backwards alone, nothing else queues the callback of the outer one; and where none
+// come, on this rank, other ranks may wait.
 void GradReducer::onOutputReached() {
+  const bool isForParameters = this->isForParameters();
   std::lock_guard lock(mutex_);
-  if (!abandoned_.empty() || !requireSync_) return;
+  if (!abandoned_.empty()) return;
+  if (!requireSync_) {
+    if (!isForParameters) return;
+    beginLateSync();
+  }
   queueBackwardEnd();
   if (!inRound_) outputTask_ = callbackTask_;
-  if (!change_.empty()) inRound_ = true;  // gradients may never come
+  if (isForParameters || !change_.empty()) inRound_ = true;
+}
+
+bool GradReducer::isForParameters() const {
+  for (size_t p = 0; p < parameters_.size(); ++p) {
+    if (parameters_[p].tensor.requires_grad() && hooks_[p].isAskedFor()) return true;
+  }
+  return false;
+}
+
+void GradReducer::beginLateSync() {
+  requireSync_ = isSyncLate_ = true;
+  if (earlyTask_ != torch::autograd::get_current_graph_task_id()) return;
+  hasArrivals_ = !early_.empty();
+  for (int parameter : early_) {
+    const int arrived = ++arrived_[parameter];
+    if (!isCounting_ && arrived == expected_[parameter]) markReady(parameter);
+  }
+  earlyTask_ = -1;
 }
 
 void GradReducer::queueBackwardEnd() {

@@ -47,7 +47,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   GradReducer(const GradReducer&) = delete;
   GradReducer& operator=(const GradReducer&) = delete;
 
-  // Whether gradients that become ready from now on are reduced.
+  // Whether gradients that become ready from now on are reduced: until the next call, or the next forward.
   void setRequireSync(bool requireSync);
 
   // To be called before a forward that will be differentiated. Throws when the
@@ -64,8 +64,9 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   // are not scaled. One at most; on all ranks, between steps. Throws where it cannot do what the options ask for.
   void setCommHook(std::shared_ptr<c10d::CommHookInterface> hook);
 
-  // To be called with what such a forward has returned: the backward that comes to it ends the round, also where
-  // gradients come in backwards inside it alone (reentrant checkpoints).
+  // To be called with what a forward has returned whose backward synchronizes: so does the backward that comes to it,
+  // whatever later forwards did, and it ends the round, also where gradients come in backwards inside it alone
+  // (reentrant checkpoints), or none do.
   void watchOutputs(const std::vector<at::Tensor>& outputs);
 
   // A round without hooks, e.g. after several backwards that did not synchronize:
@@ -145,6 +146,8 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   std::string openRound();
   void onGradReady(int parameter, const at::Tensor& brought);
   void onOutputReached();
+  // Without mutex_: whether the backward that runs is for parameters that have gradients.
+  bool isForParameters() const;
   void onBackwardEnd(int task);
   void finishRound(RoundEnd end);
   // What is wrong on any rank; `trouble` is this one's. `idle`: the parameters that it has nothing to add to.
@@ -153,6 +156,8 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   // With mutex_ held:
   void queueBackwardEnd();
   void markReady(int parameter);
+  // The backward that runs synchronizes though the last forward does not.
+  void beginLateSync();
   // Those that have got nothing.
   std::vector<int> markRest(RoundEnd end);
   // What it failed with, for throwWithReason().
@@ -188,11 +193,14 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   Gradients gradients_;
   GradientStreams streams_;
   bool requireSync_ = true;
+  bool isSyncLate_ = false;  // it is for this round alone
   bool isOrderLearned_ = false;
   bool hasCommHook_ = false;
   std::vector<int> expected_;  // by parameter: gradients in a round
   std::vector<int> arrived_;
   std::vector<char> ready_;
+  std::vector<int> early_;         // that have got one in this backward, before it was known to synchronize
+  int earlyTask_ = -1;             // its graph task
   std::vector<char> touched_;      // has got a gradient since the last round, also where that did not synchronize
   std::vector<char> isGroupUsed_;  // by bucket group: has got a gradient in any round
   std::size_t readyCount_ = 0;

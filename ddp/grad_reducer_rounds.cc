@@ -192,6 +192,7 @@ void GradReducer::clearRound() {
   kept_.clear();
   leftOut_.clear();
   inRound_ = isExplicit_ = false;
+  if (std::exchange(isSyncLate_, false)) requireSync_ = false;
   ++rounds_;
   if (timeline_) timeline_->endRound();
   takeTimeline();

@@ -1,6 +1,7 @@
 #include "ddp/ready_hook.h"
 
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <memory>
@@ -39,6 +40,13 @@ ReadyHook::~ReadyHook() {
 
 bool ReadyHook::isOn(const at::Tensor& param) const {
   return torch::autograd::impl::try_get_grad_accumulator(param) == accumulator_;
+}
+
+bool ReadyHook::isAskedFor() const {
+  const auto* asked = torch::autograd::get_current_graph_task_exec_info();
+  if (asked == nullptr || asked->empty()) return true;
+  const auto found = asked->find(accumulator_.get());
+  return found != asked->end() && found->second.needed_;
 }
 
 }  // namespace farandole::ddp

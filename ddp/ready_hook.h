@@ -24,6 +24,9 @@ class ReadyHook {
 
   // Whether gradients still come here: autograd gives a parameter that changes its type or device another accumulator.
   bool isOn(const at::Tensor& param) const;
+  // Within a backward: whether it is for all parameters that it finds, or for this one among others; autograd.grad() is
+  // not, and neither is one whose `inputs` are others.
+  bool isAskedFor() const;
 
  private:
   // A shared_ptr in torch 2.11, an intrusive_ptr in 2.15.

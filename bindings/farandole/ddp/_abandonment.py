@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from farandole import _C
@@ -30,6 +31,8 @@ class AbandonsGroup:
     _reducer: _C.GradReducer
     _no_sync_depth: int
     _param_sync: ParamSync | None
+    _options: _C.ReducerOptions
+    _trainable: dict[str, torch.nn.Parameter]
     _rounds_of_step = 1  # of the last one inside abandon_on_error() that reduced
 
     def abandon(self, reason: str) -> None:
@@ -80,6 +83,15 @@ class AbandonsGroup:
             return False
         sync = self._param_sync
         return sync is None or sync.updated_after == self._reducer.rounds() or _is_of_all(error)
+
+    def _settle_step(self) -> None:
+        """For a caller of _set_require_sync, after a step that is to reduce: reduces where no backward of it has, since
+        the last one came to no parameter; other ranks may wait for that.
+        """
+        is_left = self._no_sync_depth == 0 and self._options.ends_with_backward and not self._reducer.is_synchronized()
+        if is_left and any(parameter.requires_grad for parameter in self._trainable.values()):
+            self._reducer.start_sync()
+            self._reducer.finish_sync()
 
     def _abandon_step(self, reason: str) -> None:
         """For a caller of _set_require_sync: abandons the group unless this step has reduced, or is not to."""

@@ -23,12 +23,13 @@ class _Wrapper:
     finish: Callable[[bool], None] | None = None
     may_split: Callable[[], bool] = lambda: True  # with finish: whether I and W may be apart
     module: nn.Module | None = None  # whose require_backward_grad_sync is switched
+    settle: Callable[[], None] | None = None  # reduces what no backward of the step has
 
 
 class GradSync:
     """The gradient reductions of all data-parallel wrappers in a module.
 
-    A wrapper is farandole's (any module with ``_set_require_sync(bool)`` and ``_abandon_step(str)``)
+    A wrapper is farandole's (any module with ``_set_require_sync(bool)``, ``_abandon_step(str)`` and ``_settle_step()``)
     or torch's, FSDP2 modules included.
     """
 
@@ -43,7 +44,9 @@ class GradSync:
         wrappers: list[_Wrapper] = []
         for module in submodule.modules():
             if callable(getattr(module, "_set_require_sync", None)):
-                wrappers.append(_Wrapper(module._set_require_sync, module._abandon_step, module=module))
+                wrappers.append(
+                    _Wrapper(module._set_require_sync, module._abandon_step, module=module, settle=module._settle_step)
+                )
             elif isinstance(module, DistributedDataParallel):
                 wrappers.append(_Wrapper(_torch_switch(module), _torch_abandon(module), module=module))
         for sync in map(FsdpSync, fsdp_roots(submodule)):
@@ -81,6 +84,12 @@ class GradSync:
         for wrapper in self._wrappers:
             if wrapper.finish is not None:
                 wrapper.finish(self.finalizes)
+
+    def settle(self) -> None:
+        """Called after a step that trains: what no backward of it has reduced, for none came there, is reduced."""
+        for wrapper in self._wrappers:
+            if self.finalizes and wrapper.settle is not None:
+                wrapper.settle()
 
     def abandon(self, reason: str) -> None:
         """Called when this rank will not finish its step: replicas must not wait for it."""

@@ -278,6 +278,10 @@ class PipelineSchedule(metaclass=RefusesOnAllRanks):
                 loss_scales=scales,
                 captured=captured,
             )
+            # The order in which last backwards mostly come.
+            for sync in reversed(self._grad_syncs if train else []):
+                if sync is not None:
+                    sync.settle()
         run.signature = inputs.signature
         if losses is not None and inputs.losses is not None:
             losses[:] = [inputs.losses[i] for i in run.last_microbatches]
