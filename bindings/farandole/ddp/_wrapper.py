@@ -89,7 +89,7 @@ class DistributedDataParallel(
         device_ids: as torch's: None, or the one CUDA device that the module is on, to which inputs are moved.
         output_device: None, or that device.
         dim: 0.
-        broadcast_buffers: each forward first overwrites buffers with those of rank 0; not after a forward inside
+        broadcast_buffers: by default True: each forward first overwrites buffers with those of rank 0; not after one inside
             ``no_sync`` or without gradients, as torch's. With False ranks keep their own from the start on, which need
             not have the same shapes either.
         init_sync: whether the model of rank 0 is given to all when it is wrapped.
@@ -145,6 +145,9 @@ class DistributedDataParallel(
     """
 
     _set_params_and_buffers_to_ignore_for_model = staticmethod(ignore)  # the name that torch's users know
+    device_ids: list[int] | None = None  # where inputs are moved to; this and the two below as torch's
+    output_device: int | None = None
+    dim = 0
 
     def __init__(
         self,
@@ -152,7 +155,7 @@ class DistributedDataParallel(
         device_ids: Sequence[int | torch.device] | None = None,
         output_device: int | torch.device | None = None,
         dim: int = 0,
-        broadcast_buffers: bool = True,
+        broadcast_buffers: bool | None = None,
         init_sync: bool = True,
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
@@ -201,8 +204,11 @@ class DistributedDataParallel(
                 if is_asked and not use_distributed_optimizer:
                     raise ValueError(f"{name}=True: expected use_distributed_optimizer=True with it")
             self._input_device = input_device(module, device_ids, output_device, dim)
-            shares_buffers = broadcast_buffers or forward_sync_buffers is not None
-            self.broadcast_buffers = broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
+            if self._input_device is not None:
+                self.device_ids, self.output_device = [self._input_device.index], self._input_device.index
+            broadcasts = True if broadcast_buffers is None else broadcast_buffers
+            shares_buffers = broadcasts or forward_sync_buffers is not None
+            self.broadcast_buffers = broadcasts if forward_sync_buffers is None else forward_sync_buffers
             self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
             self.gradient_as_bucket_view = gradient_as_bucket_view
             options = _C.ReducerOptions()
@@ -326,6 +332,11 @@ class DistributedDataParallel(
         if self.require_forward_param_sync:
             self._reducer.watch_outputs(tensors_in(output))
         return output
+
+    @property
+    def device_type(self) -> str:
+        """As torch's: "cpu" or "cuda"."""
+        return self.device.type
 
     @property
     def forward_sync_buffers(self) -> bool:

@@ -176,7 +176,7 @@ def _arguments(rank: int, world_size: int) -> None:
         DistributedDataParallel(torch.nn.Sequential(torch.nn.LazyLinear(2)))
     hints = {"skip_all_reduce_unused_params": True, "batched_grad_copy": True, "lazy_bucket_allocation": True}
     model = DistributedDataParallel(_Branches(), device_ids=[], find_unused_parameters=True, **hints)
-    assert model.device.type == DEVICE
+    assert (model.device_type, model.dim, model.device_ids, model.output_device) == (DEVICE, 0, None, None)
     for each in (model, DistributedDataParallel(_Branches(), use_distributed_optimizer=True)):
         each.module.branches[1].weight.data.fill_(rank)
         each.broadcast_params()
@@ -196,6 +196,7 @@ def _arguments(rank: int, world_size: int) -> None:
 def _own_device(rank: int, world_size: int) -> None:
     device = torch.cuda.current_device()
     model = DistributedDataParallel(_Branches(), device_ids=[device], output_device=device)
+    assert (model.device_ids, model.output_device) == ([device], device)
     assert model(torch.ones(2, 3, device="cpu"), [0, 1, 2, 3]).device == torch.device("cuda", device)
 
 
@@ -223,7 +224,12 @@ def _forward_sync_buffers(rank: int, world_size: int) -> None:
     module.layers[1].running_mean.fill_(3.0 + rank)
     DistributedDataParallel(module, forward_sync_buffers=False)
     assert module.layers[1].running_mean.unique().tolist() == [3.0]
+    for default in ({}, {"broadcast_buffers": None}):  # torch 2.15's
+        module.layers[1].running_mean.fill_(3.0 + rank)
+        model = DistributedDataParallel(module, **default)
+        assert model.broadcast_buffers is True
+        assert module.layers[1].running_mean.unique().tolist() == [3.0]
 
 
-def test_forward_sync_buffers_is_about_forwards_alone():
+def test_forward_sync_buffers_is_about_forwards_alone_and_none_is_the_default():
     run_ranks(_forward_sync_buffers, 2, "gloo", timeout=60)
