@@ -270,7 +270,8 @@ void GradReducer::onGradReady(int parameter, const at::Tensor& brought) {
   if (!isCounting_ && arrived > expected_[parameter]) {
     note("parameter '" + named.name +
          "' got its gradient twice in one backward that synchronizes: is it used by several reentrant checkpoints? Use "
-         "checkpoint(..., use_reentrant=False), or static_graph=True where every backward is alike");
+         "checkpoint(..., use_reentrant=False), or, where every backward is alike, static_graph=True or "
+         "_set_static_graph()");
     gradients_.drop(parameter);
     return;
   }

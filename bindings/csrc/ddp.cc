@@ -9,6 +9,7 @@
 #include "ddp/abandonment.h"
 #include "ddp/bucket_tuning.h"
 #include "ddp/grad_reducer.h"
+#include "ddp/graph_reads.h"
 #include "ddp/param_gather.h"
 #include "ddp/row_exchange.h"
 #include "ddp/tensor_exchange.h"
@@ -256,6 +257,13 @@ void bindReducer(py::module_& module) {
       .def("bucket_group_of", &ddp::ParamGather::bucketGroupOf);
 }
 
+void bindGraphReads(py::module_& module) {
+  py::class_<ddp::GraphReads>(module, "GraphReads")
+      .def(py::init<const std::vector<at::Tensor>&, const std::vector<int>&>(), py::arg("parameters"),
+           py::arg("groups"))
+      .def("too_early", &ddp::GraphReads::tooEarly, py::arg("outputs"), py::arg("began"), py::arg("since"));
+}
+
 void bindExchanges(py::module_& module) {
   py::class_<ddp::TensorExchange>(module, "TensorExchange")
       .def(py::init<ddp::Group, std::vector<at::Tensor>, ddp::TensorExchange::Splits, ddp::TensorExchange::Splits>(),
@@ -299,6 +307,7 @@ void bindDdp(py::module_& module) {
   module.def(
       "abandonment_of", [](const c10::intrusive_ptr<c10d::ProcessGroup>& group) { return ddp::abandonmentOf(*group); },
       py::arg("group"), ReleaseGil());
+  bindGraphReads(module);
   bindExchanges(module);
   bindOptions(module);
   bindTimeline(module);

@@ -29,9 +29,9 @@ class ParamSync:
     holds it (nn.MultiheadAttention reads those of its out_proj, whose forward is never called; Megatron-core's hooks
     leave such weights stale): so the first forward that is differentiated waits for all, and sees which modules are
     called and which parameters each one's own code reads (ReadRecorder). What modules hold that are not called is
-    waited for by the innermost module around them that is. Should a later forward not call the same modules in the same
-    order, parameters may have been read too early: its graph is then looked through, and the forward raises an error
-    that names one that was. What the graph does not show raises it in backward, by a gradient of it (Suspects).
+    waited for by the innermost module around them that is. A later forward may read others, and too early: its graph is
+    looked through, and the forward raises an error that names one that was. What the graph does not show where other
+    modules are called, or in another order, raises it in backward, by a gradient of it (Suspects).
 
     Threads: the one that runs forwards.
     """
@@ -45,6 +45,8 @@ class ParamSync:
         names = [name for name, _ in reducer.main_grads()]
         self._name_of = {parameter: name for name, parameter in model._trainable.items()}
         self._group_of = {parameter: groups[names.index(name)] for parameter, name in self._name_of.items()}
+        self._reads = _C.GraphReads(list(self._group_of), list(self._group_of.values()))
+        self._num_groups = max(groups, default=-1) + 1
         self._awaited: dict[torch.nn.Module, list[int]] | None = None  # by module that the first forward called
         self._waiters: dict[torch.Tensor, set[torch.nn.Module]] = {}  # those that wait for each parameter itself
         self._calls: list[torch.nn.Module] = []
@@ -293,8 +295,14 @@ class ParamSync:
                 self._awaited = self._learn(read)
             return
         self._run(self._gather.finish_all)
-        if waits is not None and is_whole and self._calls != self._first_calls:
+        if waits is None or not is_whole:
+            return
+        if self._calls != self._first_calls:
             self._check_reads(GraphReads(tensors_in(output), waits.began), waits)
+        elif waits.are_of_one_thread:  # calls that are alike may read something else
+            first = self._reads.too_early(tensors_in(output), waits.began, waits.by_group(self._num_groups))
+            if first >= 0:
+                self._refuse("was", list(self._group_of)[first])
 
     def _check_reads(self, reads: GraphReads, waits: Waits) -> None:
         for parameter, operation in reads.first.items():

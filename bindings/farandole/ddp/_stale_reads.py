@@ -24,9 +24,12 @@ class Waits:
         self._thread = threading.get_ident()
         self._since: dict[int, int] = {}
         self._since_all: int | None = None
+        self.are_of_one_thread = True  # else operations' numbers do not compare
 
     def add(self, groups: Iterable[int]) -> None:
         now = _next_operation()
+        if threading.get_ident() != self._thread:
+            self.are_of_one_thread = False
         for group in groups:
             self._since.setdefault(group, now)
 
@@ -34,6 +37,11 @@ class Waits:
         """Those of other groups are over, too. Any thread; another one's operations have other numbers."""
         if self._since_all is None and threading.get_ident() == self._thread:
             self._since_all = _next_operation()
+
+    def by_group(self, count: int) -> list[int]:
+        """The operation since which they were over; -1: they were not."""
+        others = -1 if self._since_all is None else self._since_all
+        return [self._since.get(group, others) for group in range(count)]
 
     def were_over(self, group: int, operation: int) -> bool:
         since = self._since.get(group, self._since_all)
