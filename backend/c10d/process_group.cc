@@ -8,6 +8,10 @@
 namespace farandole::backend {
 namespace {
 
+// How long a group that is destroyed waits for what is under way: others that are late come, others that have failed do
+// not.
+constexpr std::chrono::seconds kPatienceAtEnd{10};
+
 template <typename T>
 T valueOrThrow(Result<T> result) {
   throwIfError(result.status());
@@ -121,7 +125,7 @@ ProcessGroupFarandole::~ProcessGroupFarandole() {
     new std::shared_ptr<CudaMessages>(std::move(cudaMessages_));
     return;
   }
-  shutdown();
+  close();  // at once: the program may be ending for an error, after which others will not come
 }
 
 void ProcessGroupFarandole::setGroupUid(const std::string& uid) {
@@ -168,6 +172,11 @@ void ProcessGroupFarandole::abort() {
 
 void ProcessGroupFarandole::shutdown() {
   if (!context_->isOurs()) return;
+  communicator_->finishCollectives(transport::Clock::now() + kPatienceAtEnd);
+  close();
+}
+
+void ProcessGroupFarandole::close() {
   context_->removeGroup(communicator_);
   if (flight_ != nullptr) flight_->ignoreFailures();
   if (const auto cuda = cudaIfAny()) cuda->close();

@@ -68,7 +68,8 @@ class ProcessGroupFarandole final : public ::c10d::Backend, public RepeatedMessa
   ::c10d::ErrorType getError() override;
   // Ends everything pending, on all ranks, with an error that names this one; the group cannot be used any more.
   void abort() override;
-  // Ends everything pending, here; on other ranks what waits for this one.
+  // Ends everything pending, here; on other ranks what waits for this one. Collectives that are under way come to their
+  // end first, where the others come to them within some seconds.
   void shutdown() override;
 
   // Groups out of this one (group_splits.cc).
@@ -173,6 +174,7 @@ class ProcessGroupFarandole final : public ::c10d::Backend, public RepeatedMessa
   std::vector<std::string> algorithms() const { return communicator_->describeAlgorithms(); }
 
  private:
+  void close();
   // In the recorder; null where nothing is recorded.
   Result<std::shared_ptr<const GroupFlight>> startFlight();
   // What torch says of the group, once it is complete. Torch has no virtual method that tells when.

@@ -215,7 +215,11 @@ void Communicator::recv(int peer, p2p::MessageKind kind, std::uint32_t tag, std:
   const std::uint64_t wanted = p2p::makeTag(members_[rank_].group, kind, source, tag, element);
   engine().transport().recv(from, wanted, mask, data, bytes, message);
   // What a peer sent before it failed can still be received; nothing more will come.
-  if (message.isPending && peer != kAnySource && !peers_[peer].failure) {
+  if (!message.isPending) return;
+  if (peer == kAnySource && areOthersGone()) {
+    const int last = rank_ == 0 ? 1 : 0;
+    failForLoss(*message.operation, peers_[last].failure.wrap("all others are gone, " + describe(last)));
+  } else if (peer != kAnySource && !peers_[peer].failure) {
     failForLoss(*message.operation, peers_[peer].failure.wrap(describe(peer) + " is gone"));
   }
 }

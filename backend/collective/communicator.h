@@ -60,6 +60,9 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   void abort(const Status& status);
   // The same on all ranks of this host that share memory.
   void abortAll(const Status& status);
+  // Waits until collectives that have been started are done, but no longer than that, nor for any of a group that is
+  // over. Any thread, nothing held.
+  void finishCollectives(transport::Clock::time_point deadline);
   // Of a group that spans hosts, before the first operation: whose word on deaths counts. Nothing held.
   void setWatch(std::shared_ptr<GroupWatch> watch);
   // Its word: `rank` has died, or has aborted the group, which is over with that. Any thread, nothing held.
@@ -123,8 +126,12 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   void remove(Operation& operation);
   // A group that has lost a member is of no use: operations among the others may wait for it in turn.
   void failAll(const Status& status, int culprit = HostSegment::kNobody);
+  // A collective that is pending, which is kept alive; or null.
+  Operation* heldCollective();
   // Ends every pending operation for which `select` gives an error.
   void failPending(const std::function<Status(Operation&)>& select);
+  // Whether nobody is left who could send anything.
+  bool areOthersGone() const;
   // The operations with messages that this rank has yet to send or receive.
   std::vector<Operation*> waitingFor(int rank);
   // Whom this one follows has lost a rank: what that had sent here may still be on its way, for a while.

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "backend/collective/communicator.h"
+#include "backend/collective/program.h"
 #include "backend/transport/departure.h"
 
 namespace farandole::collective {
@@ -20,6 +21,27 @@ void Communicator::abort(const Status& status) {
   ProgressEngine::Access access(engine());
   failAll(status);
   isReasonKnown_ = true;
+}
+
+Operation* Communicator::heldCollective() {
+  ProgressEngine::Access access(engine());
+  if (!aborted_) return nullptr;
+  for (Operation* operation = pending_; operation != nullptr; operation = operation->next_) {
+    if (operation->isDone() || dynamic_cast<ProgramOperation*>(operation) == nullptr) continue;
+    operation->retain();
+    return operation;
+  }
+  return nullptr;
+}
+
+void Communicator::finishCollectives(transport::Clock::time_point deadline) {
+  bool isInTime = true;
+  while (isInTime) {
+    Operation* const operation = heldCollective();
+    if (operation == nullptr) return;
+    isInTime = operation->wait(deadline);
+    operation->release();
+  }
 }
 
 void Communicator::abortAll(const Status& status) {
@@ -221,11 +243,21 @@ void Communicator::settleDepartures() {
   }
 }
 
+bool Communicator::areOthersGone() const {
+  for (int rank = 0; rank < size(); ++rank) {
+    if (rank != rank_ && peers_[rank].failure) return false;
+  }
+  return size() > 1;
+}
+
 std::vector<Operation*> Communicator::waitingFor(int rank) {
   std::vector<Operation*> waiting;
+  const bool isLast = areOthersGone();
   for (Operation* operation = pending_; operation != nullptr; operation = operation->next_) {
     const std::span<const Message> messages = operation->messages();
-    const auto waitsForIt = [rank](const Message& message) { return message.isPending && message.peer == rank; };
+    const auto waitsForIt = [rank, isLast](const Message& message) {
+      return message.isPending && (message.peer == rank || (message.peer == kAnySource && isLast));
+    };
     if (!operation->isDone() && std::ranges::any_of(messages, waitsForIt)) waiting.push_back(operation);
   }
   return waiting;

@@ -6,6 +6,7 @@
 #include <set>
 
 #include "backend/collective/communicator.h"
+#include "backend/common/with_subnormals.h"
 #include "backend/transport/shm/cache_lines.h"
 #include "backend/transport/shm/streaming_copy.h"
 
@@ -233,6 +234,7 @@ void ProgramOperation::abandoned(const Status& status) {
 }
 
 void ProgramOperation::reduceAndCopy(const Program::Step& step) {
+  const WithSubnormals exact;
   const std::span<const void*> sources(&program_.sources_[step.firstSource], static_cast<std::size_t>(step.peer));
   const std::size_t block = kCopyBytes / step.elementSize;
   auto* dst = static_cast<std::byte*>(step.destination);
@@ -312,8 +314,10 @@ bool ProgramOperation::postNext() {
         transport::streamingCopy(step.destination, step.source, step.size);
         worked += step.size;
         break;
-      case Program::Kind::kReduce:
+      case Program::Kind::kReduce: {
+        const WithSubnormals exact;
         step.function(step.destination, &program_.sources_[step.firstSource], step.peer, step.size);
+      }
         worked += step.size;
         break;
       case Program::Kind::kReduceAndCopy:

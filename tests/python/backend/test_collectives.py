@@ -2,6 +2,7 @@
 
 import math
 import random
+import time
 
 import numpy
 import pytest
@@ -167,6 +168,32 @@ def test_integers_wrap_around_as_twos_complement(hosts):
     seed = random.randrange(1 << 30)
     print("seed", seed)
     assert all(run_ranks(_overflow, len(hosts), "farandole", enter=PretendHost(hosts), seed=seed))
+
+
+def _subnormals(rank, world_size):
+    """The loop reduces for who does not wait, the caller for who does; torch's setting is of the caller's thread."""
+    assert torch.set_flush_denormal(True)
+    for dtype, bits in ((torch.float32, torch.int32), (torch.float64, torch.int64)):
+        for numel in (16, 5000, 300_000):
+            tensor = torch.zeros(numel, dtype=dtype)
+            tensor.view(bits).fill_(3 + rank)
+            dist.barrier()
+            if rank == 0:
+                work = dist.all_reduce(tensor, async_op=True)
+                time.sleep(0.1)
+                work.wait()
+            else:
+                time.sleep(0.05)
+                dist.all_reduce(tensor)
+            want = sum(3 + each for each in range(world_size))
+            assert tensor.view(bits).unique().tolist() == [want], (rank, dtype, numel)
+    return True
+
+
+@only_on_cpu("on GPUs torch's setting has no effect")
+@pytest.mark.parametrize("hosts", [(0, 0), (0, 0, 0), (0, 1), (0, 0, 1, 1)], ids=str)
+def test_subnormal_numbers_are_added_up_alike_by_whichever_thread(hosts):
+    assert all(run_ranks(_subnormals, len(hosts), "farandole", enter=PretendHost(hosts)))
 
 
 def _movement(rank, world_size, seed, rounds):

@@ -248,6 +248,34 @@ def test_a_member_that_destroys_its_groups_instead_of_joining_is_named_too(trans
     _check_named(outcomes, range(4), r"rank 1 \(host [^,]*, pid \d+\) is gone: its process has left")
 
 
+def _all_leave(rank, world_size):
+    dist.barrier()
+    if rank != VICTIM:
+        dist.send(torch.full((3,), float(rank)), VICTIM)
+        return None
+    received = torch.zeros(3)
+    seen = []
+    for _ in range(world_size - 1):
+        dist.recv(received)
+        seen.append(int(received[0]))
+    assert sorted(seen) == [other for other in range(world_size) if other != rank]
+    seconds = []
+    for _ in range(2):  # the second one begins when all are known to be gone
+        start = time.monotonic()
+        with pytest.raises(
+            dist.DistBackendError, match=r"(all others are|rank \d .* is) gone.* (has left|connection broke)"
+        ):
+            dist.recv(received)
+        seconds.append(time.monotonic() - start)
+    return max(seconds)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_receive_from_any_rank_ends_when_all_others_have_left(transport):
+    outcomes = run_ranks(_all_leave, 3, "farandole", **_options(transport))
+    assert outcomes[VICTIM] < 10, outcomes
+
+
 def _come_late(rank, world_size, members):
     dist.barrier()
     if rank == VICTIM or rank not in members:
