@@ -11,8 +11,11 @@ import torch
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from farandole.ddp._own_steps import refuse_others_step
 from farandole.ddp._rewrapping import wrapper_of
+from farandole.ddp._shown_gradients import checked
 
+_CLIPPED = "clip_grad_norm_() of farandole.ddp.DistributedOptimizer"
 _CLAMPED = "parameter.main_grad.clamp_(-clip_value, clip_value) of each, before the optimizer clips or steps"
 _wrapped = 0  # how often a model was wrapped whose gradients are in main_grad
 _reduced: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[tuple[int, int], list[torch.Tensor]]] = (
@@ -28,16 +31,18 @@ def tell_where_grads_are() -> None:
     """
     global _wrapped
     _wrapped += 1
-    _register()
+    look_for_blind_calls()
 
 
 @functools.cache
-def _register() -> None:
+def look_for_blind_calls() -> None:
     register_optimizer_step_pre_hook(_refuse_blind_step)
     # Nothing hooks into clip_grad_norm_, which programs have bound to names of their own; it looks this one up.
     refusing = _refusing_blind_clips(clip_grad._clip_grads_with_norm_)
     clip_grad._clip_grads_with_norm_ = torch.nn.utils.clip_grads_with_norm_ = refusing
-    refusing = _refusing_blind_clips(clip_grad.clip_grad_value_, "clip_grad_value_", _CLAMPED)
+    torch.nn.utils.get_total_norm = _refusing_norms_of_parts(clip_grad._get_total_norm, "get_total_norm")
+    clip_grad._get_total_norm = _refusing_norms_of_parts(clip_grad._get_total_norm, "clip_grad_norm_")
+    refusing = _refusing_blind_clips(clip_grad.clip_grad_value_, "clip_grad_value_", _CLAMPED, by_norm=False)
     clip_grad.clip_grad_value_ = torch.nn.utils.clip_grad_value_ = refusing
     clip_grad._group_tensors_by_device_and_dtype = _refusing_nothing(clip_grad._group_tensors_by_device_and_dtype)
     torch.amp.GradScaler.step = _refusing_blind_steps(torch.amp.GradScaler.step)
@@ -46,12 +51,15 @@ def _register() -> None:
 def _refusing_blind_clips(
     clip: Callable[..., None],
     what: str = "clip_grad_norm_",
-    expected: str = "clip_grad_norm_() of farandole.ddp.DistributedOptimizer",
+    expected: str = _CLIPPED,
+    *,
+    by_norm: bool = True,
 ) -> Callable[..., None]:
     @functools.wraps(clip)
     def clip_grads(parameters: Any, *args: Any, **kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
             parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            parameters = checked(what, parameters, expected, by_norm=by_norm)
             name = _blind_to(_reduced_in_main_grad(parameters))
             if name is not None:
                 raise RuntimeError(
@@ -61,6 +69,18 @@ def _refusing_blind_clips(
         clip(parameters, *args, **kwargs)
 
     return clip_grads
+
+
+def _refusing_norms_of_parts(get_total_norm: Callable[..., torch.Tensor], what: str) -> Callable[..., torch.Tensor]:
+    """Of gradients, not of parameters."""
+
+    @functools.wraps(get_total_norm)
+    def total_norm(tensors: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            tensors = checked(what, [tensors] if isinstance(tensors, torch.Tensor) else tensors, _CLIPPED)
+        return get_total_norm(tensors, *args, **kwargs)
+
+    return total_norm
 
 
 def _refusing_nothing(group: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,6 +104,7 @@ def _refusing_blind_steps(step: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(step)
     def step_optimizer(scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        refuse_others_step(optimizer)
         _refuse_blind_step(optimizer, (optimizer, *args), kwargs)
         return step(scaler, optimizer, *args, **kwargs)
 

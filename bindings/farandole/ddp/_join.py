@@ -13,6 +13,7 @@ from farandole import _C
 from farandole.ddp._ignored import named_buffers, named_parameters
 
 if TYPE_CHECKING:
+    from farandole.ddp._runs import Run
     from farandole.ddp._wrapper import DistributedDataParallel
 
 
@@ -56,15 +57,40 @@ class DdpJoinHook(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         model = self._model
-        source = torch.tensor([model.process_group.rank() if is_last_joiner else -1], device=model.join_device)
-        dist.all_reduce(source, op=dist.ReduceOp.MAX, group=model.process_group)
+        copied = _copied_in(model)
+        copies = [run.tensor.detach() for run in copied or ()]
+        numel = -1 if copied is None else sum(copy.numel() for copy in copies)
+        rank = model.process_group.rank() if is_last_joiner else -1
+        told = torch.tensor([rank, numel, -numel], device=model.join_device)
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=model.process_group)
+        source, most, least = (int(number) for number in told.tolist())
+        are_alike = most == -least and most >= 0
         state = [parameter for _, parameter in named_parameters(model.module, model.parameters_to_ignore)]
         if model.broadcast_buffers:
             state += [buffer for _, buffer in named_buffers(model.module, model.parameters_to_ignore)]
-        _C.broadcast_tensors(model.process_group, state, int(source.item()))
+        if are_alike:
+            for run in copied or ():
+                run.take_writes()  # the copies that all get are what is written here
+            state += copies
+        _C.broadcast_tensors(model.process_group, state, source)
+        # Nothing shows optimizers that the parameters have changed.
+        for run in copied or ():
+            run.note_writes()
+        for optimizer in () if are_alike else list(model._optimizers):
+            optimizer.reload_model_params()
         # All have come here: what is after it needs no telling.
         model._reducer.average_over(model.replicas.size)
         model._join_config = _JoinConfig.construct_disabled_join_config()
+
+
+def _copied_in(model: DistributedDataParallel) -> list[Run] | None:
+    """The runs of optimizers that have float32 copies of the model's parameters, in the order of these; None where two have
+    a copy of one parameter."""
+    runs = [run for optimizer in model._optimizers for run in optimizer._runs if run.has_master]
+    run_of = {run.pieces[0].parameter: run for run in runs}
+    if len(run_of) < len(runs):
+        return None
+    return [run_of[parameter] for parameter in model._trainable.values() if parameter in run_of]
 
 
 def _tell(model: DistributedDataParallel, is_active: bool, broadcasts: bool, reduces: bool) -> _Forward:

@@ -19,6 +19,7 @@ from farandole.ddp._model_values import values_of
 from farandole.ddp._norms import NormGroups, norm_groups_of, uncounted
 from farandole.ddp._other_optimizers import OtherOptimizers
 from farandole.ddp._overflow import OverflowFlag
+from farandole.ddp._own_steps import step_held
 from farandole.ddp._runs import Cut, GradShard, Run, give_back, whole_runs_of
 from farandole.ddp._settings import agree_on_settings, copy_settings, settings_of
 from farandole.ddp._stands_for import StandsFor
@@ -216,7 +217,7 @@ class DistributedOptimizer(StandsFor, MeasuresGradients, torch.optim.Optimizer):
             if self._parts is not None:
                 self._parts.step()
             else:
-                self._inner.step()
+                step_held(self._inner)
         finally:
             for run in self._runs:
                 run.release_frozen()

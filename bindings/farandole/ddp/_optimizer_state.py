@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.utils._pytree import tree_leaves
 
+from farandole.ddp._own_steps import step_held
 from farandole.ddp._runs import Piece, Run
 from farandole.ddp._settings import counters_of, kept_settings, restore_settings
 
@@ -181,7 +182,7 @@ def _make(optimizer: torch.optim.Optimizer, runs: list[Run], wanted: list[Run]) 
     for run in wanted:
         run.tensor.grad = torch.zeros_like(run.tensor)
     try:
-        optimizer.step()
+        step_held(optimizer)
     except Exception:
         for run in wanted:
             optimizer.state.pop(run.tensor, None)

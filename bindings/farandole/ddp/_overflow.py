@@ -19,6 +19,7 @@ class _FlagGrad(torch.Tensor):
     """Knows when a scaler comes to it, as the gradients of torch's DTensor do."""
 
     unscale: Callable[[torch.Tensor, torch.Tensor], None]
+    _unscale_rest: Callable[[], Any]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -63,6 +64,8 @@ class OverflowFlag(torch.nn.Parameter):
             grad = self.detach().clone().as_subclass(_FlagGrad)
             unscale = weakref.WeakMethod(self._unscale)
             grad.unscale = lambda found_inf, inv_scale: unscale()(found_inf, inv_scale)  # type: ignore[misc]
+            rest = self._unscale_rest
+            grad._unscale_rest = lambda: rest()  # unlike this, a function can be copied
             self.grad = grad
 
     def _unscale(self, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
@@ -78,3 +81,11 @@ class OverflowFlag(torch.nn.Parameter):
             raise refusal
         if found_inf.item() >= _REFUSED:
             raise RuntimeError("GradScaler.unscale_() was refused on another rank, whose error has the reason")
+
+
+def owner_of(tensor: torch.Tensor) -> tuple[bool, Any]:
+    """Whether it is a flag or the gradient of one, and of which optimizer, None where that is gone."""
+    if not isinstance(tensor, (OverflowFlag, _FlagGrad)):
+        return False, None
+    unscale_rest = tensor._unscale_rest()
+    return True, None if unscale_rest is None else unscale_rest.__self__

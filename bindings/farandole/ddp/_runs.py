@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from farandole import _C
 from farandole.ddp._options import grad_place
+from farandole.ddp._shown_gradients import note_shown
 from farandole.ddp._whole import WholeParameters
 from farandole.ddp._wrapper import DistributedDataParallel
 
@@ -69,9 +70,10 @@ class Run:
         is_expert: bool,
         is_whole: bool = False,
         shown: torch.Tensor | None = None,
+        is_part: bool = False,
     ) -> None:
         """``is_whole``: one parameter. ``shown``: that whose ``grad`` says whether there is a gradient; None where there
-        always is one."""
+        always is one. ``is_part``: several ranks have parts of the gradients of its bucket."""
         self.group = group
         self.pieces = pieces
         self.is_expert = is_expert
@@ -93,6 +95,8 @@ class Run:
             self.tensor.grad = grads
         self._versions: list[int] = []  # of parameters when the float32 copy was the same
         self.note_writes()
+        self.is_part, self.is_late = is_part, is_part and is_whole
+        note_shown(self, grads)
 
     @property
     def is_seen_by_scalers(self) -> bool:
@@ -211,7 +215,9 @@ class GradShard:
     """This rank's part of reduced gradients, for optimizers that get whole ones only when they step: what is measured,
     clipped and scaled before that. ``tensor`` is there for its ``grad``."""
 
-    def __init__(self, group: int, pieces: list[Piece], grads: torch.Tensor, is_expert: bool) -> None:
+    is_late = False
+
+    def __init__(self, group: int, pieces: list[Piece], grads: torch.Tensor, is_expert: bool, is_part: bool) -> None:
         self.group = group
         self.pieces = pieces
         self.is_expert = is_expert
@@ -220,6 +226,8 @@ class GradShard:
         self.tensor.grad = grads
         # torch's scaler refuses the others, on ranks that have some.
         self.is_seen_by_scalers = self.has_view = grads.dtype != torch.float16
+        self.is_part = is_part
+        note_shown(self, grads)
 
 
 def give_back(runs: Sequence[Run | GradShard]) -> None:
@@ -253,7 +261,8 @@ class Cut:
                 continue
             for group, pieces, first, last in self._spans(bucket):
                 data = bucket.parameters[first:last].view(pieces[0].parameter.dtype)
-                yield Run(group, pieces, data, bucket.grads[first:last], bucket.is_expert)
+                grads, is_part = bucket.grads[first:last], self._is_parted(bucket)
+                yield Run(group, pieces, data, grads, bucket.is_expert, is_part=is_part)
 
     def whole_runs(self, bucket: _C.GradientBucket, indices: list[int]) -> Iterator[Run]:
         for index in indices:
@@ -261,12 +270,13 @@ class Cut:
             piece = Piece(name, parameter, 0, parameter.numel(), 0)
             shown = None if grad_place(self._model._options) != "grad" else parameter
             data, grads = parameter.data, parameter.main_grad
-            yield Run(self._group_of[parameter], [piece], data, grads, bucket.is_expert, is_whole=True, shown=shown)
+            group, is_part = self._group_of[parameter], self._is_parted(bucket)
+            yield Run(group, [piece], data, grads, bucket.is_expert, is_whole=True, shown=shown, is_part=is_part)
 
     def shards(self) -> Iterator[GradShard]:
         for bucket in self.buckets:
             for group, pieces, first, last in self._spans(bucket):
-                yield GradShard(group, pieces, bucket.grads[first:last], bucket.is_expert)
+                yield GradShard(group, pieces, bucket.grads[first:last], bucket.is_expert, self._is_parted(bucket))
 
     def is_wanted(self, index: int) -> bool:
         return self._trainable[index][1] in self._group_of
@@ -274,6 +284,10 @@ class Cut:
     def process_group_of(self, bucket: _C.GradientBucket) -> dist.ProcessGroup:
         """Whose ranks have the parts of the bucket."""
         return (self._model.experts if bucket.is_expert else self._model.replicas).group
+
+    def _is_parted(self, bucket: _C.GradientBucket) -> bool:
+        """Whether several ranks have parts of its gradients."""
+        return bucket.parameters is not None and self.process_group_of(bucket).size() > 1
 
     def _spans(self, bucket: _C.GradientBucket) -> Iterator[tuple[int, list[Piece], int, int]]:
         """Of this rank's part: neighbours that share a param group, with it and their range in the bucket."""

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from farandole.ddp._grads_elsewhere import look_for_blind_calls
 from farandole.ddp._optimizer_state import BY_PARAMETER
+from farandole.ddp._own_steps import hold
 
 
 class StandsFor:
@@ -19,7 +21,8 @@ class StandsFor:
     zero_grad: Callable[..., None]
 
     def _begin_its_steps(self) -> None:
-        """Has the other's ``zero_grad()`` be this one's: itself it would find no ``.grad``, and leave ``main_grad``."""
+        """Has the other's ``zero_grad()`` be this one's: itself it would find no ``.grad``, and leave ``main_grad``. Its
+        ``step()`` is for this one alone."""
         mine, its = weakref.ref(self), weakref.ref(self._inner)
 
         def zero_grad(set_to_none: bool = True) -> None:
@@ -30,6 +33,8 @@ class StandsFor:
                 type(inner).zero_grad(inner, set_to_none)
 
         vars(self._inner)["zero_grad"] = zero_grad
+        hold(self._inner, self)
+        look_for_blind_calls()
 
     @property
     def state(self) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from farandole.ddp._own_steps import step_held
 from farandole.ddp._runs import Run
 from farandole.ddp._settings import copy_settings, counters_of, settings_of
 from farandole.ddp._wrapper import DistributedDataParallel
@@ -50,7 +51,7 @@ class StepParts:
                         setting | {"params": [run.tensor for run in runs if run.group == index]}
                         for index, setting in enumerate(settings)
                     ]
-                    self._optimizer.step()
+                    step_held(self._optimizer)
                     for run in runs:
                         run.publish()
                     sync.updated_through(bucket_group)

@@ -20,6 +20,12 @@ OPTIMIZERS: list[Make] = [
     lambda groups: torch.optim.SGD(groups, lr=2e-3, momentum=0.9, dampening=0.5),
     lambda groups: torch.optim.RMSprop(groups, lr=1e-3, centered=True),
     lambda groups: torch.optim.Adagrad(groups, lr=2e-3),
+    lambda groups: torch.optim.ASGD(groups, lr=2e-3, t0=3),
+    lambda groups: torch.optim.Adadelta(groups, lr=0.1),
+    lambda groups: torch.optim.Adamax(groups, lr=2e-3),
+    lambda groups: torch.optim.NAdam(groups, lr=2e-3, decoupled_weight_decay=True),
+    lambda groups: torch.optim.RAdam(groups, lr=2e-3, decoupled_weight_decay=True),
+    lambda groups: torch.optim.Rprop(groups, lr=2e-3),
 ]
 
 

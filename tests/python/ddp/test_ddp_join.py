@@ -14,7 +14,7 @@ from ddp_models import BACKENDS, fewer, grads
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchDdp
 
-from farandole.ddp import DistributedDataParallel
+from farandole.ddp import DistributedDataParallel, DistributedOptimizer
 from support.devices import DEVICE, backend_for, seeded
 from support.processes import run_ranks
 
@@ -242,6 +242,79 @@ def _trouble(rank: int, world_size: int) -> str:
 def test_what_goes_wrong_on_a_rank_that_is_left_is_an_error_on_all():
     for error in run_ranks(_trouble, 2, "gloo", timeout=60):
         assert "rank 1 of the group: the gradient of parameter 'weight' (bucket 0) is NaN somewhere" in error
+
+
+def _with_copies(
+    options: dict[str, Any], others: int = 0
+) -> tuple[DistributedDataParallel, list[DistributedOptimizer]]:
+    torch.manual_seed(3)
+    module = torch.nn.Sequential(torch.nn.Linear(6, 33), torch.nn.Tanh(), torch.nn.Linear(33, 3)).to(torch.bfloat16)
+    model = DistributedDataParallel(module, **options)
+    return model, [DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), model) for _ in range(1 + others)]
+
+
+def _batch(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(5, 6, generator=seeded(10 * step + rank)).to(torch.bfloat16)
+
+
+def _copied_steps(model: Any, optimizer: Any, rank: int, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        model(_batch(rank, step)).float().square().mean().backward()
+        optimizer.step()
+
+
+def _copies(rank: int, world_size: int, options: dict[str, Any], others: int) -> None:
+    """Against one process with float32 copies, which adds up the gradients of those that have inputs."""
+    model, optimizers = _with_copies(options, others)
+    plain = copy.deepcopy(model.module)
+    copies = [torch.nn.Parameter(parameter.detach().float()) for parameter in plain.parameters()]
+    own = torch.optim.SGD(copies, lr=0.05)
+    for first, counts in ((0, [2, 8]), (8, [5, 3]), (16, [1, 1])):
+        with model.join() if counts != [1, 1] else contextlib.nullcontext():
+            _copied_steps(model, optimizers[0], rank, range(first, first + counts[rank]))
+        for step in range(first, first + max(counts)):
+            losses = [
+                plain(_batch(other, step)).float().square().mean()
+                for other, count in enumerate(counts)
+                if step < first + count
+            ]
+            plain.zero_grad()
+            for loss in losses:
+                (loss / world_size).backward()
+            for copied, parameter in zip(copies, plain.parameters(), strict=True):
+                copied.grad = parameter.grad.float()
+            own.step()
+            with torch.no_grad():
+                for copied, parameter in zip(copies, plain.parameters(), strict=True):
+                    parameter.copy_(copied)
+        for ours, theirs in zip(model.module.parameters(), plain.parameters(), strict=True):
+            values = [torch.empty_like(ours) for _ in range(world_size)]
+            dist.all_gather(values, ours.detach())
+            assert torch.equal(*values), f"counts {counts}"
+            torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+@pytest.mark.parametrize("options", [{}, {"grad_reduce_in_fp32": True}], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_float32_copies_are_those_of_the_last_ones_afterwards(backend, options, others):
+    run_ranks(_copies, 2, backend, timeout=60, options=options, others=others)
+
+
+def _even(rank: int, world_size: int) -> None:
+    results = []
+    for joins in (False, True):
+        model, (optimizer,) = _with_copies({})
+        for first in range(0, 6, 2):
+            with model.join(enable=joins):
+                _copied_steps(model, optimizer, rank, range(first, first + 2))
+        results.append([run.tensor.detach() for run in optimizer._runs])
+    assert all(torch.equal(*copies) for copies in zip(*results, strict=True))
+
+
+def test_float32_copies_keep_their_digits_where_inputs_are_even():
+    run_ranks(_even, 2, "farandole", timeout=60)
 
 
 def _refusals(rank: int, world_size: int) -> None:
