@@ -39,15 +39,32 @@ class _Block(nn.Module):
 
 
 class _Sleeping(nn.Module):
-    """A weight whose gradient takes a set time without using a core."""
+    """A weight whose gradient is there, before a set time that uses no core."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(_SLEEPING_WIDTH, _SLEEPING_WIDTH))
+        self.prepared: list[torch.Tensor] = []
         self._seconds = seconds
 
+    def prepare(self) -> None:
+        self.prepared.append(torch.ones_like(self.weight))
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return SleepInBackward.apply(x, self._seconds) + self.weight[0, 0]
+        return _WithGradient.apply(SleepInBackward.apply(x, self._seconds), self.weight, self.prepared)
+
+
+class _WithGradient(torch.autograd.Function):
+    """The identity; in backward the weight gets what is prepared. Autograd is its only owner then, as of any gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, prepared: list[torch.Tensor]) -> torch.Tensor:
+        ctx.prepared = prepared
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        return grads[0], ctx.prepared.pop(), None
 
 
 def _transformer() -> tuple[nn.Module, torch.Tensor]:
@@ -115,6 +132,9 @@ def _step_of(rank: Rank, case: str, peer: str) -> Callable[[], float]:
     def step() -> float:
         for parameter in module.parameters():
             parameter.grad = None
+        for stage in module.modules():
+            if isinstance(stage, _Sleeping):
+                stage.prepare()
         return _timed(lambda: wrapped(x).square().mean().backward())
 
     return step

@@ -1,11 +1,11 @@
 """What data parallelism adds to a backward that has no communication: torch's DDP beside farandole's, on two ranks.
 
 "exposed" is the time of a forward and backward less that of the same module without a wrapper, in the same turn (where
-backward sleeps other peers have turns of their own, whose "alone" is not shown). Two
-ranks on two cores hide nothing, so what is exposed is compared with one all_reduce of as many elements ("all_reduce");
-where backward sleeps a core is free, and communication can be hidden. "hooks over fake" are hooks that start one
-all_reduce for each gradient there, over torch's backend that moves nothing. farandole's wrapper has its defaults, but
-for the arguments that the report names.
+backward sleeps other peers have turns of their own, whose "alone" is not shown). Two ranks on two cores hide nothing,
+so what is exposed is compared with one all_reduce of as many elements ("all_reduce"); where backward sleeps, for set
+times, cores are free, and communication can be hidden: the gradients, 16 MB of each stage, have been computed before the
+clock starts. "hooks over fake" are hooks that start one all_reduce for each gradient there, over torch's backend that
+moves nothing. farandole's wrapper has its defaults, but for the arguments that the report names.
 
 "a parameter" is what the host takes for one beyond autograd's own work: parameters of one element whose
 gradients are there, in a group of one rank. It is (backward - backward without a wrapper) / parameters.
