@@ -15,6 +15,7 @@ from torch import nn
 from farandole.sparse._ahead_run import AheadRun
 from farandole.sparse._comparisons import Comparisons
 from farandole.sparse._draws_ahead import DrawsAhead
+from farandole.sparse._exchanged_again import ExchangedAgain
 from farandole.sparse._in_flight import InFlight
 from farandole.sparse._input_dist import InputDist
 from farandole.sparse._input_equality import (
@@ -88,6 +89,7 @@ class Attachment:
         self._changes = ModelChanges(self.model, is_sharded)
         self.comparisons: Comparisons | None = None
         self.compares = False  # values, in this forward
+        self.exchanged_again = ExchangedAgain()
         self._prefetched: InFlight | None = None
         self._users = 0
         self._forwards: dict[str, Callable[..., Any]] = {}
@@ -160,11 +162,14 @@ class Attachment:
                 "mode of the model to be the same again for that forward"
             )
         was_sent, is_other = is_same and flying.owner is self.input_dist, flying.is_training != self.model.training
+        is_other_mode = is_other
         flying.owner, flying.results, flying.run = None, None, None
         flying.is_training = self.model.training
         inputs = self._inputs_of(flying) if modules else []
         is_other = is_other or not is_equal_input([*flying.calls.values()], inputs)
-        if was_sent and not self.input_dist.changes_ahead.gives_others(change, is_other, self.model, patience):
+        if was_sent and self.input_dist.changes_ahead.gives_others(change, is_other, self.model, patience):
+            self.exchanged_again.note(flying.number, modules, is_other_mode)
+        elif was_sent:
             flying.owner = self.input_dist
 
     def prefetched(self, flying: InFlight, name: str) -> None:
@@ -250,7 +255,7 @@ class Attachment:
     def _computed(self, graph: InputGraph | RecordedInputs, flying: InFlight) -> Inputs:
         try:
             inputs, sources = graph.run(flying.batch)
-            flying.source_writes = InputWrites(sources) if sources else None
+            flying.source_writes = InputWrites(sources, may_be_others=True) if sources else None
             return inputs
         except (AttributeError, LookupError, TypeError) as error:
             if not flying.has_custom_forward or isinstance(graph, RecordedInputs):

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from farandole.sparse._input_equality import copy_of_part, is_written, version_of
+
 Step = tuple[Callable[[Any, Any], Any], Any]  # getattr or getitem, and the name or key
 Path = tuple[Step, ...]
 
@@ -195,13 +197,12 @@ class Contents:
     def __init__(self, value: Any, depth: int) -> None:
         self._depth = depth
         self._parts: list[tuple[Path, Any]] = []
-        self._tensors: dict[tuple[Path, str], tuple[torch.Tensor, int]] = {}
+        self._tensors: dict[tuple[Path, str], tuple[torch.Tensor, int, torch.Tensor | None]] = {}
         for path, part in everything_in(value, depth):
             self._parts.append((path, part))
             tensors = {"": part} if isinstance(part, torch.Tensor) else _hidden(part)
             for name, tensor in tensors.items():
-                version = 0 if tensor.is_inference() else tensor._version
-                self._tensors[path, name] = (tensor, version)
+                self._tensors[path, name] = tensor, version_of(tensor), copy_of_part(tensor)
 
     def has_changed(self, value: Any) -> bool:
         now = Contents(value, self._depth)
@@ -213,8 +214,8 @@ class Contents:
         ):
             return True
         return any(
-            place not in now._tensors or now._tensors[place][0] is not tensor or now._tensors[place][1] != version
-            for place, (tensor, version) in self._tensors.items()
+            place not in now._tensors or now._tensors[place][0] is not tensor or is_written(tensor, version, copied)
+            for place, (tensor, version, copied) in self._tensors.items()
         )
 
 

@@ -74,8 +74,8 @@ class DenseGrads:
             else:
                 raise NotImplementedError(
                     f"the data ended within a window of gradient accumulation, and what a {type(wrapper).__name__} has "
-                    "left cannot be synchronized outside a backward: expected torch's DDP or farandole's, or batches "
-                    "that fill their windows"
+                    "left cannot be synchronized outside a backward: expected torch's DDP or farandole's, batches that "
+                    "fill their windows, or execute_all_batches=False, with which a window goes on with the next iterator"
                 )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from farandole.sparse._batch_paths import Path, Step, path_name, tensors_in
+from farandole.sparse._input_equality import is_whole
 
 # Loads that are looked at; then so many in a row of every so many, and all once one was found: it takes 40 us of a step.
 _FIRST_LOOKS, _IN_A_ROW, _EVERY = 16, 4, 16
@@ -134,7 +135,7 @@ class _Given:
                 continue
             is_given_again = self._lie[index] in pointers
             if now[index] != self._counts[index]:
-                is_written = is_given_again or (is_alone and _is_whole(tensor))
+                is_written = is_given_again or (is_alone and is_whole(tensor))
             else:
                 is_written = is_given_again and self._differs(index, tensor)
             if is_written:
@@ -183,12 +184,6 @@ def _place_of(tensor: torch.Tensor) -> int:
         return tensor.data_ptr()
     except RuntimeError:  # of sparse ones
         return 0
-
-
-def _is_whole(tensor: torch.Tensor) -> bool:
-    """Writes to a part of a larger one count for all others."""
-    has_memory = type(tensor) is torch.Tensor and tensor.layout is torch.strided
-    return not has_memory or tensor.untyped_storage().nbytes() <= tensor.numel() * tensor.element_size()
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:

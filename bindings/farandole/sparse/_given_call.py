@@ -9,7 +9,7 @@ import torch
 
 from farandole._C import are_contents, write_counts
 from farandole.sparse._batch_paths import Path, Step, tensors_in
-from farandole.sparse._input_equality import version_of
+from farandole.sparse._input_equality import copy_of_part, is_written, version_of
 from farandole.sparse._input_writes import InputWrites
 
 
@@ -19,7 +19,7 @@ class GivenCall:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.call = args, kwargs
         self._parts = self.call if kwargs else args
-        self._noted: list[tuple[Path, Step | None, torch.Tensor, int]] = []
+        self._noted: list[tuple[Path, Step | None, torch.Tensor, int, torch.Tensor | None]] = []  # with copies of parts
         self._tensors: list[torch.Tensor | None] = []
         self._counts: tuple[int | None, ...] = ()
         self._contents: list[tuple[Any, list[Any] | None, list[Any]]] | None = None
@@ -28,7 +28,11 @@ class GivenCall:
     def note(self, by_value: bool = False) -> None:
         if not self._is_untouched():
             holders: list[Any] = []
-            self._noted = [(*place, version_of(place[2])) for place in tensors_in(self._parts, holders)]
+            self._noted = [
+                (*place, version_of(tensor), copy_of_part(tensor))
+                for place in tensors_in(self._parts, holders)
+                for tensor in place[2:]
+            ]
             self._tensors = self._as_noted()
             self._counts = write_counts(self._tensors)
             contents = [*map(_contents_of, holders)]
@@ -42,8 +46,8 @@ class GivenCall:
 
     def tensors(self) -> list[torch.Tensor]:
         """All that ``is_as_noted()`` reads, and what it was called with."""
-        copies = () if self._values is None else self._values.copies
-        return [*self._as_noted(), *(copy for copy in copies if copy is not None)]
+        copies = [copied for *_, copied in self._noted] + ([] if self._values is None else self._values.copies)
+        return [*self._as_noted(), *(copied for copied in copies if copied is not None)]
 
     # By identity, without a walk through all of it. False where that cannot be said.
     def _is_untouched(self) -> bool:
@@ -54,12 +58,12 @@ class GivenCall:
     def _are_noted(self, found: list[tuple[Path, Step | None, torch.Tensor]]) -> bool:
         now = {(path, step): tensor for path, step, tensor in found}
         return all(
-            now.get((path, step)) is tensor and version_of(tensor) == version
-            for path, step, tensor, version in self._noted
+            now.get((path, step)) is tensor and not is_written(tensor, version, copied)
+            for path, step, tensor, version, copied in self._noted
         )
 
     def _as_noted(self) -> list[torch.Tensor]:
-        return [tensor for _, _, tensor, _ in self._noted]
+        return [tensor for _, _, tensor, *_ in self._noted]
 
 
 def _contents_of(holder: Any) -> tuple[Any, list[Any] | None, list[Any]] | None:

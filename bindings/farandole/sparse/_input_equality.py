@@ -41,6 +41,23 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Writes to a part of a larger one count for all others."""
+    has_memory = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+    return not has_memory or tensor.untyped_storage().nbytes() <= tensor.nbytes
+
+
+def copy_of_part(tensor: torch.Tensor) -> torch.Tensor | None:
+    """What decides where a write to another part of its memory has counted for it, too. On a device batches have memory
+    of their own."""
+    return tensor.detach().clone() if tensor.is_cpu and not is_whole(tensor) else None
+
+
+def is_written(tensor: torch.Tensor, version: int, copied: torch.Tensor | None) -> bool:
+    """Since it had this version, and was like that copy of a part."""
+    return version_of(tensor) != version and (copied is None or not has_same_values(copied, tensor))
+
+
 def _compared(ahead: Any, now: Any, of_objects: Any) -> bool:
     def same(one: Any, other: Any) -> bool:
         return one is other or _compared(one, other, of_objects)

@@ -9,41 +9,55 @@ from typing import Any
 import torch
 
 from farandole._C import write_counts
-from farandole.sparse._input_equality import has_same_values
+from farandole.sparse._input_equality import copy_of_part, has_same_values
 
 
 class InputWrites:
     """How often each tensor among inputs has been written to, by the time this is made.
 
     What features have not yet is no part of it: offsets that somebody asks for later are no write. Lengths they have
-    from here on, which an input_dist would make of their offsets.
+    from here on, which an input_dist would make of their offsets. A tensor that is a part of a larger one is copied,
+    since writes to all other parts count as well: where they do, values decide.
 
     Args:
         inputs: tensors, features, and containers of them.
         by_value: looks at copies of the tensors as well: torch counts no writes by numpy, or to a tensor's data.
+        may_be_others: takes writes to other parts of the same memory for writes, and copies nothing for them.
     """
 
-    __slots__ = ("_counts", "_inputs", "_is_flat", "_tensors", "copies")
+    __slots__ = ("_by_value", "_counts", "_inputs", "_is_flat", "_tensors", "copies")
 
-    def __init__(self, inputs: Iterable[Any], by_value: bool = False) -> None:
+    def __init__(self, inputs: Iterable[Any], by_value: bool = False, may_be_others: bool = False) -> None:
         self._inputs = inputs
+        self._by_value = by_value
         self._tensors, self._is_flat = _tensors_in(inputs)
         self._counts = write_counts(self._tensors)
-        self.copies = [None if part is None else part.detach().clone() for part in self._tensors] if by_value else ()
+        self.copies: list[torch.Tensor | None] = []
+        if by_value:
+            self.copies = [None if part is None else part.detach().clone() for part in self._tensors]
+        elif not may_be_others:
+            self.copies = [None if part is None else copy_of_part(part) for part in self._tensors]
 
     def found_any(self) -> bool:
-        if self._is_flat and not self.copies:
-            return write_counts(self._tensors) != self._counts
-        now, _ = _tensors_in(self._inputs)  # containers may have others
+        is_flat = self._is_flat and not self._by_value
+        now = self._tensors if is_flat else _tensors_in(self._inputs)[0]  # containers may have others
         if len(now) != len(self._tensors):
             return True
-        counts = zip(self._counts, write_counts(now), strict=True)
-        if any(one is not None and one != other for one, other in counts):
+        counts = write_counts(now)
+        if counts != self._counts and any(map(self._is_other, range(len(now)), now, counts)):
             return True
-        return any(
-            one is not None and other is not None and not has_same_values(one, other)
-            for one, other in zip(self.copies, now, strict=False)
-        )
+        return self._by_value and not all(map(_is_as_copied, self.copies, now))
+
+    def _is_other(self, index: int, now: torch.Tensor | None, count: int | None) -> bool:
+        before = self._counts[index]
+        if before is None or before == count:
+            return False
+        copied = self.copies[index] if self.copies else None
+        return now is not self._tensors[index] or copied is None or not _is_as_copied(copied, now)
+
+
+def _is_as_copied(copied: torch.Tensor | None, now: torch.Tensor | None) -> bool:
+    return copied is None or now is None or has_same_values(copied, now)
 
 
 def is_by_value(number: int) -> bool:

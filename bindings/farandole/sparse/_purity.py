@@ -20,8 +20,16 @@ _MUTATING_FUNCTIONS = {setattr, delattr, operator.setitem, operator.delitem, ope
 _MUTATING_METHODS = re.compile(
     "__(set|del)(item|attr)__|append|clear|discard|extend|insert|pop|popitem|remove|reverse|setdefault|update"
 )
-# What changes nothing by its call alone, though nobody uses what it returns.
-_HARMLESS_METHODS = ("record_stream", "sync", "synchronize", "wait_stream")
+# What changes nothing by its call alone, though nobody uses what it returns: of streams and features, of dicts, and of
+# tensors what is no operator.
+_HARMLESS_METHODS = re.compile(
+    "record_stream|sync|synchronize|wait_stream"
+    "|((inverse_indices|length_per_key|lengths|offset_per_key|offsets|weights)(_or_none)?)|device|index_per_key"
+    "|size_in_bytes|stride|stride_per_key|stride_per_key_per_rank|to_dict|values|variable_stride_per_key"
+    "|items|keys|data_ptr|is_shared|ndimension|nelement|numpy|tolist|unique"
+)
+# Operators that leave a tensor as it is, and whose names stand for changes in sets, queues, arrays of numpy or loggers.
+_AMBIGUOUS_METHODS = ("add", "log", "put", "resize")
 _HARMLESS = ("torch", "_operator", "builtins")
 _FEATURES = ("torchrec", "fbgemm_gpu", "math")
 # Random functions in Python, which are no operators themselves.
@@ -66,7 +74,7 @@ def changed_by(node: Node) -> list[Node]:
     if name.endswith("_") and not name.endswith("__"):
         return nodes_in(args[:1] or tuple(kwargs.values())[:1])
     if node.op == "call_method":
-        is_ignored = not node.users and name not in _HARMLESS_METHODS
+        is_ignored = not node.users and not _is_harmless(name)
         return inputs if is_ignored or _MUTATING_METHODS.fullmatch(name) else []
     if node.target in _MUTATING_FUNCTIONS or _is_mutating_operator(node.target):
         return inputs
@@ -189,6 +197,25 @@ def _overloads(target: Any) -> tuple[torch._ops.OpOverload, ...]:
     is_packet = isinstance(target, torch._ops.OpOverloadPacket)
     packet = target if is_packet else getattr(torch.ops.aten, name_of(target), None)
     return tuple(getattr(packet, overload) for overload in packet.overloads()) if packet is not None else ()
+
+
+@functools.cache
+def _is_harmless(method: str) -> bool:
+    """Whether its call alone changes nothing: that of an operator that writes to none of its arguments, say. Those that
+    are called ``out`` are no method's."""
+    if _HARMLESS_METHODS.fullmatch(method):
+        return True
+    if method in _AMBIGUOUS_METHODS or not hasattr(torch.Tensor, method):
+        return False
+    schemas = [overload._schema for overload in _overloads(method)]
+    return bool(schemas) and all(
+        schema.returns
+        and not any(
+            argument.alias_info is not None and argument.alias_info.is_write and not argument.kwarg_only
+            for argument in schema.arguments
+        )
+        for schema in schemas
+    )
 
 
 def _is_mutating_operator(target: Any) -> bool:

@@ -110,7 +110,8 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
         self._refusal: str | None = None  # what hooks have found, which another unpipelined batch would find again
 
     def explain(self) -> str:
-        """A line for each sharded module: whether it is pipelined, and if not, what prevents it and what to change.
+        """A line for each sharded module: whether it is pipelined, and if not, what prevents it and what to change; and how
+        many batches have exchanged their inputs again in their forward, and why, if any have.
         Attaches the model, so that all ranks have to call it."""
         self._prepare()
         assert self._attachment is not None
@@ -118,6 +119,7 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
         lines = ["the forward of the first batch will tell"] if verdicts is None else [*map(str, verdicts)]
         if untraced and (verdicts is None or not all(verdict.pipelined for verdict in verdicts)):
             lines.append(f"by hooks, since {untraced}")
+        lines += self._attachment.exchanged_again.lines()
         return "\n".join(lines)
 
     def attach(

@@ -83,7 +83,10 @@ class Stages:
                     self.given.after_next(number, None, self._is_here())
                     return False
                 if batch is None:  # with which torchrec's pipelines end, and leave the rest
-                    raise TypeError("the iterator gave None: expected a batch")
+                    raise TypeError(
+                        "the iterator gave None: expected a batch. torchrec's pipelines take None for the end of the data: "
+                        "let the iterator end there, by raise StopIteration in its __next__ or return in a generator"
+                    )
                 batch = self._run(to_device, batch, self._device)
                 self.given.after_next(number, batch, self._is_here())
                 self.flying[number] = InFlight(number, batch, self._has_custom_forward)

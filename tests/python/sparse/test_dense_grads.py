@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchsFsdp
 from torch.nn.parallel import DistributedDataParallel as TorchsDdp
 
 from farandole.ddp import DistributedDataParallel as OurDdp
 from farandole.sparse import TrainPipelineSparseDist
-from support.devices import DEVICE
+from support.devices import DEVICE, only_on_cpu
 from support.processes import run_ranks
 from support.recommenders import Recommender, assert_same, drain, make_batches, on_device, plain_loop
 
@@ -112,6 +114,39 @@ def begin_elsewhere(rank: int, world_size: int) -> None:
 
 def test_a_static_graph_that_has_begun_elsewhere_is_reduced_once_in_its_first_window():
     run_ranks(begin_elsewhere, 2, "farandole")
+
+
+def cut_with_fsdp(rank: int, world_size: int) -> None:
+    """torch's first one has its gradients summed in a backward only; what a window that is cut short has is not stepped."""
+    models = [Recommender(3) for _ in range(2)]
+    for model in models:
+        model.tables.requires_grad_(False)
+        model.dense = TorchsFsdp(model.dense, device_id=torch.device(DEVICE))
+    optimizers = [torch.optim.SGD(model.dense.parameters(), lr=0.5) for model in models]
+    pipeline = TrainPipelineSparseDist(models[0], optimizers[0], DEVICE, strict=True, grad_accum=3)
+    for seed in range(2):
+        batches = make_batches(seed, 5)
+        iterator = iter(batches)
+        outputs = [pipeline.progress(iterator) for _ in batches]
+        with pytest.raises(NotImplementedError, match=r"FullyShardedDataParallel .* or execute_all_batches=False"):
+            pipeline.progress(iterator)
+        with pytest.raises(StopIteration):
+            pipeline.progress(iterator)
+        for index, batch in enumerate(batches):
+            if index % 3 == 0:
+                optimizers[1].zero_grad()
+            with nullcontext() if index % 3 == 2 else models[1].dense.no_sync():
+                losses, output = models[1](on_device(batch))
+                torch.sum(losses / 3, dim=0).backward()
+            if index % 3 == 2:
+                optimizers[1].step()
+            assert torch.equal(outputs[index], output), index
+    assert_same(*models)
+
+
+@only_on_cpu("FSDP moves its parameters to a GPU of each rank's own")
+def test_a_window_that_is_cut_short_with_fsdp_says_so_and_ends():
+    run_ranks(cut_with_fsdp, 2, "farandole")
 
 
 def sum_up(_, bucket):  # torch would take these annotations for wrong ones

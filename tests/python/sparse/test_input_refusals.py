@@ -126,6 +126,16 @@ REFUSALS: dict[str, tuple[Callable[[Any, Batch], Any], str | None, str]] = {
     ),
     "item appended": (lambda net, batch: (batch.pair.append(batch.ids), net.a(batch.pair)), "append", "append may"),
     "unused method": (lambda net, batch: last(batch.prepare(), net.a(batch.ids)), "prepare", "prepare may change"),
+    "unused method of an operator's name": (
+        lambda net, batch: last(batch.jagged.add(batch.ids), net.a(batch.jagged)),
+        "add",
+        "add may change",
+    ),
+    "unused method that may sort a list": (
+        lambda net, batch: last(batch.pair.sort(), net.a(batch.pair)),
+        "sort",
+        "sort may change",
+    ),
     "unused module": (
         lambda net, batch: last(net.norm(batch.ids), net.a(batch.ids)),
         "norm",

@@ -136,7 +136,7 @@ def test_none_is_no_batch_and_no_end():
     ones = torch.ones(2, 3)
     batches = iter([ones, ones, None, ones])
     assert [pipeline.progress(batches) is not None for _ in range(2)] == [True, True]
-    with pytest.raises(TypeError, match="the iterator gave None: expected a batch"):
+    with pytest.raises(TypeError, match=r"the iterator gave None: .* torchrec's .* let the iterator end there"):
         pipeline.progress(batches)
     assert len(drain(pipeline, batches)) == 1
 

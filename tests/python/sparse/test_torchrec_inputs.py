@@ -88,6 +88,22 @@ def remapped(model: Model, batch: Batch) -> KeyedTensor:
     return model.bags(KeyedJaggedTensor(features.keys(), values, features.weights(), lengths=features.lengths()))
 
 
+def looked_at(model: Model, batch: Batch) -> KeyedTensor:
+    features = batch.sparse_features
+    for look in (
+        lambda: features.values().max(),
+        lambda: features.lengths().sum().item(),
+        lambda: features.values().float().mean(),
+        features.stride,
+        features.keys,
+        features.stride_per_key,
+        features.length_per_key,
+        features.weights_or_none,
+    ):
+        str(look())
+    return model.bags(features)
+
+
 def of_parts(model: Model, batch: Batch) -> KeyedTensor:
     part = batch.sparse_features["x"]
     weights = torch.ones(2, 1) * 0.5
@@ -109,6 +125,7 @@ PIPELINED: dict[str, Callable[[Any, Batch], Any]] = {
     ),
     "permuted": lambda model, batch: model.bags(batch.sparse_features.permute([2, 0, 1])),
     "remapped": remapped,
+    "looked at": looked_at,
     "of parts": of_parts,
     "post-processed": lambda model, batch: model.bags(model.scaled(batch.sparse_features)),
     "post-processed twice": lambda model, batch: model.bags(
