@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from farandole.sparse._agreement import agreed, findings, refuse_unattachable, untraced_on
 from farandole.sparse._ahead_run import AheadRun
 from farandole.sparse._comparisons import Comparisons
 from farandole.sparse._draws_ahead import DrawsAhead
@@ -49,9 +50,12 @@ class Attachment:
         tracing: "fx" finds what a batch gives the sharded modules in a graph of the model; "hooks" in the forward of
             the first batch, which is not pipelined; None takes hooks where fx cannot trace the model, and warns.
 
+    Other ranks may find other things, in a forward that is not the same: what one of them cannot pipeline, none does.
+    To be made on all ranks.
+
     Raises:
-        ValueError: the model has no sharded module; with ``strict``, one that cannot be pipelined.
-        CannotTrace: from fx, with what it stopped at.
+        ValueError: the model has no sharded module; with ``strict``, on any rank, one that cannot be pipelined.
+        CannotTrace: from fx, with what it stopped at, on any rank.
     """
 
     def __init__(
@@ -66,20 +70,26 @@ class Attachment:
                 f"{type(self.model).__name__} has no sharded module: expected torchrec's ShardedModule, or modules with "
                 "create_context, input_dist and compute_and_output_dist; TrainPipelineBase takes any model"
             )
-        graph = None
-        self.untraced = ""  # why fx has left it to hooks
+        graph, failed = None, None
         try:
             graph = None if tracing == "hooks" else trace_inputs(self.model, is_sharded)
-        except CannotTrace as error:
-            if tracing == "fx":
-                raise
-            warnings.warn(f"inputs of sharded modules are found by hooks in the first batch\n{error}", stacklevel=4)
-            self.untraced = str(error)
-        self.input_dist = InputDist(group, device)
-        self.verdicts: tuple[Verdict, ...] | None = None  # until inputs are known
+        except Exception as error:  # which other ranks, whose forward may be another one, are to be told
+            failed = error
         self.asked = (group, device, tracing)
         self._strict = strict
-        self.graph: InputGraph | RecordedInputs | None = graph
+        self.input_dist = InputDist(group, device)
+        rank, found = self.input_dist.agree(findings(tracing, strict, graph, failed))
+        refuse_unattachable(found, failed)
+        failed = None  # which has this frame
+        # Why fx has left it to hooks, and whether it had to on some ranks only.
+        self.untraced, self.is_untraced_on_some = untraced_on(found, rank)
+        if self.untraced:
+            text = f"inputs of sharded modules are found by hooks in the first batch\n{self.untraced}"
+            warnings.warn(text, stacklevel=4)
+            graph = None
+        self.verdicts: tuple[Verdict, ...] | None = None  # until inputs are known
+        self._strict = any(each.is_strict for each in found.values())
+        self.graph: InputGraph | RecordedInputs | None = None if graph is None else agreed(graph, found)
         self.current: InFlight | None = None
         self.take: Take | None = None
         self._post_processing: PostProcessing | None = None
@@ -127,7 +137,9 @@ class Attachment:
         Raises:
             RuntimeError: the model has changed since.
         """
-        if self.verdicts is None and self.graph is not None:
+        if self.verdicts is None and self.graph is not None and not self.input_dist.is_lost:
+            if isinstance(self.graph, RecordedInputs):
+                self._agree(self.graph)
             self._settle(self.graph)
         if self._changes.refuse(self._forwards) and self.comparisons is not None:
             self.comparisons.forget()
@@ -223,6 +235,12 @@ class Attachment:
         """Inside, modules return what they have returned ahead."""
         assert self._post_processing is not None
         return self._post_processing.replaying(results, self.compares)
+
+    # All ranks have run that forward, or none: who fails in one alone ends all.
+    def _agree(self, graph: RecordedInputs) -> None:
+        _, found = self.input_dist.agree(findings("hooks", self._strict, graph))
+        self._strict = any(each.is_strict for each in found.values())
+        self.graph = agreed(graph, found)
 
     def _settle(self, graph: InputGraph | RecordedInputs) -> None:
         self._refuse([verdict for verdict in graph.verdicts if not verdict.pipelined])

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from farandole._C import NoGrad, Presence
+from farandole.sparse._agreement import Findings
 from farandole.sparse._changes_ahead import ChangesAhead
 from farandole.sparse._exchange import BATCH, END_OF_DATA, FAILED
 from farandole.sparse._failed_steps import FailedSteps
@@ -80,6 +81,19 @@ class InputDist:
             self._had_turn = True
         elif self._joint.renew() and self._has_begun:
             self._hold_all()
+
+    def agree(self, found: Findings) -> tuple[int, dict[int, Findings]]:
+        """On all ranks, between two batches and before any input_dist: this rank, and what each has found."""
+        try:
+            words = self._joint.words("the agreement on what is pipelined", found.word())
+        finally:
+            self._had_turn = self._had_turn or bool(self._joint.lost)
+        return self._joint.rank, {rank: Findings.of_word(word) for rank, word in words.items()}
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether no further step can be taken."""
+        return bool(self._joint.lost)
 
     @property
     def is_given_up(self) -> bool:

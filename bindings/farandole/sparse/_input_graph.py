@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx, nn
@@ -43,6 +44,7 @@ class InputGraph:
     ) -> None:
         self.names = tuple(str(call.target) for call in calls)
         self.verdicts = verdicts
+        self.traced: _Traced | None = None
         self.read_elsewhere = read_elsewhere
         self._model = model
         constants = constants or {}
@@ -54,6 +56,11 @@ class InputGraph:
         graph = _subgraph(needed, attributes, outputs)
         own = {str(node.target): constants[str(node.target)] for node in needed if node.target in constants}
         self._compute = fx.GraphModule(own | {name: model.get_submodule(name) for name in self.post_processing}, graph)
+
+    def only(self, names: Sequence[str]) -> InputGraph:
+        """For these of its modules, in this order. Once: what that takes is kept no longer."""
+        traced, self.traced = self.traced, None
+        return self if traced is None or tuple(names) == self.names else traced.computing(names)
 
     def __call__(self, batch: Any) -> Inputs:
         return self.run(batch)[0]
@@ -83,28 +90,44 @@ def trace_inputs(model: nn.Module, is_sharded: Callable[[nn.Module], bool], batc
         return InputGraph(model)
     graph = tracer.run()
     closures = InputClosures(model, tracer, graph)
-    verdicts: list[Verdict] = []
-    calls: set[Node] = set()
-    needed: set[Node] = set()
-    for name in tracer.sharded:
-        found = closures.of(name)
-        if isinstance(found, Refusal):
-            verdicts.append(refused(name, found))
-        else:
-            call, inputs = found
-            verdicts.append(Verdict(name, True, call.name))
-            calls.add(call)
-            needed |= inputs
-    called, computed = (tuple(node for node in graph.nodes if node in nodes) for nodes in (calls, needed))
-    return InputGraph(
-        model,
-        tuple(verdicts),
-        called,
-        computed,
-        tracer.constants,
-        closures.read_elsewhere(needed),
-        closures.sources(needed),
+    found = {name: closures.of(name) for name in tracer.sharded}
+    verdicts = tuple(
+        refused(name, each) if isinstance(each, Refusal) else Verdict(name, True, each[0].name)
+        for name, each in found.items()
     )
+    ahead = {name: each for name, each in found.items() if not isinstance(each, Refusal)}
+    traced = _Traced(model, tracer.constants, graph, closures, ahead, verdicts)
+    names = {call: name for name, (call, _) in ahead.items()}
+    inputs = traced.computing([names[node] for node in graph.nodes if node in names])
+    inputs.traced = traced
+    return inputs
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A model whose sharded modules' inputs are known; ``ahead`` has the call of each that is pipelined, and the nodes
+    that it needs."""
+
+    model: nn.Module
+    constants: dict[str, Any]
+    graph: fx.Graph
+    closures: InputClosures
+    ahead: Mapping[str, tuple[Node, set[Node]]]
+    verdicts: tuple[Verdict, ...]
+
+    def computing(self, names: Sequence[str]) -> InputGraph:
+        """The inputs of these modules, in this order."""
+        calls = tuple(self.ahead[name][0] for name in names)
+        needed = {node for name in names for node in self.ahead[name][1]}
+        return InputGraph(
+            self.model,
+            self.verdicts,
+            calls,
+            tuple(node for node in self.graph.nodes if node in needed),
+            self.constants,
+            self.closures.read_elsewhere(needed),
+            self.closures.sources(needed),
+        )
 
 
 def _subgraph(needed: tuple[Node, ...], attributes: list[Node], outputs: Any) -> fx.Graph:

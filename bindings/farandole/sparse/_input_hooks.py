@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -50,6 +50,12 @@ class RecordedInputs:
     def run(self, batch: Any) -> tuple[Inputs, list[Any]]:
         """The inputs, which are parts of the batch, computed from none."""
         return self(batch), []
+
+    def only(self, names: Sequence[str]) -> RecordedInputs:
+        """Those of these modules, in this order."""
+        templates = dict(zip(self.names, self._templates, strict=True))
+        self.names, self._templates = tuple(names), [templates[name] for name in names]
+        return self
 
     def _settle(self, sharded: dict[str, nn.Module], seen: dict[str, list[_Call | Refusal]]) -> None:
         found: dict[str, _Call] = {}  # in call order

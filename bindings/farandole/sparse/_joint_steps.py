@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -72,20 +73,21 @@ class JointSteps:
                 "and a model sharded over them"
             )
 
-    def tell(self, stage: str, number: int, error: BaseException) -> None:
-        """Of an error where others may come to wait for this rank: it is theirs, for the batch of this number.
+    def tell(self, stage: str, number: int | None, error: BaseException) -> None:
+        """Of an error where others may come to wait for this rank: it is theirs, for the batch of this number, or none.
 
         Raises:
             FailedOnOthers: another rank was the first to fail.
         """
         if isinstance(error, FailedOnOthers) or self._device.type != "cpu" or self.group.size == 1:
             return
-        first = self.group.give_up(error, f"{stage} of batch {number}")
+        first = self.group.give_up(error, stage if number is None else f"{stage} of batch {number}")
         forget_group_of_its_own(self._parent)
         if first.is_lost:
             self.lost = _said_of(first)
         if first.rank != self.rank:
-            raise FailedOnOthers(f"{SKIPPED.format(number)}\nrank {first.rank}, {first.what}") from error
+            skipped = "" if number is None else f"{SKIPPED.format(number)}\n"
+            raise FailedOnOthers(f"{skipped}rank {first.rank}, {first.what}") from error
 
     def hears_of_loss(self) -> bool:
         """Whether another rank has said that no further step can be taken."""
@@ -105,6 +107,23 @@ class JointSteps:
         for group in {id(each): each for each in (*_groups_of(model), self._parent)}.values():
             with contextlib.suppress(RuntimeError):  # the error that led here says more
                 _C.abandon_group(group, self.lost)
+
+    def words(self, stage: str, word: str) -> dict[int, str]:
+        """What all ranks say, by rank; between two batches. Costs a meeting, and more where they say different things.
+
+        Raises:
+            FailedOnOthers: another rank has not come to it.
+        """
+        if self._parent is None or self.group.size == 1:
+            return {self.rank: word}
+        place = int.from_bytes(hashlib.blake2b(word.encode(), digest_size=7).digest(), "big")
+        try:
+            if len({row[0] for row in self.exchange.agree(BATCH, place=place).rows}) == 1:
+                return dict.fromkeys(dist.get_process_group_ranks(self._parent), word)
+            return self.exchange.agree(FAILED, word).failed
+        except BaseException as error:
+            self.tell(stage, None, error)
+            raise
 
     def step(self, stage: str, number: int, call: Callable[[], None]) -> None:
         """A call that waits for no rank that has failed in it: the other ranks end theirs.

@@ -117,7 +117,8 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
         assert self._attachment is not None
         verdicts, untraced = self._attachment.verdicts, self._attachment.untraced
         lines = ["the forward of the first batch will tell"] if verdicts is None else [*map(str, verdicts)]
-        if untraced and (verdicts is None or not all(verdict.pipelined for verdict in verdicts)):
+        is_some = self._attachment.is_untraced_on_some
+        if untraced and (is_some or verdicts is None or not all(verdict.pipelined for verdict in verdicts)):
             lines.append(f"by hooks, since {untraced}")
         lines += self._attachment.exchanged_again.lines()
         return "\n".join(lines)
