@@ -19,6 +19,7 @@ void GradReducer::setRequireSync(bool requireSync) {
   checkUsable();
   requireSync_ = requireSync;
   isSyncLate_ = false;
+  isSyncHeld_ = !requireSync;
   if (!requireSync) synchronized_ = false;
 }
 
@@ -28,6 +29,7 @@ void GradReducer::prepareForward(bool requireSync, const std::string& change) {
     checkUsable();
     requireSync_ = requireSync;
     isSyncLate_ = false;
+    if (requireSync) isSyncHeld_ = false;
     if (lookedInRound_ != rounds_) {
       lookForChange();
       if (!inRound_) gradients_.release();
@@ -71,10 +73,10 @@ void GradReducer::setCommHook(std::shared_ptr<c10d::CommHookInterface> hook) {
   hasCommHook_ = isOrderLearned_ = true;
 }
 
-void GradReducer::watchOutputs(const std::vector<at::Tensor>& outputs) {
+void GradReducer::watchOutputs(const std::vector<at::Tensor>& outputs, bool isOwn) {
   if (isEndManual()) return;
-  onBackwardOf(outputs, [weak = weak_from_this()] {
-    if (auto self = weak.lock()) self->onOutputReached();
+  onBackwardOf(outputs, [weak = weak_from_this(), isOwn] {
+    if (auto self = weak.lock()) self->onOutputReached(isOwn);
   });
 }
 
@@ -299,12 +301,12 @@ bool GradReducer::borrows(int parameter) const {
 
 // Where gradients come inside inner backwards alone, nothing else queues the callback of the outer one; and where none
 // come, on this rank, other ranks may wait.
-void GradReducer::onOutputReached() {
-  const bool isForParameters = this->isForParameters();
+void GradReducer::onOutputReached(bool isOwn) {
+  const bool isForParameters = isOwn && this->isForParameters();
   std::lock_guard lock(mutex_);
   if (!abandoned_.empty()) return;
   if (!requireSync_) {
-    if (!isForParameters) return;
+    if (!isForParameters || isSyncHeld_) return;
     beginLateSync();
   }
   queueBackwardEnd();

@@ -47,7 +47,8 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   GradReducer(const GradReducer&) = delete;
   GradReducer& operator=(const GradReducer&) = delete;
 
-  // Whether gradients that become ready from now on are reduced: until the next call, or the next forward.
+  // Whether gradients that become ready from now on are reduced, until the next call or, where they are not, the next
+  // forward whose backward synchronizes.
   void setRequireSync(bool requireSync);
 
   // To be called before a forward that will be differentiated. Throws when the
@@ -66,8 +67,9 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
 
   // To be called with what a forward has returned whose backward synchronizes: so does the backward that comes to it,
   // whatever later forwards did, and it ends the round, also where gradients come in backwards inside it alone
-  // (reentrant checkpoints), or none do.
-  void watchOutputs(const std::vector<at::Tensor>& outputs);
+  // (reentrant checkpoints), or none do. Not `isOwn`: of a forward that had other parameters in place of these, so that
+  // only gradients tell.
+  void watchOutputs(const std::vector<at::Tensor>& outputs, bool isOwn = true);
 
   // A round without hooks, e.g. after several backwards that did not synchronize:
   // issues all buckets with what they hold; finishSync waits, and does nothing
@@ -145,7 +147,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   // A round without hooks. Returns the first gradient that does not fit, in words, which the round is told of.
   std::string openRound();
   void onGradReady(int parameter, const at::Tensor& brought);
-  void onOutputReached();
+  void onOutputReached(bool isOwn);
   // Without mutex_: whether the backward that runs is for parameters that have gradients.
   bool isForParameters() const;
   void onBackwardEnd(int task);
@@ -194,6 +196,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   GradientStreams streams_;
   bool requireSync_ = true;
   bool isSyncLate_ = false;  // it is for this round alone
+  bool isSyncHeld_ = false;  // somebody who knows backwards has said no, whatever their outputs are
   bool isOrderLearned_ = false;
   bool hasCommHook_ = false;
   std::vector<int> expected_;  // by parameter: gradients in a round

@@ -199,7 +199,7 @@ void bindReducer(py::module_& module) {
       .def("prepare_forward", &ddp::GradReducer::prepareForward, py::arg("require_sync"), py::arg("change") = "",
            ReleaseGil())
       .def("hold_parameters", &ddp::GradReducer::holdParameters, ReleaseGil())
-      .def("watch_outputs", &ddp::GradReducer::watchOutputs, py::arg("outputs"))
+      .def("watch_outputs", &ddp::GradReducer::watchOutputs, py::arg("outputs"), py::arg("is_own"))
       .def("average_over", &ddp::GradReducer::averageOver, py::arg("replicas"), ReleaseGil())
       .def("shadow_round", &ddp::GradReducer::shadowRound, ReleaseGil())
       .def("abandon", &ddp::GradReducer::abandon, py::arg("why"), ReleaseGil())

@@ -32,6 +32,8 @@ class ParameterWatch:
         self._rounds_to_look = 0 if knows_added else _FIRST_ROUNDS
         self._round = -1
         self._change = ""
+        places = ((one._parameters, *item) for one in module.modules() for item in one._parameters.items())
+        self._place = next((place for place in places if place[2] in self._wrapped), None)
         self._look()
 
     def change(self, round_: int) -> str:
@@ -45,6 +47,11 @@ class ParameterWatch:
                 self._rounds_to_look -= 1
                 self._change = self._describe_added()
         return self._change
+
+    def has_own(self) -> bool:
+        """Whether the module has the wrapped parameters in it now, by the first one; else ``functional_call`` has put others
+        in their place."""
+        return self._place is None or self._place[0].get(self._place[1]) is self._place[2]
 
     def _look(self) -> None:
         self._members = Members(self._module, "_parameters")

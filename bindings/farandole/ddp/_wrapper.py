@@ -330,7 +330,8 @@ class DistributedDataParallel(
         # torch's: after a forward that will not be differentiated or reduced the next one needs no new buffers.
         self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
         if self.require_forward_param_sync:
-            self._reducer.watch_outputs(tensors_in(output))
+            is_own = torch.compiler.is_compiling() or self._watch.has_own()
+            self._reducer.watch_outputs(tensors_in(output), is_own)
         return output
 
     @property
