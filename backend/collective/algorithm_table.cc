@@ -33,8 +33,8 @@ constexpr Rule onHostThatReads(CollectiveKind operation, Range bytes, Range rank
 // On one host: in slots everybody reads all data, one meeting instead of two and `size` times the reading. Of two ranks
 // each otherwise reduces its half where the other one has put it (from Python 8 KiB 6.9 us either way, 16 KiB 9.2 in
 // slots against 7.6, 32 KiB 10.9 against 9.3). Of gather and scatter one rank is idle while the other one reads: a
-// large message is copied by both. Two ranks that swap measure where reading is cheap. Those for two hosts were measured
-// over TCP (docs/design.md, Collectives), those for more are estimates.
+// large message is copied by both. Two ranks that swap measure where reading is cheap. Those for two hosts were
+// measured over TCP (docs/design.md, Collectives), those for more are estimates.
 constexpr std::array kRules = {
     onHost(kAllReduce, upTo(8 << 10), kTwo, kSlots),
     onHost(kAllReduce, upTo(32 << 10), Range{3, kAny.last}, kSlots),
