@@ -12,7 +12,7 @@ namespace farandole::ddp {
 // are differentiated each has the next one of its thread.
 class GraphReads {
  public:
-  // `groups`: by parameter.
+  // `groups`: by parameter; these outlive it.
   GraphReads(const std::vector<at::Tensor>& parameters, const std::vector<int>& groups);
 
   // The parameter that `outputs` depend on which was read first, of those that were before their time; -1: none was.
