@@ -16,8 +16,11 @@ _holders: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[torch.opt
 
 def hold(optimizer: torch.optim.Optimizer, holder: torch.optim.Optimizer) -> None:
     """From now on its steps are the holder's, for as long as there is that one."""
+    is_first = optimizer not in _holders
     _holders[optimizer] = weakref.ref(holder)
-    if hasattr(optimizer, "_optimizer_step_pre_hooks"):  # what stands for others may not have torch's constructor
+    if is_first and hasattr(
+        optimizer, "_optimizer_step_pre_hooks"
+    ):  # what stands for others may not have torch's constructor
         optimizer.register_step_pre_hook(refuse_others_step)
 
 

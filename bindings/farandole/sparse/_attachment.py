@@ -76,7 +76,6 @@ class Attachment:
         except Exception as error:  # which other ranks, whose forward may be another one, are to be told
             failed = error
         self.asked = (group, device, tracing)
-        self._strict = strict
         self.input_dist = InputDist(group, device)
         rank, found = self.input_dist.agree(findings(tracing, strict, graph, failed))
         refuse_unattachable(found, failed)
