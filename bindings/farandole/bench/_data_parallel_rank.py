@@ -99,25 +99,29 @@ def time_backwards(rank: Rank, case: str, peers: list[str], count: int) -> dict[
     key = (case, tuple(peers))
     if key not in rank.state:
         rank.state[key] = {peer: _step_of(rank, case, peer) for peer in peers}
-        for step in rank.state[key].values():
-            step()
-            step()
+        for prepare, step in rank.state[key].values():
+            for _ in range(2):
+                prepare()
+                step()
     taken: dict[str, list[float]] = {peer: [] for peer in peers}
     turns = [*peers]
     for _ in range(count):
         turns.append(turns.pop(0))
         for peer in turns:
+            prepare, step = rank.state[key][peer]
+            prepare()  # for which one rank may take longer: not while the other one waits for it by the clock
             dist.barrier(rank.groups["farandole"])
-            taken[peer].append(rank.state[key][peer]())
+            taken[peer].append(step())
     return taken
 
 
-def _step_of(rank: Rank, case: str, peer: str) -> Callable[[], float]:
+def _step_of(rank: Rank, case: str, peer: str) -> tuple[Callable[[], None], Callable[[], float]]:
+    """What is done before the clock starts, and the step."""
     torch.manual_seed(0)
     module, x = CASES[case]()
     if peer == RAW:
         flat = torch.zeros(sum(parameter.numel() for parameter in module.parameters()))
-        return lambda: _timed(lambda: dist.all_reduce(flat, group=rank.groups["farandole"]))
+        return lambda: None, lambda: _timed(lambda: dist.all_reduce(flat, group=rank.groups["farandole"]))
     wrapped: nn.Module = module
     if peer == OURS:
         options: dict[str, Any] = OPTIONS.get(case, {})
@@ -129,15 +133,14 @@ def _step_of(rank: Rank, case: str, peer: str) -> Callable[[], float]:
         backend = peer.removeprefix("torch over ")
         wrapped = nn.parallel.DistributedDataParallel(module, process_group=rank.groups[backend])
 
-    def step() -> float:
+    def prepare() -> None:
         for parameter in module.parameters():
             parameter.grad = None
         for stage in module.modules():
             if isinstance(stage, _Sleeping):
                 stage.prepare()
-        return _timed(lambda: wrapped(x).square().mean().backward())
 
-    return step
+    return prepare, lambda: _timed(lambda: wrapped(x).square().mean().backward())
 
 
 def _start_nothing(group: dist.ProcessGroup, parameter: torch.Tensor) -> None:
