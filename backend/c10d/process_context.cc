@@ -29,6 +29,8 @@ std::weak_ptr<ProcessContext>& current() {
 Result<std::unique_ptr<transport::RoutingTransport>> openTransports() {
   const auto choice = choiceSetting("FARANDOLE_TRANSPORT", "auto", {"auto", "shm", "ucx"});
   if (!choice) return choice.status();
+  const auto unexpected = transport::unexpectedBytesSetting();
+  if (!unexpected) return unexpected.status();
   std::unique_ptr<transport::Transport> local;
   if (*choice != "ucx") {
     const auto options = transport::ShmOptions::fromEnvironment();
@@ -43,7 +45,9 @@ Result<std::unique_ptr<transport::RoutingTransport>> openTransports() {
           "FARANDOLE_TRANSPORT is 'shm'; expected 'auto' or 'ucx', some ranks are on other hosts");
     });
   }
-  return transport::RoutingTransport::create(std::move(local), [] { return transport::UcxTransport::create(); });
+  return transport::RoutingTransport::create(std::move(local), [unexpected = *unexpected] {
+    return transport::UcxTransport::create(transport::UcxMemory::kHost, unexpected);
+  });
 }
 
 // The last group may be let go of by an operation that completes on the loop,

@@ -224,6 +224,10 @@ void Communicator::recv(int peer, p2p::MessageKind kind, std::uint32_t tag, std:
   }
 }
 
+void Communicator::noteReceived(int rank, std::size_t bytes) {
+  if (const Result<transport::PeerId> from = peerOf(rank)) engine().transport().noteReceived(*from, bytes);
+}
+
 void Communicator::add(Operation& operation) {
   operation.previous_ = nullptr;
   operation.next_ = pending_;

@@ -112,6 +112,8 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
             std::size_t bytes, Message& message);
   void recv(int peer, p2p::MessageKind kind, std::uint32_t tag, std::uint32_t element, void* data, std::size_t bytes,
             Message& message);
+  // Of a message from any rank: from whom it came.
+  void noteReceived(int rank, std::size_t bytes);
   Result<transport::PeerId> peerOf(int rank);
   std::string describePendingHere() const;
   // This rank is dead: lets go of what is under way with it, which no message ends any more.

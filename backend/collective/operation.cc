@@ -140,7 +140,11 @@ void Operation::messageDone(transport::Request& request) {
 void Operation::noteMessage(Message& message) {
   message.isPending = false;
   if (message.status) [[likely]] {
-    if (!message.isSend) message.peer = p2p::sourceOf(message.tag);
+    if (!message.isSend) {
+      const int source = p2p::sourceOf(message.tag);
+      if (message.peer == kAnySource) communicator_->noteReceived(source, message.bytes);
+      message.peer = source;
+    }
   } else if (!isDone()) {
     noteFailed(message);
   }

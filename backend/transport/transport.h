@@ -65,6 +65,8 @@ class Transport {
   // The same, but only when such a message is there already; false, and nothing is
   // posted, when there is none.
   virtual bool recvIfThere(std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes, Request& request) = 0;
+  // For who received from any peer, once it knows from whom the bytes came: their sender may wait for that.
+  virtual void noteReceived(PeerId, std::size_t) {}
   // The request completes with kAborted, now or in a later progress(), unless it
   // completes by itself before. A send that the peer may be reading cannot be
   // cancelled: it completes when the peer is done or has failed.

@@ -33,6 +33,11 @@ bool DeviceTransport::recvIfThere(std::uint64_t tag, std::uint64_t mask, void* d
   return inner_->recvIfThere(tag, mask, data, bytes, request);
 }
 
+void DeviceTransport::noteReceived(PeerId from, std::size_t bytes) {
+  const DeviceVisit visit(cuda_, device_);
+  inner_->noteReceived(from, bytes);
+}
+
 void DeviceTransport::cancel(Request& request) {
   const DeviceVisit visit(cuda_, device_);
   inner_->cancel(request);

@@ -30,6 +30,7 @@ class DeviceTransport final : public transport::Transport {
             transport::Request& request) override;
   bool recvIfThere(std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes,
                    transport::Request& request) override;
+  void noteReceived(transport::PeerId from, std::size_t bytes) override;
   void cancel(transport::Request& request) override;
   void drop(transport::PeerId peer, const Status& why) override;
   void look(std::chrono::steady_clock::time_point now) override;

@@ -112,7 +112,9 @@ Result<std::shared_ptr<CudaTransport>> CudaTransport::acquire() {
   if (current == nullptr || !current->isOurs()) {
     const auto environment = CudaEnvironment::current();
     if (!environment) return environment.status();
-    auto ucx = transport::UcxTransport::create(environment->messageMemory);
+    const auto unexpected = transport::unexpectedBytesSetting();
+    if (!unexpected) return unexpected.status();
+    auto ucx = transport::UcxTransport::create(environment->messageMemory, *unexpected);
     if (!ucx) return ucx.status();
     current = {new UcxCudaTransport(*environment, std::move(ucx).value()), &destroy};
     shared.current = current;

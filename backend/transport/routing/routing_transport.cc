@@ -97,13 +97,13 @@ void RoutingTransport::recv(PeerId from, std::uint64_t tag, std::uint64_t mask, 
     request.capacity = bytes;
     request.wanted = tag;
     request.mask = mask;
-    waiting_.push_back(&request);
+    waiting_.push_back({&request, from});
   }
 }
 
 bool RoutingTransport::isWanted(std::uint64_t tag, std::uint64_t mask) const {
-  return std::any_of(waiting_.begin(), waiting_.end(), [&](const Request* request) {
-    return ((request->wanted ^ tag) & request->mask & mask & p2p::kAnyElementMask) == 0;
+  return std::any_of(waiting_.begin(), waiting_.end(), [&](const Waiting& waiting) {
+    return ((waiting.request->wanted ^ tag) & waiting.request->mask & mask & p2p::kAnyElementMask) == 0;
   });
 }
 
@@ -118,20 +118,24 @@ bool RoutingTransport::recvIfThere(std::uint64_t tag, std::uint64_t mask, void* 
 }
 
 void RoutingTransport::cancel(Request& request) {
-  if (std::erase(waiting_, &request) > 0) return request.finish(Status::aborted("cancelled"));
+  if (std::erase_if(waiting_, [&](const Waiting& one) { return one.request == &request; }) > 0)
+    return request.finish(Status::aborted("cancelled"));
   if (request.owner != nullptr) request.owner->cancel(request);
 }
 
 bool RoutingTransport::receiveWaiting() {
   bool any = false;
   for (std::size_t i = 0; i < waiting_.size();) {
-    Request* const request = waiting_[i];
+    const Waiting waiting = waiting_[i];
+    Request& request = *waiting.request;
     // Taken out first: its callback may post further ones.
     waiting_.erase(waiting_.begin() + static_cast<std::ptrdiff_t>(i));
-    if (recvIfThere(request->wanted, request->mask, request->data, request->capacity, *request)) {
+    const std::size_t bytes = request.capacity;
+    if (recvIfThere(request.wanted, request.mask, request.data, bytes, request)) {  // and it may be gone
+      if (waiting.from != kAnyPeer) noteReceived(waiting.from, bytes);
       any = true;
     } else {
-      waiting_.insert(waiting_.begin() + static_cast<std::ptrdiff_t>(i++), request);
+      waiting_.insert(waiting_.begin() + static_cast<std::ptrdiff_t>(i++), waiting);
     }
   }
   return any;

@@ -36,6 +36,9 @@ class RoutingTransport final : public Transport {
   void recv(PeerId from, std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes,
             Request& request) override;
   bool recvIfThere(std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes, Request& request) override;
+  void noteReceived(PeerId from, std::size_t bytes) override {
+    routeTo(from).transport->noteReceived(routeTo(from).peer, bytes);
+  }
   void cancel(Request& request) override;
   bool progress() override { return progress(true); }
   void watchWaiter(const bool& hasWaiter) override {
@@ -93,7 +96,11 @@ class RoutingTransport final : public Transport {
   int looksSinceNetwork_ = 0;
   // Receives from any peer, while there are two transports they can come from, and those that are behind them: they
   // look in both, in turn.
-  std::deque<Request*> waiting_;
+  struct Waiting {
+    Request* request;
+    PeerId from;
+  };
+  std::deque<Waiting> waiting_;
 };
 
 }  // namespace farandole::transport

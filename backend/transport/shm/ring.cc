@@ -38,6 +38,7 @@ bool RingWriter::hasRoom(std::size_t bytes, bool again) {
   if (!again) header_->writerWaits.store(1);
   cellsRead_ = header_->cellsRead.load();
   payloadRead_ = header_->payloadRead.load();
+  isHeldBack_ = header_->holdsBack.load(std::memory_order_relaxed) != 0;
   if (!fits(bytes)) return false;
   if (!again) header_->writerWaits.store(0, std::memory_order_relaxed);
   return true;

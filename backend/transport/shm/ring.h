@@ -72,6 +72,7 @@ struct alignas(64) TransferSlot {
 struct RingHeader {
   alignas(64) std::atomic<std::uint64_t> cellsRead;
   std::atomic<std::uint64_t> payloadRead;
+  std::atomic<std::uint32_t> holdsBack;  // by the reader: messages are to stay with their sender
   alignas(64) std::atomic<std::uint32_t> writerWaits;
   std::array<TransferSlot, kTransferSlots> slots;
   alignas(64) PullWays::Told pullWays;  // by the writer
@@ -91,6 +92,9 @@ class RingWriter {
   bool write(const CellFields& fields, std::span<const std::byte> data);
   // The same of a cell with so many bytes; who looks `again` by itself is not told.
   bool hasRoom(std::size_t bytes, bool again);
+  // Whether the reader wants messages to stay here until a receive wants them. That it does is seen once in a round of
+  // the ring, so that it costs the others nothing; that it no longer does, at once.
+  bool isHeldBack() { return isHeldBack_ && (isHeldBack_ = header_->holdsBack.load(std::memory_order_relaxed) != 0); }
   TransferSlot& slot(std::size_t index) const { return header_->slots[index]; }
   PullWays::Told& pullWays() const { return header_->pullWays; }
   std::uint32_t payloadBytes() const { return shape_.payloadBytes; }
@@ -108,6 +112,7 @@ class RingWriter {
   // What was last seen of the reader's.
   std::uint64_t cellsRead_ = 0;
   std::uint64_t payloadRead_ = 0;
+  bool isHeldBack_ = false;
 };
 
 // The receiving end.
@@ -127,6 +132,8 @@ class RingReader {
   }
   // Gives its room back. True when the writer waits for room and has to be woken up.
   bool pop();
+  // From now on messages are to stay with their sender, or no longer.
+  void holdBack(bool holds) { header_->holdsBack.store(holds ? 1 : 0, std::memory_order_relaxed); }
   TransferSlot& slot(std::size_t index) const { return header_->slots[index]; }
   PullWays::Told& pullWays() const { return header_->pullWays; }
 

@@ -51,23 +51,15 @@ std::uint32_t takeEntry(std::deque<Entry>& entries, std::vector<std::uint32_t>& 
 
 }  // namespace
 
-void ShmTransport::offer(Link& link, std::uint64_t tag, const std::byte* data, std::size_t bytes, Request& request) {
+// What tells a receiver of a message that stays here.
+ShmTransport::Queued ShmTransport::makeOffer(Link& link, std::uint64_t tag, const std::byte* data, std::size_t bytes,
+                                             Request& request) {
+  if (bytes == 0) data = probe_.data();  // the place of nothing may be null, which would say that it has come along
   const std::uint32_t id = takeEntry(outgoing_, freeOutgoing_);
   Outgoing& outgoing = outgoing_[id];
   outgoing = {&request, &link, data, bytes, id};
-  request.status = Status::ok();
   request.handle = &outgoing;
-  if (link.isSelf) {
-    auto message = matcher_.makeMessage();
-    message->tag = tag;
-    message->bytes = bytes;
-    message->peer = link.id;
-    message->remoteId = id;
-    message->remote = data;
-    matcher_.addMessage(std::move(message));
-    return;
-  }
-  if (bytes >= kSharedBytes && link.freeSlots != 0) {
+  if (bytes >= kSharedBytes && link.freeSlots != 0 && !link.isSelf) {
     outgoing.slot = static_cast<std::uint16_t>(std::countr_zero(link.freeSlots));
     link.freeSlots &= link.freeSlots - 1;
     TransferSlot& slot = link.writer.slot(outgoing.slot);
@@ -75,7 +67,20 @@ void ShmTransport::offer(Link& link, std::uint64_t tag, const std::byte* data, s
     slot.taken.store(0, std::memory_order_relaxed);
     helped_.push_back(id);
   }
-  post(link, {{CellKind::kRendezvous, tag, bytes, id, outgoing.slot, data}});
+  return {{CellKind::kRendezvous, tag, bytes, id, outgoing.slot, data}};
+}
+
+void ShmTransport::offer(Link& link, std::uint64_t tag, const std::byte* data, std::size_t bytes, Request& request) {
+  request.status = Status::ok();
+  const Queued item = makeOffer(link, tag, data, bytes, request);
+  if (!link.isSelf) return post(link, item);
+  auto message = matcher_.makeMessage();
+  message->tag = tag;
+  message->bytes = bytes;
+  message->peer = link.id;
+  message->remoteId = item.fields.id;
+  message->remote = item.fields.address;
+  matcher_.addMessage(std::move(message));
 }
 
 Request* ShmTransport::release(Outgoing& outgoing) {
@@ -106,7 +111,7 @@ void ShmTransport::pull(Link& link, Request& request, const Unexpected& message)
   }
   Status status = request.noteSent(message.tag, message.bytes);
   bool isOver = false;
-  if (!status || (canRead(link.reading) && message.bytes < kSharedBytes)) {
+  if (!status || message.bytes == 0 || (canRead(link.reading) && message.bytes < kSharedBytes)) {
     if (status) status = copyFromProcess(link.pid, request.data, message.remote, message.bytes);
     isOver = status.code() == StatusCode::kPeerFailed;
     if (!isOver) {

@@ -19,6 +19,8 @@ constexpr std::uint32_t kLargestRing = 64 << 20;
 constexpr int kCellsPerTurn = 8;
 // How often descriptors are looked at while nobody sleeps.
 constexpr int kCallsBetweenLooks = 256;
+// What keeping a message takes beside its bytes.
+constexpr std::size_t kBesideMessage = sizeof(Unexpected) + 32;
 
 const std::byte* bytesOf(const void* data) { return static_cast<const std::byte*>(data); }
 
@@ -35,6 +37,9 @@ Result<ShmOptions> ShmOptions::fromEnvironment() {
                        : *singleCopy == "lazy"  ? SingleCopy::kLazy
                        : *singleCopy == "eager" ? SingleCopy::kEager
                                                 : SingleCopy::kAuto;
+  const auto unexpected = unexpectedBytesSetting();
+  if (!unexpected) return unexpected.status();
+  options.unexpectedBytes = *unexpected;
   return options;
 }
 
@@ -54,7 +59,7 @@ void ShmTransport::send(PeerId peer, std::uint64_t tag, const void* data, std::s
   request.handle = nullptr;
   if (!link.failure) return request.finish(link.failure);
   if (link.isSelf) return sendToSelf(link, tag, bytesOf(data), bytes, request);
-  if (bytes > kEagerBytes) return offer(link, tag, bytesOf(data), bytes, request);
+  if (bytes > kEagerBytes || link.writer.isHeldBack()) return offer(link, tag, bytesOf(data), bytes, request);
   request.status = Status::ok();
   post(link, {{.kind = CellKind::kEager, .tag = tag, .bytes = bytes}, bytesOf(data), &request});
 }
@@ -151,6 +156,7 @@ void ShmTransport::accept(Request& request, std::unique_ptr<Unexpected> message)
     return;
   }
   deliver(request, message->tag, message->payload.data(), message->bytes);
+  noteTaken(links_[message->peer], message->bytes);
   matcher_.recycle(std::move(message));
   request.onDone(request);
 }
@@ -162,6 +168,23 @@ void ShmTransport::arrive(Link& link, std::uint64_t tag, const std::byte* data, 
   message->peer = link.id;
   message->payload.assign(data, data + bytes);
   matcher_.addMessage(std::move(message));
+  keep(link, bytes);
+}
+
+void ShmTransport::keep(Link& link, std::size_t bytes) {
+  link.kept += bytes + kBesideMessage;
+  if (link.kept > options_.unexpectedBytes && !link.isHeldBack) holdBack(link, true);
+}
+
+// Not before there is room for many: who sends on and on would pay for each change.
+void ShmTransport::noteTaken(Link& link, std::size_t bytes) {
+  link.kept -= bytes + kBesideMessage;
+  if (link.isHeldBack && link.kept <= options_.unexpectedBytes / 2) holdBack(link, false);
+}
+
+void ShmTransport::holdBack(Link& link, bool holds) {
+  link.isHeldBack = holds;
+  if (!link.isSelf) link.reader.holdBack(holds);
 }
 
 void ShmTransport::sendToSelf(Link& link, std::uint64_t tag, const std::byte* data, std::size_t bytes,
@@ -175,7 +198,7 @@ void ShmTransport::sendToSelf(Link& link, std::uint64_t tag, const std::byte* da
       request.bytes = receive->capacity;
     }
     receive->onDone(*receive);
-  } else if (bytes > kEagerBytes) {
+  } else if (bytes > kEagerBytes || link.isHeldBack) {
     return offer(link, tag, data, bytes, request);
   } else {
     arrive(link, tag, data, bytes);
@@ -210,8 +233,13 @@ void ShmTransport::tellFinished(Link& link, std::uint32_t id, StatusCode code, W
 
 bool ShmTransport::flush(Link& link) {
   bool any = false;
-  while (!link.backlog.empty() && write(link, link.backlog.front())) {
-    const Queued item = link.backlog.front();
+  while (!link.backlog.empty()) {
+    Queued& front = link.backlog.front();
+    if (front.fields.kind == CellKind::kEager && link.writer.isHeldBack()) {
+      front = makeOffer(link, front.fields.tag, front.data, front.fields.bytes, *front.request);
+    }
+    if (!write(link, front)) break;
+    const Queued item = front;
     link.backlog.pop_front();
     --numBacklogged_;
     any = true;

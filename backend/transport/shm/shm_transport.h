@@ -15,6 +15,7 @@
 #include "backend/transport/shm/ring.h"
 #include "backend/transport/shm/wiring.h"
 #include "backend/transport/transport.h"
+#include "backend/transport/unexpected_bytes.h"
 
 namespace farandole::transport {
 
@@ -25,8 +26,10 @@ struct ShmOptions {
   // sender does something else, at once, or at once where that is cheap.
   enum class SingleCopy : std::uint8_t { kOff, kLazy, kEager, kAuto };
   SingleCopy singleCopy = SingleCopy::kAuto;
+  // Of each peer.
+  std::size_t unexpectedBytes = kUnexpectedBytes;
 
-  // FARANDOLE_SHM_RING_BYTES, FARANDOLE_SHM_SINGLE_COPY.
+  // FARANDOLE_SHM_RING_BYTES, FARANDOLE_SHM_SINGLE_COPY, FARANDOLE_UNEXPECTED_BYTES.
   static Result<ShmOptions> fromEnvironment();
 };
 
@@ -35,6 +38,9 @@ struct ShmOptions {
 // where they are until a receive wants them. Then the sender, when it is at hand,
 // puts them into the ring piece by piece; when it is not, or where that is cheap, the
 // receiver copies them out of its memory, where processes may read each other's.
+// So do small ones of a peer of whom this process keeps enough that no receive has
+// wanted yet: what is said of them goes through the ring as ever, so that a receive
+// that is posted finds its message, whatever was sent before it.
 //
 // A peer's death is seen by its pidfd and its socket.
 class ShmTransport final : public Transport {
@@ -98,6 +104,8 @@ class ShmTransport final : public Transport {
     RingReader reader;
     Descriptor inSocket;
     SharedMemory doorMemory;
+    std::size_t kept = 0;     // bytes of messages that no receive has wanted yet
+    bool isHeldBack = false;  // further ones are to stay with the peer
     Door* door = nullptr;
     Descriptor bell;
     Descriptor process;
@@ -167,6 +175,9 @@ class ShmTransport final : public Transport {
   void deliver(Request& request, std::uint64_t tag, const std::byte* data, std::size_t bytes);
   void accept(Request& request, std::unique_ptr<Unexpected> message);
   void arrive(Link& link, std::uint64_t tag, const std::byte* data, std::size_t bytes);
+  void keep(Link& link, std::size_t bytes);
+  void noteTaken(Link& link, std::size_t bytes);
+  void holdBack(Link& link, bool holds);
   void sendToSelf(Link& link, std::uint64_t tag, const std::byte* data, std::size_t bytes, Request& request);
   void post(Link& link, const Queued& item);
   static bool write(Link& link, const Queued& item);
@@ -178,6 +189,7 @@ class ShmTransport final : public Transport {
   bool flushBacklogs();
 
   // Large messages (shm_rendezvous.cc).
+  Queued makeOffer(Link& link, std::uint64_t tag, const std::byte* data, std::size_t bytes, Request& request);
   void offer(Link& link, std::uint64_t tag, const std::byte* data, std::size_t bytes, Request& request);
   void pull(Link& link, Request& request, const Unexpected& message);
   bool advancePulls();

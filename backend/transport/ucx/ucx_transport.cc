@@ -1,8 +1,11 @@
 #include "backend/transport/ucx/ucx_transport.h"
 
+#include <sys/random.h>
+
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <cstring>
 #include <utility>
 #include <vector>
 
@@ -28,8 +31,8 @@ ucp_request_param_t UcxTransport::requestParam(Request& request) const {
   return param;
 }
 
-Result<std::unique_ptr<Transport>> UcxTransport::create(UcxMemory memory) {
-  std::unique_ptr<UcxTransport> transport(new UcxTransport(memory));
+Result<std::unique_ptr<Transport>> UcxTransport::create(UcxMemory memory, std::size_t unexpectedBytes) {
+  std::unique_ptr<UcxTransport> transport(new UcxTransport(memory, unexpectedBytes));
   if (Status status = transport->open(memory); !status) {
     return Status::unavailable("UCX cannot be used here (" + status.toString() + ")");
   }
@@ -43,7 +46,7 @@ Status UcxTransport::open(UcxMemory memory) {
 
   ucp_params_t params = {};
   params.field_mask = UCP_PARAM_FIELD_FEATURES | UCP_PARAM_FIELD_NAME;
-  params.features = UCP_FEATURE_TAG | UCP_FEATURE_WAKEUP;
+  params.features = UCP_FEATURE_TAG | UCP_FEATURE_AM | UCP_FEATURE_WAKEUP;
   params.name = "farandole";
   ucs_status_t status = ucp_init(&params, *config, &context_);
   ucp_config_release(*config);
@@ -63,9 +66,11 @@ Status UcxTransport::open(UcxMemory memory) {
   std::size_t length = 0;
   status = ucp_worker_get_address(worker_, &address, &length);
   if (status != UCS_OK) return ucxError("ucp_worker_get_address", status);
-  address_.assign(reinterpret_cast<const char*>(address), length);
+  if (getrandom(&token_, sizeof token_, 0) != sizeof token_) return Status::unavailable("getrandom failed");
+  address_.assign(reinterpret_cast<const char*>(&token_), sizeof token_);
+  address_.append(reinterpret_cast<const char*>(address), length);
   ucp_worker_release_address(worker_, address);
-  return Status::ok();
+  return listenForReceipts();
 }
 
 UcxTransport::~UcxTransport() {
@@ -95,12 +100,18 @@ void UcxTransport::leave() {
 }
 
 Result<PeerId> UcxTransport::connect(std::string_view address) {
+  if (address.size() <= sizeof(Token)) {
+    return Status::invalidArgument("the address of " + std::to_string(address.size()) + " bytes is none of UCX");
+  }
   const PeerId id{static_cast<std::uint32_t>(peers_.size())};
   Peer& peer = peers_.emplace_back(*this, id, address);
   if (Status status = open(peer.endpoints[0]); !status) {
     peers_.pop_back();
     return status;
   }
+  Token token;
+  std::memcpy(&token, address.data(), sizeof token);
+  byToken_[token] = &peer;
   return id;
 }
 
@@ -108,7 +119,7 @@ Status UcxTransport::open(Endpoint& endpoint) {
   ucp_ep_params_t params = {};
   params.field_mask =
       UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE | UCP_EP_PARAM_FIELD_ERR_HANDLER;
-  params.address = reinterpret_cast<const ucp_address_t*>(endpoint.peer->address.data());
+  params.address = endpoint.peer->ucxAddress();
   params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
   params.err_handler.cb = &UcxTransport::endpointFailed;
   params.err_handler.arg = &endpoint;
@@ -148,7 +159,8 @@ void UcxTransport::drop(PeerId id, const Status& why) {
 }
 
 void UcxTransport::send(PeerId peer, std::uint64_t tag, const void* data, std::size_t bytes, Request& request) {
-  const Result<ucp_ep_h> endpoint = endpointFor(peers_[static_cast<std::uint32_t>(peer)], tag);
+  Peer& to = peers_[static_cast<std::uint32_t>(peer)];
+  const Result<ucp_ep_h> endpoint = endpointFor(to, tag);
   request.owner = this;
   request.status = endpoint.status();
   request.order = static_cast<std::uint32_t>(peer);
@@ -158,7 +170,8 @@ void UcxTransport::send(PeerId peer, std::uint64_t tag, const void* data, std::s
   }
   ucp_request_param_t param = requestParam(request);
   param.cb.send = &UcxTransport::sendDone;
-  const ucs_status_ptr_t handle = ucp_tag_send_nbx(*endpoint, data, bytes, tag, &param);
+  const auto post = noteSent(to, bytes) ? ucp_tag_send_sync_nbx : ucp_tag_send_nbx;
+  const ucs_status_ptr_t handle = post(*endpoint, data, bytes, tag, &param);
   if (UCS_PTR_IS_PTR(handle)) {
     request.handle = handle;
     return;
@@ -167,17 +180,23 @@ void UcxTransport::send(PeerId peer, std::uint64_t tag, const void* data, std::s
   request.onDone(request);
 }
 
-void UcxTransport::recv(PeerId /*from*/, std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes,
+void UcxTransport::recv(PeerId from, std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes,
                         Request& request) {
   // Of a message that is there and does not fit, a receive is not told what it is; a look at it first is.
-  if (recvIfThere(tag, mask, data, bytes, request)) return;
+  if (receiveIfThere(from, tag, mask, data, bytes, request)) return;
   ucp_tag_recv_info_t info;
   const ucp_request_param_t param = recvParam(request, info);
   noteReceive(request, ucp_tag_recv_nbx(worker_, data, bytes, tag, mask, &param), info);
 }
 
 bool UcxTransport::recvIfThere(std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes, Request& request) {
+  return receiveIfThere(kAnyPeer, tag, mask, data, bytes, request);
+}
+
+bool UcxTransport::receiveIfThere(PeerId from, std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes,
+                                  Request& request) {
   request.owner = this;
+  request.order = static_cast<std::uint32_t>(from);
   request.status = Status::ok();
   request.wanted = tag;
   request.capacity = bytes;
@@ -209,6 +228,8 @@ void UcxTransport::noteReceive(Request& request, ucs_status_ptr_t handle, const 
 // UCX tells what was sent also where it did not fit.
 Status UcxTransport::received(Request& request, ucs_status_t status, const ucp_tag_recv_info_t& info) {
   if (status != UCS_OK && status != UCS_ERR_MESSAGE_TRUNCATED) return ucxError("receive", status);
+  const PeerId from{static_cast<std::uint32_t>(request.order)};
+  if (from != kAnyPeer) request.owner->noteReceived(from, info.length);
   return request.noteSent(info.sender_tag, info.length);
 }
 
@@ -246,6 +267,10 @@ bool UcxTransport::progress() {
   isProgressing_ = true;
   const bool any = ucp_worker_progress(worker_) != 0;
   isProgressing_ = false;
+  while (!owed_.empty()) {
+    tellReceived(*owed_.back());
+    owed_.pop_back();
+  }
   tellDone();
   return any;
 }

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -14,6 +15,7 @@
 
 #include "backend/transport/transport.h"
 #include "backend/transport/ucx/ucx_config.h"
+#include "backend/transport/unexpected_bytes.h"
 
 namespace farandole::transport {
 
@@ -21,10 +23,16 @@ namespace farandole::transport {
 // PEER).
 // What ranks say to each other point to point and collectives have endpoints of
 // their own, so that a small message does not queue behind megabytes.
+//
+// A send that UCX copies to its receiver at once is done before anybody wants it.
+// So a receiver tells now and then how much it has received, and who is too far
+// ahead of that sends synchronously: such a send is done when a receive has it.
 class UcxTransport final : public Transport {
  public:
   // Fails with kUnavailable where UCX cannot start; the message says why.
-  static Result<std::unique_ptr<Transport>> create(UcxMemory memory = UcxMemory::kHost);
+  // `unexpectedBytes`: how far a sender may be ahead of its receiver; the same on both sides.
+  static Result<std::unique_ptr<Transport>> create(UcxMemory memory = UcxMemory::kHost,
+                                                   std::size_t unexpectedBytes = kUnexpectedBytes);
   ~UcxTransport() override;
 
   std::string_view name() const override { return "ucx"; }
@@ -37,6 +45,7 @@ class UcxTransport final : public Transport {
   void recv(PeerId from, std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes,
             Request& request) override;
   bool recvIfThere(std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes, Request& request) override;
+  void noteReceived(PeerId from, std::size_t bytes) override;
   void cancel(Request& request) override;
   bool progress() override;
   int eventFd() const override { return eventFd_; }
@@ -49,6 +58,9 @@ class UcxTransport final : public Transport {
   std::string describe(PeerId peer) const override;
 
  private:
+  // Names a transport to its peers: an address is one of these, and UCX's.
+  using Token = std::uint64_t;
+
   struct Peer;
   struct Endpoint {
     Peer* peer;
@@ -59,6 +71,10 @@ class UcxTransport final : public Transport {
     Peer(UcxTransport& transport, PeerId id, std::string_view address)
         : transport(transport), id(id), address(address) {}
 
+    const ucp_address_t* ucxAddress() const {
+      return reinterpret_cast<const ucp_address_t*>(address.data() + sizeof(Token));
+    }
+
     UcxTransport& transport;
     const PeerId id;
     const std::string address;
@@ -67,16 +83,21 @@ class UcxTransport final : public Transport {
     std::optional<bool> firstCarriesPointToPoint;  // known with the first message
     Status failure;                                // once all endpoints have failed, or one some time ago
     std::optional<std::chrono::steady_clock::time_point> brokenAt;  // the first of two
+    std::size_t ahead = 0;                                          // bytes sent that it has not told to have received
+    std::size_t received = 0;                                       // bytes that it has not been told of
   };
 
-  explicit UcxTransport(UcxMemory memory)
-      : memoryType_(memory == UcxMemory::kHost ? UCS_MEMORY_TYPE_HOST : UCS_MEMORY_TYPE_UNKNOWN) {}
+  UcxTransport(UcxMemory memory, std::size_t unexpectedBytes)
+      : memoryType_(memory == UcxMemory::kHost ? UCS_MEMORY_TYPE_HOST : UCS_MEMORY_TYPE_UNKNOWN),
+        unexpectedBytes_(unexpectedBytes) {}
   Status open(UcxMemory memory);
 
   Status open(Endpoint& endpoint);
   // Of the endpoint that carries such messages, with its handle.
   Result<ucp_ep_h> endpointFor(Peer& peer, std::uint64_t tag);
   std::vector<ucp_ep_h> handles() const;
+  bool receiveIfThere(PeerId from, std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes,
+                      Request& request);
   ucp_request_param_t requestParam(Request& request) const;
   ucp_request_param_t recvParam(Request& request, ucp_tag_recv_info_t& info) const;
   static Status received(Request& request, ucs_status_t status, const ucp_tag_recv_info_t& info);
@@ -85,14 +106,27 @@ class UcxTransport final : public Transport {
   void tellDone();
   static void sendDone(void* request, ucs_status_t status, void* user);
   static void recvDone(void* request, ucs_status_t status, const ucp_tag_recv_info_t* info, void* user);
+
+  // Receipts (ucx_receipts.cc).
+  Status listenForReceipts();
+  bool noteSent(Peer& peer, std::size_t bytes);
+  void tellReceived(Peer& peer);
+  static ucs_status_t receiptCame(void* arg, const void* header, std::size_t headerBytes, void* data, std::size_t bytes,
+                                  const ucp_am_recv_param_t* param);
+  static void receiptSent(void* handle, ucs_status_t status, void* user);
+
   static void endpointFailed(void* arg, ucp_ep_h handle, ucs_status_t status);
 
   const ucs_memory_type_t memoryType_;  // of what is sent and received; unknown: UCX looks
+  const std::size_t unexpectedBytes_;
+  Token token_ = 0;
   ucp_context_h context_ = nullptr;
   ucp_worker_h worker_ = nullptr;
   int eventFd_ = -1;
   std::string address_;
   std::deque<Peer> peers_;  // by PeerId; UCX keeps pointers into it
+  std::map<Token, Peer*> byToken_;
+  std::vector<Peer*> owed_;  // a receipt, once UCX has progressed
   // What UCX completed while it progressed, in that order. A message that is sent from inside a
   // callback of UCX's overtakes those that UCX holds back for lack of room (seen over TCP).
   bool isProgressing_ = false;

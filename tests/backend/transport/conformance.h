@@ -23,6 +23,8 @@ struct Kind {
   std::size_t answersFrom;
   // Both ends are in one process.
   bool isInProcess = false;
+  // How much of a peer's messages a process keeps that no receive has wanted yet; 0: more than a test sends.
+  std::size_t unexpectedBytes = 0;
 };
 
 const std::vector<Kind>& kinds();

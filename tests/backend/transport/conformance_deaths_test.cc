@@ -267,6 +267,20 @@ TEST_P(TransportDeaths, WhatItSentBeforeIsReceivedFirst) {
   });
 }
 
+// Of what it never received, also what its sender was too far ahead with.
+TEST_P(TransportDeaths, WhatItNeverReceivedEndsWithIt) {
+  leavesNothing([&] {
+    begin(stay);
+    for (int i = 0; i < 200; ++i) send(4000, 1);
+    progressUntil([] { return false; }, 50ms);
+    const bool isBounded = GetParam().unexpectedBytes > 0;
+    EXPECT_FALSE(isBounded && std::ranges::all_of(messages_, &Passing::done));
+    kill();
+    expectTheEnd();
+    end();
+  });
+}
+
 // Both send and receive all the time.
 void exchange(Transport& transport, PeerId peer, Messages& messages, const std::function<bool()>& goesOn) {
   std::mt19937 random(5);

@@ -86,5 +86,22 @@ TEST(Ring, SaysThatAWriterWaitsOnceThereIsRoom) {
   }
 }
 
+TEST(Ring, TellsItsWriterWithinARoundThatMessagesAreToStay) {
+  Ring ring(kSmall);
+  RingWriter writer(ring.memory.data(), kSmall);
+  RingReader reader(ring.memory.data(), kSmall);
+  reader.holdBack(true);
+  unsigned written = 0;
+  while (!writer.isHeldBack()) {
+    ASSERT_LE(++written, kSmall.cells + 1);
+    ASSERT_TRUE(writer.write(eager(written, 0), {}));
+    ASSERT_NE(reader.front(), nullptr);
+    (void)reader.pop();
+  }
+  EXPECT_TRUE(writer.isHeldBack());
+  reader.holdBack(false);
+  EXPECT_FALSE(writer.isHeldBack());
+}
+
 }  // namespace
 }  // namespace farandole::transport
