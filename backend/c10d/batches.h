@@ -20,7 +20,7 @@ void forEachPeer(int rank, int size, std::vector<BatchEntry> entries, const Laun
     for (const std::uint32_t index : batch.ops) {
       BatchEntry& entry = entries[index];
       const bool isSend = entry.direction == p2p::Direction::kSend;
-      items.push_back({std::move(entry.tensor), batch.peer, static_cast<std::uint32_t>(entry.tag), isSend});
+      items.push_back({std::move(entry.tensor), batch.peer, static_cast<std::uint32_t>(entry.tag), isSend, entry.key});
     }
     launch(batch.peer, std::move(items));
   }

@@ -23,6 +23,7 @@ struct CudaMessage {
   at::Tensor tensor;
   int peer;
   std::uint32_t tag;
+  std::uint64_t key = 0;  // what torch knows it by, where somebody is told of its end
 };
 
 // A pool of torch's caching allocator, as torch numbers it; and a piece of its memory.

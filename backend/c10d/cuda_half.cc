@@ -85,16 +85,19 @@ void ProcessGroupFarandole::meetForCudaMessages(MeetingPlace& place, const std::
   cudaMessages_ = std::move(met).value();
 }
 
-std::map<int, WorkPtr> ProcessGroupFarandole::postOnCuda(std::vector<BatchEntry> entries, const std::string& label) {
+std::map<int, WorkPtr> ProcessGroupFarandole::postOnCuda(std::vector<BatchEntry> entries, const std::string& label,
+                                                         const std::shared_ptr<PartsReport>& report) {
   const at::Device device = entries[0].tensor.device();
   for (const BatchEntry& entry : entries) {
     TORCH_CHECK_VALUE(entry.tensor.device() == device, "a batch has tensors on ", device, " and on ",
                       entry.tensor.device(), "; expected one CUDA device");
   }
-  return cudaMessages_ != nullptr ? postOnUcx(std::move(entries), label) : postOnNccl(std::move(entries));
+  return cudaMessages_ != nullptr ? postOnUcx(std::move(entries), label, report)
+                                  : postOnNccl(std::move(entries), report);
 }
 
-std::map<int, WorkPtr> ProcessGroupFarandole::postOnUcx(std::vector<BatchEntry> entries, const std::string& label) {
+std::map<int, WorkPtr> ProcessGroupFarandole::postOnUcx(std::vector<BatchEntry> entries, const std::string& label,
+                                                        const std::shared_ptr<PartsReport>& report) {
   for (const BatchEntry& entry : entries) throwIfError(cudaMessages_->canReach(entry.peer));
   auto mark = cudaMessages_->mark(entries[0].tensor.device());
   throwIfError(mark.status());
@@ -107,8 +110,9 @@ std::map<int, WorkPtr> ProcessGroupFarandole::postOnUcx(std::vector<BatchEntry> 
                         : isSend                         ? OpType::SEND
                                                          : OpType::RECV;
     const char* const title = isBatch ? "farandole:batch_p2p" : isSend ? "farandole:send" : "farandole:recv";
-    auto work = c10::make_intrusive<GatedMessagesWork>(cudaMessages_->communicator(),
-                                                       workOptions(type, title, ::c10d::kUnsetTimeout, items.size()));
+    WorkOptions options = workOptions(type, title, ::c10d::kUnsetTimeout, items.size());
+    if (report != nullptr) options.onDone = report->expect();
+    auto work = c10::make_intrusive<GatedMessagesWork>(cudaMessages_->communicator(), std::move(options));
     work->setItems(std::move(items), label);
     cudaMessages_->launch(work, *mark);
     works.emplace(peer, std::move(work));
@@ -116,19 +120,27 @@ std::map<int, WorkPtr> ProcessGroupFarandole::postOnUcx(std::vector<BatchEntry> 
   return works;
 }
 
-std::map<int, WorkPtr> ProcessGroupFarandole::postOnNccl(std::vector<BatchEntry> entries) {
+std::map<int, WorkPtr> ProcessGroupFarandole::postOnNccl(std::vector<BatchEntry> entries,
+                                                         std::shared_ptr<PartsReport> report) {
   const at::Device device = entries[0].tensor.device();
   std::vector<CudaMessage> messages;
   messages.reserve(entries.size());
   for (BatchEntry& entry : entries) {
     messages.push_back({entry.direction == p2p::Direction::kSend, std::move(entry.tensor), entry.peer,
-                        static_cast<std::uint32_t>(entry.tag)});
+                        static_cast<std::uint32_t>(entry.tag), entry.key});
   }
   const bool isBatch = messages.size() > 1;
   const OpType type = isBatch ? OpType::COALESCED : messages[0].isSend ? OpType::SEND : OpType::RECV;
   const char* const title = isBatch ? "farandole:batch_p2p" : messages[0].isSend ? "farandole:send" : "farandole:recv";
-  const WorkOptions options = workOptions(type, title, ::c10d::kUnsetTimeout, messages.size());
-  return cuda().post(options, device, std::move(messages));
+  WorkOptions options = workOptions(type, title, ::c10d::kUnsetTimeout, messages.size());
+  if (!isBatch && messages[0].key == 0) messages[0].key = options.key;
+  // Each message tells of its own end.
+  const bool isOwnReport = report == nullptr && isBatch;
+  if (isOwnReport) report = PartsReport::of(std::move(options.onDone));
+  if (report != nullptr) options.onDone = report->expect(messages.size());
+  auto works = cuda().post(options, device, std::move(messages));
+  if (isOwnReport && report != nullptr) report->close();
+  return works;
 }
 
 }  // namespace farandole::backend

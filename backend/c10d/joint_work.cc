@@ -20,6 +20,17 @@ c10::List<FuturePtr> futuresOf(const std::vector<c10::intrusive_ptr<::c10d::Work
 
 }  // namespace
 
+WaitLimit::WaitLimit(milliseconds timeout)
+    : timeout_(timeout),
+      isOwn_(timeout == kNoTimeout || timeout == ::c10d::kUnsetTimeout),
+      deadline_(deadlineIn(isOwn_ ? milliseconds(0) : timeout)) {}
+
+milliseconds WaitLimit::left() const {
+  if (isOwn_) return timeout_;
+  const auto rest = std::chrono::ceil<milliseconds>(deadline_ - std::chrono::steady_clock::now());
+  return std::max(rest, milliseconds(1));
+}
+
 bool JointWork::isCompleted() {
   return std::ranges::all_of(works_, [](const auto& work) { return work->isCompleted(); });
 }
@@ -44,19 +55,12 @@ std::vector<at::Tensor> JointWork::result() {
 }
 
 bool JointWork::wait(milliseconds timeout) {
-  using std::chrono::steady_clock;
-  const bool isOwn = timeout == kNoTimeout || timeout == ::c10d::kUnsetTimeout;
-  const auto deadline = deadlineIn(isOwn ? milliseconds(0) : timeout);
-  // What is left of it; none at all would be no limit.
-  const auto left = [&] {
-    const auto rest = std::chrono::ceil<milliseconds>(deadline - steady_clock::now());
-    return isOwn ? timeout : std::max(rest, milliseconds(1));
-  };
+  const WaitLimit limit(timeout);
   // All are waited for, also after a failure: the buffers are the caller's again when this returns.
   std::exception_ptr first;
   for (const auto& work : works_) {
     try {
-      work->wait(left());
+      work->wait(limit.left());
     } catch (...) {
       if (first == nullptr) first = std::current_exception();
     }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 #include <vector>
@@ -25,6 +26,19 @@ std::chrono::milliseconds timeoutOf(const W& work) {
     return kNoTimeout;
   }
 }
+
+// What wait() was given, for several works that are waited for one after the other.
+class WaitLimit {
+ public:
+  explicit WaitLimit(std::chrono::milliseconds timeout);
+  // For the next one. At least a millisecond, since none at all would be no limit.
+  std::chrono::milliseconds left() const;
+
+ private:
+  const std::chrono::milliseconds timeout_;
+  const bool isOwn_;  // none was given
+  const std::chrono::steady_clock::time_point deadline_;
+};
 
 // Several works as one: done when all are.
 class JointWork final : public ::c10d::Work {

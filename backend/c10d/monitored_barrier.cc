@@ -50,7 +50,7 @@ void ProcessGroupFarandole::monitoredBarrier(const ::c10d::BarrierOptions& opts,
     if (!failure.empty()) flight->fail();
   }
   if (onDone) {
-    onDone({OpType::BARRIER, options.sequence, 0, failure.empty(), started, std::chrono::steady_clock::now()});
+    onDone({OpType::BARRIER, options.sequence, {}, failure.empty(), started, std::chrono::steady_clock::now()});
   }
   TORCH_CHECK_WITH(DistBackendError, failure.empty(), "farandole: ", communicator_->nameOf(rank_), ": ", failure);
 }

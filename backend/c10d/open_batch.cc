@@ -4,7 +4,7 @@
 
 namespace farandole::backend {
 
-void OpenBatch::open(int rank) {
+void OpenBatch::open() {
   std::lock_guard lock(mutex_);
   TORCH_CHECK(
       !batch_ || thread_ == std::this_thread::get_id(),
@@ -14,7 +14,7 @@ void OpenBatch::open(int rank) {
   const auto dropThis = [weak = weak_from_this(), number = ++numOpened_] {
     if (const auto batch = weak.lock()) batch->drop(number);
   };
-  batch_.emplace(Batch{numOpened_, {}, {}, c10::make_intrusive<BatchMemberWork>(rank, dropThis)});
+  batch_.emplace(Batch{numOpened_, {}, {}, std::make_shared<WorkOfBatch>(dropThis)});
   thread_ = std::this_thread::get_id();
   isOpen_ = true;
 }

@@ -22,6 +22,7 @@ struct BatchEntry {
   at::Tensor tensor;
   int peer;
   int tag;
+  std::uint64_t key = 0;  // of the member that c10d was given for it, where somebody is told of its end
 };
 
 // Operations between startCoalescing and endCoalescing, of one thread.
@@ -29,7 +30,7 @@ struct Batch {
   std::uint64_t number;  // among those of its group
   std::vector<BatchEntry> entries;
   std::vector<c10::intrusive_ptr<::c10d::Work>> collectives;
-  c10::intrusive_ptr<BatchMemberWork> member;
+  std::shared_ptr<WorkOfBatch> work;
 };
 
 // The batch that is open on a group, if there is one. It may be outlived by the works of its members, and outlive the
@@ -37,7 +38,7 @@ struct Batch {
 class OpenBatch : public std::enable_shared_from_this<OpenBatch> {
  public:
   // Throws while another thread has one open; one of this thread that was never ended is dropped.
-  void open(int rank);
+  void open();
   // This thread's, or null.
   Batch* find();
   // This thread's, which is open no more; throws when there is none.

@@ -51,11 +51,12 @@ WorkPtr ProcessGroupFarandole::pointToPoint(Direction direction, Tensors& tensor
     checkTag(name, tag);
   });
   if (batch != nullptr) {
-    batch->entries.push_back({direction, tensors[0], peer, tag});
-    return batch->member;
+    const std::uint64_t key = hooks_->keyIfTold();
+    batch->entries.push_back({direction, tensors[0], peer, tag, key});
+    return c10::make_intrusive<BatchMemberWork>(rank_, batch->work, key);
   }
   if (tensors[0].is_cuda()) {
-    auto works = postOnCuda({{direction, tensors[0], peer, tag}}, "");
+    auto works = postOnCuda({{direction, tensors[0], peer, tag}}, "", nullptr);
     return std::move(works.begin()->second);
   }
   auto work = c10::make_intrusive<MessagesWork>(
@@ -77,7 +78,7 @@ WorkPtr ProcessGroupFarandole::recvAnysource(Tensors& tensors, int tag) {
                       "recv: src is any rank inside a batch; expected a rank, a batch is ordered by peer");
   });
   if (tensors[0].is_cuda()) {
-    auto works = postOnUcx({{Direction::kRecv, tensors[0], collective::kAnySource, tag}}, "");
+    auto works = postOnUcx({{Direction::kRecv, tensors[0], collective::kAnySource, tag}}, "", nullptr);
     return std::move(works.begin()->second);
   }
   auto work = c10::make_intrusive<MessagesWork>(
@@ -91,19 +92,21 @@ Result<std::unique_ptr<RepeatedMessage>> ProcessGroupFarandole::repeat(const Rep
   return makeRepeatedMessage(context_, communicator_, counts_, flight_, timeout_, spec);
 }
 
-void ProcessGroupFarandole::startCoalescing() { openBatch_->open(rank_); }
+void ProcessGroupFarandole::startCoalescing() { openBatch_->open(); }
 
 WorkPtr ProcessGroupFarandole::endCoalescing() {
   Batch batch = openBatch_->take();
   std::vector<WorkPtr> works = std::move(batch.collectives);
-  for (auto& [peer, work] : postBatch(std::move(batch.entries), "")) works.push_back(std::move(work));
+  const auto report = batch.entries.empty() ? nullptr : PartsReport::of(hooks_->follow());
+  for (auto& [peer, work] : postBatch(std::move(batch.entries), "", report)) works.push_back(std::move(work));
+  if (report != nullptr) report->close();
   WorkPtr whole;
   if (works.size() == 1) {
     whole = works[0];
   } else {
     whole = c10::make_intrusive<JointWork>(rank_, OpType::COALESCED, std::move(works));
   }
-  batch.member->setBatch(whole);
+  batch.work->set(whole);
   return whole;
 }
 
@@ -113,18 +116,19 @@ std::map<int, WorkPtr> ProcessGroupFarandole::batchP2p(std::vector<BatchEntry> e
     checkRank("batch_p2p", entry.direction == Direction::kSend ? "dst" : "src", entry.peer, size_);
     checkTag("batch_p2p", entry.tag);
   }
-  return postBatch(std::move(entries), label);
+  return postBatch(std::move(entries), label, nullptr);
 }
 
-std::map<int, WorkPtr> ProcessGroupFarandole::postBatch(std::vector<BatchEntry> entries, const std::string& label) {
+std::map<int, WorkPtr> ProcessGroupFarandole::postBatch(std::vector<BatchEntry> entries, const std::string& label,
+                                                        const std::shared_ptr<PartsReport>& report) {
   RECORD_FUNCTION(label.empty() ? "farandole:batch_p2p" : "farandole:batch_p2p " + label, {});
   const auto onCuda = std::stable_partition(entries.begin(), entries.end(),
                                             [](const BatchEntry& entry) { return !entry.tensor.is_cuda(); });
-  if (onCuda == entries.end()) return postOnCpu(std::move(entries), label);
+  if (onCuda == entries.end()) return postOnCpu(std::move(entries), label, report);
   std::vector<BatchEntry> rest(std::make_move_iterator(onCuda), std::make_move_iterator(entries.end()));
   entries.erase(onCuda, entries.end());
-  std::map<int, WorkPtr> works = postOnCpu(std::move(entries), label);
-  for (auto& [peer, work] : postOnCuda(std::move(rest), label)) {
+  std::map<int, WorkPtr> works = postOnCpu(std::move(entries), label, report);
+  for (auto& [peer, work] : postOnCuda(std::move(rest), label, report)) {
     WorkPtr& one = works[peer];
     if (one != nullptr) {
       work = c10::make_intrusive<JointWork>(rank_, OpType::COALESCED, std::vector{std::move(one), std::move(work)});
@@ -134,11 +138,13 @@ std::map<int, WorkPtr> ProcessGroupFarandole::postBatch(std::vector<BatchEntry> 
   return works;
 }
 
-std::map<int, WorkPtr> ProcessGroupFarandole::postOnCpu(std::vector<BatchEntry> entries, const std::string& label) {
+std::map<int, WorkPtr> ProcessGroupFarandole::postOnCpu(std::vector<BatchEntry> entries, const std::string& label,
+                                                        const std::shared_ptr<PartsReport>& report) {
   std::map<int, WorkPtr> works;
   forEachPeer(rank_, size_, std::move(entries), [&](int peer, std::vector<MessagesOperation::Item> items) {
-    auto work = c10::make_intrusive<MessagesWork>(
-        communicator_, workOptions(OpType::COALESCED, "farandole:batch_p2p", ::c10d::kUnsetTimeout, items.size()));
+    WorkOptions options = workOptions(OpType::COALESCED, "farandole:batch_p2p", ::c10d::kUnsetTimeout, items.size());
+    if (report != nullptr) options.onDone = report->expect();
+    auto work = c10::make_intrusive<MessagesWork>(communicator_, std::move(options));
     work->setItems(std::move(items), label);
     work->launch();
     works.emplace(peer, std::move(work));

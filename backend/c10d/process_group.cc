@@ -222,7 +222,8 @@ WorkOptions ProcessGroupFarandole::workOptions(::c10d::OpType type, const char* 
           hooks_->extraTimeout(),
       hooks_->follow(),
       hooks_->areTold(),
-      flight_};
+      flight_,
+      hooks_->keyIfTold()};
 }
 
 std::string ProcessGroupFarandole::transportOf(int rank) {

@@ -202,12 +202,16 @@ class ProcessGroupFarandole final : public ::c10d::Backend, public RepeatedMessa
   void meetForCudaMessages(MeetingPlace& place, const std::vector<collective::Member>& members,
                            std::shared_ptr<void> keepAlive);
 
-  // What batchP2p does once the entries are checked.
-  std::map<int, WorkPtr> postBatch(std::vector<BatchEntry> entries, const std::string& label);
-  std::map<int, WorkPtr> postOnCpu(std::vector<BatchEntry> entries, const std::string& label);
-  std::map<int, WorkPtr> postOnCuda(std::vector<BatchEntry> entries, const std::string& label);
-  std::map<int, WorkPtr> postOnNccl(std::vector<BatchEntry> entries);
-  std::map<int, WorkPtr> postOnUcx(std::vector<BatchEntry> entries, const std::string& label);
+  // What batchP2p does once the entries are checked. `report`: of a batch that is one call; or null.
+  std::map<int, WorkPtr> postBatch(std::vector<BatchEntry> entries, const std::string& label,
+                                   const std::shared_ptr<PartsReport>& report);
+  std::map<int, WorkPtr> postOnCpu(std::vector<BatchEntry> entries, const std::string& label,
+                                   const std::shared_ptr<PartsReport>& report);
+  std::map<int, WorkPtr> postOnCuda(std::vector<BatchEntry> entries, const std::string& label,
+                                    const std::shared_ptr<PartsReport>& report);
+  std::map<int, WorkPtr> postOnNccl(std::vector<BatchEntry> entries, std::shared_ptr<PartsReport> report);
+  std::map<int, WorkPtr> postOnUcx(std::vector<BatchEntry> entries, const std::string& label,
+                                   const std::shared_ptr<PartsReport>& report);
   WorkPtr pointToPoint(p2p::Direction direction, Tensors& tensors, int peer, int tag);
   // On the device of the tensors. What is read or written beyond `results` is in `kept`.
   WorkPtr runCollective(::c10d::OpType type, const char* title, const Call& call, Tensors results, Tensors kept,

@@ -1,6 +1,7 @@
 #include "backend/c10d/sparse_all_reduce.h"
 
 #include "backend/c10d/callback_threads.h"
+#include "backend/c10d/joint_work.h"
 #include "backend/c10d/process_group.h"
 #include "backend/c10d/program_calls.h"
 #include "backend/c10d/reduce_kernels.h"
@@ -13,6 +14,22 @@ namespace {
 
 constexpr ::c10d::OpType kType = ::c10d::OpType::_ALLREDUCE_SPARSE;
 constexpr const char* kTitle = "farandole:all_reduce_sparse";
+
+// Throws when it is not done; what it failed for is the sum's error.
+void awaitRound(CollectiveWork& round, const WaitLimit& limit) {
+  try {
+    round.wait(limit.left());
+  } catch (const std::exception&) {
+    if (!round.isDone()) throw;
+  }
+}
+
+// Of a part of it, whose end nobody is told of.
+WorkOptions unheard(WorkOptions options) {
+  options.onDone = nullptr;
+  options.key = 0;
+  return options;
+}
 
 }  // namespace
 
@@ -30,10 +47,11 @@ WorkPtr ProcessGroupFarandole::allreduce_sparse(Tensors& tensors, const ::c10d::
   if (tensor.is_cuda()) {
     work = sumOnCuda(std::move(sum), opts);
   } else {
-    auto shapes = makeCollective(kType, kTitle, opts.timeout);
-    auto values = makeCollective(kType, kTitle, opts.timeout);
-    auto sparse =
-        c10::make_intrusive<SparseAllReduceWork>(std::move(sum), topology(), std::move(shapes), std::move(values));
+    const WorkOptions options = workOptions(kType, kTitle, opts.timeout);
+    auto shapes = c10::make_intrusive<CollectiveWork>(communicator_, unheard(options));
+    auto values = c10::make_intrusive<CollectiveWork>(communicator_, unheard(workOptions(kType, kTitle, opts.timeout)));
+    auto sparse = c10::make_intrusive<SparseAllReduceWork>(options, std::move(sum), topology(), std::move(shapes),
+                                                           std::move(values));
     sparse->launch();
     work = std::move(sparse);
   }
@@ -44,30 +62,48 @@ WorkPtr ProcessGroupFarandole::allreduce_sparse(Tensors& tensors, const ::c10d::
 WorkPtr ProcessGroupFarandole::sumOnCuda(SparseSum sum, const ::c10d::AllreduceOptions& opts) {
   // The calls of NCCL must come in the order of the program, on all ranks: the host waits for the shapes here, as it
   // has for coalescing. All else is in order on the current stream.
-  runProgram(kType, kTitle, opts, {}, sum.shapeTensors(), [&](Program& program) {
+  const WorkOptions options = workOptions(kType, kTitle, opts.timeout);
+  const auto started = std::chrono::steady_clock::now();
+  const at::Device device = sum.tensor().device();
+  CudaGroup* group = nullptr;
+  try {
+    auto shapes = c10::make_intrusive<CollectiveWork>(communicator_, unheard(options));
+    shapes->setTensors({}, sum.shapeTensors());
+    Program program;
     ProgramCalls calls(program, topology());
     sum.gatherShapes(calls);
-  })->wait();
-  sum.prepareValues();
-  const at::Device device = sum.tensor().device();
-  CudaGroup& group = cuda();
-  group.run(workOptions(kType, kTitle, opts.timeout), device, false, {}, sum.valueTensors(),
-            [&](CollectiveCalls& calls) { sum.gatherValues(calls); });
-  sum.addUp();
-  // No calls: its end is that of the addition.
-  return group.run(workOptions(kType, kTitle, opts.timeout), device, false, {sum.tensor()}, {},
-                   [](CollectiveCalls&) {});
+    shapes->setProgram(std::move(program), static_cast<std::uint32_t>(options.sequence));
+    shapes->launch();
+    shapes->wait();
+    sum.prepareValues();
+    group = &cuda();
+    group->run(unheard(workOptions(kType, kTitle, opts.timeout)), device, false, {}, sum.valueTensors(),
+               [&](CollectiveCalls& into) { sum.gatherValues(into); });
+    sum.addUp();
+  } catch (...) {
+    if (options.onDone) {
+      options.onDone({kType, options.sequence, {}, false, started, std::chrono::steady_clock::now()});
+    }
+    throw;
+  }
+  // No calls: its end is that of the addition, and of the whole.
+  WorkOptions last = workOptions(kType, kTitle, opts.timeout);
+  last.onDone = options.onDone;
+  last.key = options.key;
+  return group->run(last, device, false, {sum.tensor()}, {}, [](CollectiveCalls&) {});
 }
 
-SparseAllReduceWork::SparseAllReduceWork(SparseSum sum, const collective::Topology& topology,
+SparseAllReduceWork::SparseAllReduceWork(WorkOptions options, SparseSum sum, const collective::Topology& topology,
                                          c10::intrusive_ptr<CollectiveWork> shapes,
                                          c10::intrusive_ptr<CollectiveWork> values)
     : Work(topology.rank, kType),
+      options_(std::move(options)),
       sum_(std::move(sum)),
       topology_(topology),
       shapes_(std::move(shapes)),
       values_(std::move(values)),
-      future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))) {}
+      future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()))),
+      futureResult_(c10::make_intrusive<c10::ivalue::Future>(c10::IntType::get())) {}
 
 void SparseAllReduceWork::launch() {
   Program program;
@@ -126,27 +162,40 @@ void SparseAllReduceWork::afterValues() {
   end();
 }
 
+::c10d::WorkResult SparseAllReduceWork::workResult() const {
+  if (error_ == nullptr) return ::c10d::WorkResult::SUCCESS;
+  if (shapes_->exception() != nullptr) return resultOf(shapes_->status());
+  // Neither round's, or the values': it was given other ranks' shapes that do not fit, say.
+  return hasValues_ && values_->exception() != nullptr ? resultOf(values_->status()) : ::c10d::WorkResult::UNKNOWN;
+}
+
 void SparseAllReduceWork::end() {
   if (isDone_.exchange(true)) return;
+  const auto finished = std::chrono::steady_clock::now();
+  if (options_.onDone) duration_ = std::chrono::duration<float, std::milli>(finished - started_).count();
+  futureResult_->markCompleted(static_cast<std::int64_t>(workResult()));
   if (error_ != nullptr) {
     future_->setError(error_);
   } else {
     future_->markCompleted(c10::IValue(result()));
   }
+  if (!options_.onDone) return;
+  options_.onDone({kType, options_.sequence, {options_.key}, error_ == nullptr, started_, finished});
+}
+
+float SparseAllReduceWork::getDuration() const {
+  const float duration = duration_;
+  checkDuration(kType, duration);
+  return duration;
 }
 
 bool SparseAllReduceWork::wait(milliseconds timeout) {
-  try {
-    shapes_->wait(timeout);
-    afterShapes();
-    if (hasValues_) values_->wait(timeout);
-  } catch (const std::exception&) {
-    // The round's error is this one's, found below.
-  }
+  const WaitLimit limit(timeout);
+  awaitRound(*shapes_, limit);
+  afterShapes();
   if (hasValues_) {
+    awaitRound(*values_, limit);
     afterValues();
-  } else {
-    afterShapes();
   }
   future_->wait();  // another thread may be about to complete it
   if (error_ != nullptr) std::rethrow_exception(error_);

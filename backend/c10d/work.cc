@@ -13,7 +13,6 @@
 #include "backend/common/deadline.h"
 
 namespace farandole::backend {
-namespace {
 
 ::c10d::WorkResult resultOf(const Status& status) {
   switch (status.code()) {
@@ -24,7 +23,10 @@ namespace {
   }
 }
 
-}  // namespace
+void checkDuration(::c10d::OpType type, float milliseconds) {
+  TORCH_CHECK(milliseconds >= 0, "farandole: ", ::c10d::opTypeToString(type),
+              " has no duration: it is not done, or was started before enableCollectivesTiming");
+}
 
 template <typename Base>
 WorkOf<Base>::WorkOf(std::shared_ptr<Communicator> communicator, WorkOptions options)
@@ -35,7 +37,8 @@ WorkOf<Base>::WorkOf(std::shared_ptr<Communicator> communicator, WorkOptions opt
       timeout_(options.timeout),
       onDone_(std::move(options.onDone)),
       isDoneAtOnce_(options.isDoneAtOnce),
-      flight_(options.flight) {
+      flight_(options.flight),
+      key_(options.key) {
   Base::setTimeout(timeout_);
 }
 
@@ -88,8 +91,8 @@ void WorkOf<Base>::endFlight(const Status& status) {
 
 template <typename Base>
 void WorkOf<Base>::report(std::chrono::steady_clock::time_point started) {
-  WorkReport report{retrieveOpType(), sequence_, 0, isSuccess(), started, std::chrono::steady_clock::now()};
-  if constexpr (requires(const WorkOf& work) { work.getCompletionKey(); }) report.key = this->getCompletionKey();
+  const WorkReport report{retrieveOpType(), sequence_, Base::keys(key_),
+                          isSuccess(),      started,   std::chrono::steady_clock::now()};
   duration_ = report.duration().count();
   onDone_(report);
 }
@@ -97,8 +100,7 @@ void WorkOf<Base>::report(std::chrono::steady_clock::time_point started) {
 template <typename Base>
 float WorkOf<Base>::getDuration() const {
   const float duration = duration_;
-  TORCH_CHECK(duration >= 0, "farandole: ", ::c10d::opTypeToString(opType_),
-              " has no duration: it is not done, or was started before enableCollectivesTiming");
+  checkDuration(opType_, duration);
   return duration;
 }
 
@@ -129,7 +131,16 @@ bool WorkOf<Base>::wait(milliseconds timeout) {
                 ": wait() in a process that was forked from the one that began it; expected it there");
     const bool isOwn = timeout == kNoTimeout || timeout == ::c10d::kUnsetTimeout;
     const auto deadline = isOwn ? Base::deadline() : std::min(Base::deadline(), deadlineIn(timeout));
-    if (!Base::wait(deadline)) Base::communicator_->timeOut(*this, isOwn ? timeout_ : timeout);
+    if (!Base::wait(deadline)) {
+      const bool isLast = isOwn || deadline == Base::deadline();
+      if (isLast || Base::kIsPointToPoint) {
+        Base::communicator_->timeOut(*this, isLast ? timeout_ : timeout);
+      } else {
+        // The other ranks may wait for what this one has begun: it ends by its own timeout only.
+        Base::want();
+        throwIfError(Base::communicator_->latenessOf(*this, timeout));
+      }
+    }
   }
   endRange();
   if (hasFuture_) {  // who has waited for the work finds its future complete
@@ -212,6 +223,13 @@ std::string MessagesOperation::describe() const {
   // A timeout, say, comes before the rest of the batch is done.
   if (!contradiction_) text += ", in which " + std::string(contradiction_.message());
   return text;
+}
+
+c10::SmallVector<std::uint64_t, 1> MessagesOperation::keys(std::uint64_t own) const {
+  if (items_[0].key == 0) return {own};
+  c10::SmallVector<std::uint64_t, 1> keys;
+  for (const Item& item : items_) keys.push_back(item.key);
+  return keys;
 }
 
 std::vector<at::Tensor> MessagesOperation::results() const {

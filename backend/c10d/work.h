@@ -29,7 +29,13 @@ struct WorkOptions {
   WorkHooks::OnDone onDone;             // or empty
   bool isDoneAtOnce = false;            // it is called as soon as the work has ended
   const GroupFlight* flight = nullptr;  // or it is not recorded
+  std::uint64_t key = 0;                // what torch knows it by (WorkHooks::keyIfTold)
 };
+
+// What getFutureResult() tells.
+::c10d::WorkResult resultOf(const Status& status);
+// What getDuration() has: throws where it is negative.
+void checkDuration(::c10d::OpType type, float milliseconds);
 
 // An operation as c10d sees it. The operation is the state; c10d::Work's own
 // mutex, condition and flags stay unused.
@@ -46,6 +52,7 @@ class WorkOf : public ::c10d::Work, public Base {
   std::exception_ptr exception() const override;
   std::vector<at::Tensor> result() override { return Base::results(); }
   void synchronize() override { wait(); }
+  // With a timeout: a collective that is not done by then goes on, and may be waited for again; a message is given up.
   bool wait(milliseconds timeout = kNoTimeout) override;
   void abort() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
@@ -57,6 +64,9 @@ class WorkOf : public ::c10d::Work, public Base {
   // Overrides from torch 2.12 on.
   // NOLINTNEXTLINE(modernize-use-override)
   virtual milliseconds getTimeout() const { return timeout_; }
+  // Overrides where torch has it (2.15).
+  // NOLINTNEXTLINE(modernize-use-override)
+  virtual std::uint64_t getCompletionKey() const { return key_; }
 
  protected:
   void ending(const Status& status) override { endFlight(status); }
@@ -81,6 +91,7 @@ class WorkOf : public ::c10d::Work, public Base {
   const WorkHooks::OnDone onDone_;
   const bool isDoneAtOnce_;
   const GroupFlight* const flight_;
+  const std::uint64_t key_;
   std::unique_ptr<ProfiledRange> range_;          // only while somebody listens
   std::uint64_t flightNumber_ = 0;                // of its first entry in the recorder
   std::atomic<float> duration_{-1};               // milliseconds, or negative
@@ -100,6 +111,7 @@ class MessagesOperation : public collective::Operation {
     int peer;  // or kAnySource
     std::uint32_t tag;
     bool isSend;
+    std::uint64_t key = 0;  // in a batch, and where somebody is told: what torch knows it by
   };
   // Before launch().
   void setItem(Item item) { items_.push_back(std::move(item)); }
@@ -121,6 +133,8 @@ class MessagesOperation : public collective::Operation {
   std::uint64_t recordFlight(observe::FlightRecorder& recorder, observe::FlightRecord& record, ::c10d::OpType type,
                              observe::FlightState state) const;
   std::uint32_t numFlightEntries() const { return static_cast<std::uint32_t>(items_.size()); }
+  // What torch knows these messages by, of a work that it knows by `own`.
+  c10::SmallVector<std::uint64_t, 1> keys(std::uint64_t own) const;
   // Once done: the source of what was received from any rank.
   std::int16_t foundPeer() const {
     const bool isFound = items_[0].peer == collective::kAnySource && posted_ > 0;
@@ -165,6 +179,7 @@ class CollectiveOperation : public collective::ProgramOperation {
   std::uint64_t recordFlight(observe::FlightRecorder& recorder, observe::FlightRecord& record, ::c10d::OpType type,
                              observe::FlightState state) const;
   std::uint32_t numFlightEntries() const { return 1; }
+  static c10::SmallVector<std::uint64_t, 1> keys(std::uint64_t own) { return {own}; }
   std::int16_t foundPeer() const { return observe::FlightRecord::kNoPeer; }
 
  private:

@@ -26,9 +26,12 @@ void callCompletionHook(const Hook& hook, const WorkReport& report) {
   if constexpr (!std::is_same_v<Hook, std::function<void()>>) {
     [&]<typename Args>(const std::function<void(const Args&)>& typed) {
       Args args;
-      args.completionKey = report.key;
       args.duration_ms = report.duration().count();
-      typed(args);
+      for (const std::uint64_t key : report.keys) {
+        if (key == 0) continue;  // it began before there was this hook
+        args.completionKey = key;
+        typed(args);
+      }
     }(hook);
   }
 }
@@ -51,7 +54,7 @@ class WorkHooks::Followed {
 
   void report(const WorkReport& report) {
     hooks_->report(report);
-    end();
+    if (report.of != WorkReport::Of::kPart) end();
   }
 
  private:
@@ -84,13 +87,18 @@ std::chrono::milliseconds WorkHooks::extraTimeout() {
   return sum;
 }
 
+std::uint64_t WorkHooks::keyIfTold() const {
+  static std::atomic<std::uint64_t> next{1};
+  return areTold() ? next.fetch_add(1, std::memory_order_relaxed) : 0;
+}
+
 void WorkHooks::report(const WorkReport& report) {
   std::shared_ptr<const InfoHook> infoHook;
   std::vector<std::shared_ptr<const CompletionHook>> completionHooks;
   {
     std::lock_guard lock(mutex_);
-    infoHook = infoHook_;
-    if (report.isSuccess) {
+    if (report.of != WorkReport::Of::kPart) infoHook = infoHook_;
+    if (report.isSuccess && !report.keys.empty()) {
       for (const auto& [id, hook] : completionHooks_) completionHooks.push_back(hook);
     }
   }
@@ -103,7 +111,8 @@ void WorkHooks::report(const WorkReport& report) {
   for (const auto& hook : completionHooks) {
     runGuarded("completion", [&] { callCompletionHook(*hook, report); });
   }
-  if (!report.isSuccess) startAbortHooks();
+  // The parts have told of their failures.
+  if (!report.isSuccess && report.of != WorkReport::Of::kParts) startAbortHooks();
 }
 
 void WorkHooks::startAbortHooks() {
@@ -189,6 +198,46 @@ void WorkHooks::extendTimeout(std::chrono::milliseconds extension) {
   std::lock_guard lock(mutex_);
   extensions_.push_back({nextExtension_++, extension});
   updateActive();
+}
+
+std::shared_ptr<PartsReport> PartsReport::of(WorkHooks::OnDone onDone) {
+  if (!onDone) return nullptr;
+  return std::shared_ptr<PartsReport>(new PartsReport(std::move(onDone)));
+}
+
+WorkHooks::OnDone PartsReport::expect(std::size_t parts) {
+  std::lock_guard lock(mutex_);
+  numOpen_ += parts;
+  return [self = shared_from_this()](const WorkReport& part) { self->endPart(part); };
+}
+
+void PartsReport::endPart(WorkReport part) {
+  part.of = WorkReport::Of::kPart;
+  onDone_(part);
+  {
+    std::lock_guard lock(mutex_);
+    if (!whole_) {
+      part.keys.clear();
+      whole_ = std::move(part);
+    } else {
+      whole_->sequence = std::min(whole_->sequence, part.sequence);
+      whole_->isSuccess = whole_->isSuccess && part.isSuccess;
+      whole_->started = std::min(whole_->started, part.started);
+      whole_->finished = std::max(whole_->finished, part.finished);
+    }
+  }
+  endOne();
+}
+
+void PartsReport::endOne() {
+  {
+    std::lock_guard lock(mutex_);
+    if (--numOpen_ > 0) return;
+  }
+  if (!whole_) return;
+  whole_->type = ::c10d::OpType::COALESCED;
+  whole_->of = WorkReport::Of::kParts;
+  onDone_(*whole_);
 }
 
 }  // namespace farandole::backend

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <c10/util/SmallVector.h>
+
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -8,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
@@ -16,12 +19,16 @@ namespace farandole::backend {
 
 // How a work ended.
 struct WorkReport {
+  // A batch is one call with several works. Each tells of its own part, and the last one of the call as well.
+  enum class Of { kCall, kPart, kParts };
+
   ::c10d::OpType type;
   std::uint64_t sequence;
-  std::uint64_t key;  // what torch knows the work by
+  c10::SmallVector<std::uint64_t, 1> keys;  // what torch knows by: the works that it was given for this
   bool isSuccess;
   std::chrono::steady_clock::time_point started;
   std::chrono::steady_clock::time_point finished;
+  Of of = Of::kCall;
 
   std::chrono::duration<float, std::milli> duration() const { return finished - started; }
 };
@@ -59,6 +66,9 @@ class WorkHooks : public std::enable_shared_from_this<WorkHooks> {
   }
   // Whether somebody hears of each end, and when it was; not only of failures.
   bool areTold() const { return areTold_.load(std::memory_order_relaxed); }
+  // What torch knows a work by that begins now: a number that no other one in this process gets; 0 while nobody hears
+  // of its end.
+  std::uint64_t keyIfTold() const;
   // What follow() adds to the timeout of a work that begins now.
   std::chrono::milliseconds extraTimeout();
 
@@ -104,6 +114,30 @@ class WorkHooks : public std::enable_shared_from_this<WorkHooks> {
   std::size_t numFollowed_ = 0;
   bool isAborting_ = false;  // the abort hooks run, or are about to
   bool isAbortDue_ = false;  // something failed that their runs so far did not follow
+};
+
+// Makes one call of the reports of several works.
+//
+// Thread: any.
+class PartsReport : public std::enable_shared_from_this<PartsReport> {
+ public:
+  // Null where nobody follows.
+  static std::shared_ptr<PartsReport> of(WorkHooks::OnDone onDone);
+
+  // What to call when this many more works, or parts of one, have ended: by each of them.
+  WorkHooks::OnDone expect(std::size_t parts = 1);
+  // There will be no more.
+  void close() { endOne(); }
+
+ private:
+  explicit PartsReport(WorkHooks::OnDone onDone) : onDone_(std::move(onDone)) {}
+  void endPart(WorkReport part);
+  void endOne();
+
+  const WorkHooks::OnDone onDone_;
+  std::mutex mutex_;
+  std::size_t numOpen_ = 1;  // close() is one
+  std::optional<WorkReport> whole_;
 };
 
 }  // namespace farandole::backend

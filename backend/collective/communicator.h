@@ -94,6 +94,8 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   std::vector<Gone> gone();
   // Ends this operation with a timeout, unless it is done. Any thread, nothing held.
   void timeOut(Operation& operation, std::chrono::milliseconds timeout);
+  // Of one that goes on though somebody has not waited for it longer than this: what it waits for; ok when it is done.
+  Status latenessOf(const Operation& operation, std::chrono::milliseconds timeout);
 
   // "rank 1 (host a, pid 7)", "rank 1 (global rank 3, host a, pid 7)".
   std::string describe(int rank) const;
@@ -123,6 +125,8 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   // False when there is no connection: the message is done, with the reason.
   bool connectFor(int peer, Message& message);
   // `text`, whom the operation waits for, and what the others say.
+  // What the other ranks do, for people, where there is a watch to ask.
+  std::string askOthers(const Operation& operation);
   static Status timeoutOf(const Operation& operation, std::string text, const std::string& others);
   void add(Operation& operation);
   void remove(Operation& operation);

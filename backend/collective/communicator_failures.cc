@@ -181,13 +181,23 @@ Status Communicator::timeoutOf(const Operation& operation, std::string text, con
   return Status::timeout(text + others);
 }
 
+std::string Communicator::askOthers(const Operation& operation) {
+  if (watch_ == nullptr || operation.isDone()) return "";
+  watch_->ask();
+  watch_->awaitAnswers();
+  return answers();
+}
+
+Status Communicator::latenessOf(const Operation& operation, std::chrono::milliseconds timeout) {
+  const std::string others = askOthers(operation);
+  ProgressEngine::Access access(engine());
+  if (operation.isDone()) return Status::ok();
+  const std::string text = "not done after the timeout of wait(), " + std::to_string(timeout.count()) + " ms";
+  return timeoutOf(operation, text + "; it goes on", others).wrap(operation.describe());
+}
+
 void Communicator::timeOut(Operation& operation, std::chrono::milliseconds timeout) {
-  std::string others;
-  if (watch_ != nullptr && !operation.isDone()) {
-    watch_->ask();
-    watch_->awaitAnswers();
-    others = answers();
-  }
+  const std::string others = askOthers(operation);
   ProgressEngine::Access access(engine());
   if (operation.isDone()) return;
   operation.fail(

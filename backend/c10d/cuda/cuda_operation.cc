@@ -22,6 +22,7 @@ CudaOperation::CudaOperation(const WorkOptions& options, std::vector<at::Tensor>
       isSend_(false),
       tag_(0),
       bytes_(bytesOf(results.empty() ? kept : results)),
+      key_(options.key),
       results_(std::move(results)),
       kept_(std::move(kept)) {}
 
@@ -31,7 +32,8 @@ CudaOperation::CudaOperation(const WorkOptions& options, const CudaMessage& mess
       peer_(message.peer),
       isSend_(message.isSend),
       tag_(message.tag),
-      bytes_(message.tensor.nbytes()) {
+      bytes_(message.tensor.nbytes()),
+      key_(message.key) {
   (isSend_ ? kept_ : results_).push_back(message.tensor);
 }
 
@@ -63,7 +65,8 @@ void CudaOperation::record() {
 void CudaOperation::ending(const Status& status) {
   if (const std::uint64_t number = flightNumber_; number != kNotRecorded) options_.flight->end(number, 1, status);
   if (!options_.onDone) return;
-  options_.onDone({options_.type, options_.sequence, 0, status.isOk(), started_, std::chrono::steady_clock::now()});
+  options_.onDone(
+      {options_.type, options_.sequence, {key_}, status.isOk(), started_, std::chrono::steady_clock::now()});
 }
 
 void CudaOperation::dropBuffers() {

@@ -33,6 +33,7 @@ class CudaOperation final : public transport::DeviceOperation {
   const bool isSend_;
   const std::uint32_t tag_;
   const std::size_t bytes_;
+  const std::uint64_t key_;
   const std::chrono::steady_clock::time_point started_ = std::chrono::steady_clock::now();
   std::vector<at::Tensor> results_;
   std::vector<at::Tensor> kept_;

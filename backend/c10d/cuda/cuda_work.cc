@@ -34,6 +34,7 @@ CudaWork::CudaWork(const WorkOptions& options, CudaEnvironment environment, std:
       device_(device),
       sequence_(options.sequence),
       timeout_(options.timeout),
+      key_(options.key),
       results_(std::move(results)),
       operations_(std::move(operations)),
       hostWaits_(hostWaits || blockingWaitSetting()) {}

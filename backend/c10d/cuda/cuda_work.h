@@ -36,6 +36,9 @@ class CudaWork final : public ::c10d::Work {
   // Overrides from torch 2.12 on.
   // NOLINTNEXTLINE(modernize-use-override)
   virtual milliseconds getTimeout() const { return timeout_; }
+  // Overrides where torch has it (2.15).
+  // NOLINTNEXTLINE(modernize-use-override)
+  virtual std::uint64_t getCompletionKey() const { return key_; }
 
  private:
   // The first error of the operations that have ended.
@@ -51,6 +54,7 @@ class CudaWork final : public ::c10d::Work {
   const int device_;
   const std::uint64_t sequence_;
   const milliseconds timeout_;
+  const std::uint64_t key_;
   const std::vector<at::Tensor> results_;
   const std::vector<std::shared_ptr<CudaOperation>> operations_;
   const bool hostWaits_;

@@ -56,6 +56,7 @@ Status ShmTransport::open() {
   if (!memory) return memory.status();
   doorMemory_ = std::move(memory).value();
   door_ = reinterpret_cast<Door*>(doorMemory_.data());
+  process_ = watchProcess(getpid());
   bell_ = Descriptor(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
   if (!bell_) return systemError("eventfd");
   epoll_ = Descriptor(epoll_create1(EPOLL_CLOEXEC));
@@ -124,18 +125,21 @@ Status ShmTransport::callOn(Link& link) {
   const Hello hello{kShmMagic, kShmVersion, meetingPoint_.token(), shape_, wordOf(probe_.data()), probe_.data()};
   pid_t pid = 0;
   Result<Descriptor> socket =
-      introduce(link.token, hello, doorMemory_.descriptor(), bell_.get(), ring->descriptor(), pid);
+      introduce(link.token, hello, {doorMemory_.descriptor(), bell_.get(), ring->descriptor(), process_.get()}, pid);
   if (!socket) return socket.status();
   link.out = std::move(ring).value();
   link.out.closeDescriptor();
   link.writer = RingWriter(link.out.data(), shape_);
   link.outSocket = std::move(socket).value();
   link.pid = pid;
-  if (!link.process) {
-    link.process = watchProcess(pid);
-    if (link.process) FARANDOLE_RETURN_IF_ERROR(watch(link.process.get(), Source::kProcess, link.id));
-  }
+  if (!link.process) FARANDOLE_RETURN_IF_ERROR(awaitEndOf(link, watchProcess(pid)));
   return watch(link.outSocket.get(), Source::kOutSocket, link.id);
+}
+
+Status ShmTransport::awaitEndOf(Link& link, Descriptor process) {
+  if (link.process || !process) return Status::ok();
+  link.process = std::move(process);
+  return watch(link.process.get(), Source::kProcess, link.id);
 }
 
 Status ShmTransport::watch(int descriptor, Source source, std::uint32_t index) {
@@ -225,6 +229,7 @@ Status ShmTransport::connectBack(Link& link, Visitor visitor) {
   link.doorMemory = std::move(door).value();
   link.doorMemory.closeDescriptor();
   link.bell = std::move(visitor.parts.bell);
+  FARANDOLE_RETURN_IF_ERROR(awaitEndOf(link, std::move(visitor.parts.process)));
   link.pid = visitor.pid;
   link.reading = tryReading(visitor);
   incoming_.push_back(&link);

@@ -155,6 +155,8 @@ class ShmTransport final : public Transport {
   enum class Source : std::uint8_t { kBell, kMeetingPoint, kVisitor, kOutSocket, kInSocket, kProcess };
   Link& linkTo(const ShmToken& token);
   Status callOn(Link& link);
+  // Unless it is watched already. `process` may be none.
+  Status awaitEndOf(Link& link, Descriptor process);
   Reading tryReading(const Visitor& visitor) const;
   Status watch(int descriptor, Source source, std::uint32_t index);
   bool pollDescriptors();
@@ -211,6 +213,7 @@ class ShmTransport final : public Transport {
   MeetingPoint meetingPoint_;
   SharedMemory doorMemory_;
   Door* door_ = nullptr;
+  Descriptor process_;  // this one, for its peers to watch; none where the kernel has no such
   Descriptor bell_;
   Descriptor epoll_;
   PeerFailed peerFailed_;

@@ -13,6 +13,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <tuple>
 
 #include "backend/common/text.h"
 #include "backend/transport/departure.h"
@@ -21,7 +22,7 @@ namespace farandole::transport {
 namespace {
 
 constexpr int kBacklog = 4096;
-constexpr std::size_t kNumParts = 3;
+constexpr std::size_t kNumParts = std::tuple_size_v<HelloDescriptors>;
 
 // An abstract name: a null byte, then "farandole-" and the token in hexadecimal.
 socklen_t nameOf(const ShmToken& token, sockaddr_un& address) {
@@ -126,7 +127,7 @@ Descriptor MeetingPoint::accept() {
   return acceptNext();
 }
 
-Result<Descriptor> introduce(const ShmToken& token, const Hello& hello, int door, int bell, int ring, pid_t& pid) {
+Result<Descriptor> introduce(const ShmToken& token, const Hello& hello, const HelloDescriptors& parts, pid_t& pid) {
   Descriptor socket = unixSocket();
   if (!socket) return systemError("socket(AF_UNIX)");
   sockaddr_un address;
@@ -140,7 +141,11 @@ Result<Descriptor> introduce(const ShmToken& token, const Hello& hello, int door
   if (!credentials) return credentials.status();
   pid = credentials->pid;
 
-  if (!sendParts(socket.get(), &hello, sizeof hello, std::array{door, bell, ring})) {
+  const bool hasProcess = parts.back() >= 0;
+  const bool isSent = hasProcess
+                          ? sendParts(socket.get(), &hello, sizeof hello, parts)
+                          : sendParts(socket.get(), &hello, sizeof hello, std::array{parts[0], parts[1], parts[2]});
+  if (!isSent) {
     if (errno == EPIPE || errno == ECONNRESET) return processLeft();
     return systemError("passing shared memory to a process of this host");
   }
@@ -149,10 +154,10 @@ Result<Descriptor> introduce(const ShmToken& token, const Hello& hello, int door
 
 Result<Visitor> receiveHello(int socket) {
   Visitor visitor = {};
-  std::array<int, kNumParts> parts{-1, -1, -1};
+  HelloDescriptors parts{-1, -1, -1, -1};
   const ssize_t got = recvParts(socket, &visitor.hello, sizeof visitor.hello, parts);
   if (got < 0 && errno == EAGAIN) return Status::timeout("nothing was said yet");
-  visitor.parts = {Descriptor(parts[0]), Descriptor(parts[1]), Descriptor(parts[2])};
+  visitor.parts = {Descriptor(parts[0]), Descriptor(parts[1]), Descriptor(parts[2]), Descriptor(parts[3])};
   if (got != static_cast<ssize_t>(sizeof visitor.hello) || visitor.hello.magic != kShmMagic ||
       visitor.hello.version != kShmVersion) {
     return Status::unavailable("what connected is no farandole process of this version");

@@ -42,6 +42,9 @@ struct HelloParts {
   Descriptor door;  // memory that holds a Door
   Descriptor bell;  // the eventfd to ring when that is armed
   Descriptor ring;  // memory of the direction from the sender to the receiver
+  // Becomes readable when the sender's process ends, also where the receiver is in another namespace of process ids;
+  // none where the sender's kernel has no such.
+  Descriptor process;
 };
 
 // A connection that was accepted.
@@ -69,8 +72,11 @@ class MeetingPoint {
   Descriptor spare_;  // given up for a visitor when this process has no descriptors left: it is to be told
 };
 
+// The descriptors of HelloParts, in its order; the last one may be -1.
+using HelloDescriptors = std::array<int, 4>;
+
 // Connects to the meeting point of `token` and says hello. `pid` is the peer's.
-Result<Descriptor> introduce(const ShmToken& token, const Hello& hello, int door, int bell, int ring, pid_t& pid);
+Result<Descriptor> introduce(const ShmToken& token, const Hello& hello, const HelloDescriptors& parts, pid_t& pid);
 // Reads a hello; kTimeout when it has not come yet. Refuses other users and other versions.
 Result<Visitor> receiveHello(int socket);
 

@@ -28,8 +28,9 @@ bool canBlockStreams(W* work) {
 
 TEST(BatchMemberWork, WhoWaitsForItWaitsForTheBatch) {
   const auto batch = c10::make_intrusive<Waited>();
-  const auto member = c10::make_intrusive<BatchMemberWork>(0, [] { FAIL(); });
-  member->setBatch(batch);
+  const auto ofBatch = std::make_shared<WorkOfBatch>([] { FAIL(); });
+  const auto member = c10::make_intrusive<BatchMemberWork>(0, ofBatch, 0);
+  ofBatch->set(batch);
   EXPECT_TRUE(member->wait());
   member->synchronize();
   member->blockCurrentStream();
@@ -40,7 +41,7 @@ TEST(BatchMemberWork, WhoWaitsForItWaitsForTheBatch) {
 
 TEST(BatchMemberWork, WhoWaitsForItBeforeTheBatchIsEndedDropsIt) {
   int drops = 0;
-  const auto member = c10::make_intrusive<BatchMemberWork>(0, [&] { ++drops; });
+  const auto member = c10::make_intrusive<BatchMemberWork>(0, std::make_shared<WorkOfBatch>([&] { ++drops; }), 0);
   EXPECT_THROW(member->wait(), c10::Error);
   EXPECT_THROW(member->synchronize(), c10::Error);
   EXPECT_THROW(member->blockCurrentStream(), c10::Error);

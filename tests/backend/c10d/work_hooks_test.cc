@@ -3,17 +3,21 @@
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
 #include <future>
 #include <mutex>
+#include <random>
+#include <set>
 #include <stdexcept>
 #include <type_traits>
 #include <vector>
 
 #include "tests/backend/c10d/rank_processes.h"
+#include "tests/random_seed.h"
 
 namespace farandole::backend {
 namespace {
@@ -93,6 +97,123 @@ TEST(WorkHooks, CompletionHooksHearOnceOfEachWorkThatSucceeds) {
     allReduce(group, ones)->wait();
     EXPECT_EQ(heard.keys.size(), 5U);
   });
+}
+
+// What was heard, in order.
+std::vector<std::uint64_t> sorted(std::vector<std::uint64_t> keys) {
+  std::ranges::sort(keys);
+  return keys;
+}
+
+TEST(WorkHooks, CompletionHooksHearOnceOfEachOperationOfABatch) {
+  SKIP_WITHOUT_HOOKS();
+  runRanks(3, 30s, [](ProcessGroupFarandole& group) {
+    Heard heard;
+    std::vector<std::uint64_t> keys;
+    listen(group, 1, heard);
+    for (int i = 0; i < 3; ++i) {
+      group.startCoalescing();
+      for (int peer = 0; peer < 3; ++peer) {  // itself, too
+        std::vector<at::Tensor> sent{at::ones({10})};
+        std::vector<at::Tensor> received{at::zeros({10})};
+        // c10d keeps none of these works.
+        keys.push_back(keyOf(*group.send(sent, peer, i)));
+        keys.push_back(keyOf(*group.recv(received, peer, i)));
+      }
+      at::Tensor ones = at::ones({1});
+      keys.push_back(keyOf(*allReduce(group, ones)));
+      group.endCoalescing()->wait();
+    }
+    group.waitForPendingWorks();
+    EXPECT_EQ(sorted(heard.keys), sorted(keys));
+    EXPECT_EQ(std::set(keys.begin(), keys.end()).size(), 3U * 7U);
+    group.unregisterCompletionHook(1);
+  });
+}
+
+TEST(WorkHooks, CompletionHooksHearOnceOfASumOfSparseTensors) {
+  SKIP_WITHOUT_HOOKS();
+  runRanks(2, 30s, [](ProcessGroupFarandole& group) {
+    Heard heard;
+    listen(group, 1, heard);
+    std::vector<std::uint64_t> keys;
+    for (int i = 0; i < 3; ++i) {
+      at::Tensor sparse = at::eye(4).to_sparse();
+      const WorkPtr work = allReduce(group, sparse);
+      keys.push_back(keyOf(*work));
+      work->wait();
+      EXPECT_TRUE(at::equal(sparse.to_dense(), 2 * at::eye(4)));
+    }
+    group.waitForPendingWorks();
+    EXPECT_EQ(heard.keys, keys);
+    EXPECT_EQ(std::set(keys.begin(), keys.end()).size(), 3U);
+    group.unregisterCompletionHook(1);
+  });
+}
+
+TEST(WorkHooks, CompletionHooksHearOfNothingThatTorchWasGivenNoWorkOf) {
+  SKIP_WITHOUT_HOOKS();
+  runRanks(2, 30s, [](ProcessGroupFarandole& group) {
+    Heard heard;
+    listen(group, 1, heard);
+    group.monitoredBarrier({}, true);
+    group.waitForPendingWorks();
+    EXPECT_TRUE(heard.keys.empty());
+    group.unregisterCompletionHook(1);
+  });
+}
+
+// What PartsReport hands on of random parts, which end in any order and on several threads.
+TEST(PartsReport, TellsOfEachPartAndOnceOfAll) {
+  std::mt19937 random(static_cast<std::mt19937::result_type>(testing::someSeed()));
+  for (int round = 0; round < 200; ++round) {
+    std::mutex mutex;
+    std::vector<WorkReport> heard;
+    auto report = PartsReport::of([&](const WorkReport& one) {
+      std::lock_guard lock(mutex);
+      heard.push_back(one);
+    });
+    const std::chrono::steady_clock::time_point start{};
+    std::vector<WorkReport> parts;
+    std::vector<WorkHooks::OnDone> calls;
+    const int numParts = static_cast<int>(random() % 5);
+    for (int i = 0; i < numParts; ++i) {
+      parts.push_back({::c10d::OpType::SEND,
+                       random() % 100,
+                       {i + 1UL},
+                       random() % 4 != 0,
+                       start + std::chrono::milliseconds(random() % 50),
+                       start + std::chrono::milliseconds(50 + random() % 50)});
+      calls.push_back(report->expect());
+    }
+    std::vector<std::future<void>> ends;
+    for (int i = 0; i < numParts; ++i) ends.push_back(std::async(std::launch::async, [&, i] { calls[i](parts[i]); }));
+    report->close();
+    for (auto& end : ends) end.get();
+    if (numParts == 0) {
+      EXPECT_TRUE(heard.empty());
+      continue;
+    }
+    ASSERT_EQ(heard.size(), parts.size() + 1);
+    const WorkReport whole = heard.back();
+    EXPECT_EQ(whole.of, WorkReport::Of::kParts);
+    EXPECT_EQ(whole.type, ::c10d::OpType::COALESCED);
+    EXPECT_TRUE(whole.keys.empty());
+    const auto inOrder = [](auto field) {
+      return [field](const WorkReport& a, const WorkReport& b) { return a.*field < b.*field; };
+    };
+    EXPECT_EQ(whole.sequence, std::ranges::min_element(parts, inOrder(&WorkReport::sequence))->sequence);
+    EXPECT_EQ(whole.started, std::ranges::min_element(parts, inOrder(&WorkReport::started))->started);
+    EXPECT_EQ(whole.finished, std::ranges::max_element(parts, inOrder(&WorkReport::finished))->finished);
+    EXPECT_EQ(whole.isSuccess, std::ranges::all_of(parts, &WorkReport::isSuccess));
+    std::set<std::uint64_t> keys;
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+      EXPECT_EQ(heard[i].of, WorkReport::Of::kPart);
+      keys.insert(heard[i].keys[0]);
+    }
+    EXPECT_EQ(keys.size(), parts.size());
+  }
+  EXPECT_EQ(PartsReport::of(nullptr), nullptr);
 }
 
 TEST(WorkHooks, CompletionHooksHearNothingOfAFailure) {

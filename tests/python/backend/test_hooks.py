@@ -1,6 +1,7 @@
 """Hooks that a group calls: for each work that ends, at a failure, around each call."""
 
 import datetime
+import pickle
 
 import pytest
 import torch
@@ -9,6 +10,9 @@ import torch.distributed as dist
 from support.devices import ON_CPU, only_on_cpu
 from support.processes import await_all, run_ranks
 from support.torch_features import HAS_ABORT_HOOKS
+
+# torch records what plugins do by their hooks where it has this.
+HAS_RECORDER = hasattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS")
 
 
 def _backend():
@@ -38,6 +42,65 @@ def _hooks(rank, world_size):
 
 def test_completion_hooks_see_every_work_once_it_has_ended():
     assert all(run_ranks(_hooks, 2, "farandole"))
+
+
+def _one_report_each(rank, world_size):
+    """Of a batch with several peers, and of sums that take several steps."""
+    seen, group = [], dist.group.WORLD
+    group._register_on_completion_hook(lambda info: seen.append(str(info.op_type).rpartition(".")[2]))
+    for _ in range(2):
+        others = [r for r in range(world_size) if r != rank]
+        ops = [dist.P2POp(dist.isend, torch.ones(3), r) for r in others]
+        ops += [dist.P2POp(dist.irecv, torch.ones(3), r) for r in others]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        group._wait_for_pending_works()
+        sparse = torch.eye(3).to_sparse()
+        dist.all_reduce(sparse)
+        assert torch.equal(sparse.to_dense(), torch.eye(3) * world_size)
+        group._wait_for_pending_works()
+    return seen
+
+
+def test_a_completion_hook_hears_once_of_each_call():
+    kinds = ["COALESCED", "_ALLREDUCE_SPARSE"] * 2
+    assert run_ranks(_one_report_each, 3, "farandole") == [kinds] * 3
+
+
+def _record_by_torch(rank, world_size):
+    """The names and states of what was called, as torch has them once all has ended; a last receive has not."""
+    to, source = (rank + 1) % world_size, (rank - 1) % world_size
+    dist.barrier()
+    dist.all_reduce(torch.ones(2))
+    dist.all_reduce(torch.eye(3).to_sparse())
+    ops = [dist.P2POp(dist.isend, torch.ones(5), to), dist.P2POp(dist.irecv, torch.ones(5), source)]
+    ops += [dist.P2POp(dist.isend, torch.ones(2), rank), dist.P2POp(dist.irecv, torch.ones(2), rank)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    with dist._coalescing_manager(async_ops=True) as manager:
+        for numel in (1, 3):
+            dist.all_gather_into_tensor(torch.ones(world_size * numel), torch.ones(numel))
+    manager.wait()
+    works = [dist.isend(torch.ones(1), to), dist.irecv(torch.ones(1), source)]
+    works[1].wait()
+    works[0].wait()
+    dist.group.WORLD._wait_for_pending_works()
+    work = dist.irecv(torch.ones(1), source, tag=9)
+    dump = pickle.loads(torch._C._distributed_c10d._dump_fr_trace(includeStackTraces=False, backend="farandole"))
+    await_all(rank, world_size, "to the dump")
+    dist.send(torch.ones(1), to, tag=9)
+    work.wait()
+    return [(entry["profiling_name"].partition(":")[2].partition(" ")[0], entry["state"]) for entry in dump["entries"]]
+
+
+@pytest.mark.skipif(not HAS_RECORDER, reason="this torch has no recorder for plugins")
+@only_on_cpu("a barrier is the CPU's")
+def test_torchs_recorder_learns_of_the_end_of_each_call():
+    env = {"FARANDOLE_FLIGHT_RECORDER": "torch"}
+    names = ["barrier", "all_reduce", "all_reduce", "send", "recv", "send", "recv", "all_gather_into_tensor_coalesced"]
+    expected = [(name, "completed") for name in [*names, "send", "recv"]] + [("recv", "scheduled")]
+    for states in run_ranks(_record_by_torch, 3, "farandole", env=env):
+        assert states == expected
 
 
 def _abort_hooks(rank, world_size, by_abort):

@@ -96,7 +96,36 @@ def _all_to_all_single(rank, world_size):
         _check(got, [other], first=rank * got.numel())
 
 
-OPERATIONS = [_send, _all_reduce, _broadcast, _all_gather_into_tensor, _reduce_scatter_tensor, _all_to_all_single]
+def _reduce(rank, world_size):
+    x = torch.empty(BYTES, dtype=torch.uint8)
+    _fill(x, rank)
+    dist.reduce(x, 1)
+    _check(x, range(world_size) if rank == 1 else [rank])
+
+
+def _gather(rank, world_size):
+    x = torch.empty(BYTES, dtype=torch.uint8)
+    _fill(x, rank)
+    into = [torch.zeros(BYTES, dtype=torch.uint8) for _ in range(world_size)] if rank == 1 else None
+    dist.gather(x, into, 1)
+    for other, got in enumerate(into or []):
+        _check(got, [other])
+
+
+def _scatter(rank, world_size):
+    into, parts = torch.zeros(BYTES, dtype=torch.uint8), None
+    if rank == 1:
+        parts = [torch.empty(BYTES, dtype=torch.uint8) for _ in range(world_size)]
+        for other, part in enumerate(parts):
+            _fill(part, other)
+    dist.scatter(into, parts, 1)
+    _check(into, [rank])
+
+
+OPERATIONS = [
+    _send, _all_reduce, _broadcast, _all_gather_into_tensor, _reduce_scatter_tensor, _all_to_all_single, _reduce,
+    _gather, _scatter,
+]  # fmt: skip
 
 
 @pytest.mark.sample(1)

@@ -50,24 +50,18 @@ CALLS = {
 BARRIER = pytest.param("barrier", marks=only_on_cpu("it is the CPU's"))
 
 
-def _wait(rank, world_size, call, by):
-    """Rank 1 stays away; the others' limit is the options' (``by``), or that of wait()."""
+def _wait(rank, world_size, call):
+    """Rank 1 stays away; the others' limit is the options'."""
     group = dist.group.WORLD
     ready = torch.ones(4)
     dist.all_reduce(ready)  # to which all ranks come: the first one connects them
     assert ready.tolist() == [world_size] * 4
     result = None
     if rank != LATE:
-        if by == "wait":
-            start = time.monotonic()
-            work = dist.all_reduce(torch.ones(3_000_000 if call.endswith("large") else 4), async_op=True)
-            with pytest.raises(dist.DistBackendError) as error:
-                work.wait(LIMIT)
-        else:
-            start = time.monotonic()
-            with pytest.raises(dist.DistBackendError) as error:
-                work = CALLS[call](group, world_size)  # NCCL waits here where it has to connect the ranks for it
-                work.wait() if ON_CPU else work.wait(datetime.timedelta(seconds=20))  # else the host does not wait
+        start = time.monotonic()
+        with pytest.raises(dist.DistBackendError) as error:
+            work = CALLS[call](group, world_size)  # NCCL waits here where it has to connect the ranks for it
+            work.wait() if ON_CPU else work.wait(datetime.timedelta(seconds=20))  # else the host does not wait
         result = time.monotonic() - start, str(error.value)
         with pytest.raises(dist.DistBackendError):  # the others may wait for what this rank will not do
             dist.barrier()
@@ -95,7 +89,7 @@ def _check(outcomes, where):
 @pytest.mark.parametrize("call", [*(call for call in CALLS if call != "barrier"), BARRIER])
 @pytest.mark.parametrize("where", PLACES)
 def test_the_limit_in_a_calls_options_holds_and_names_who_is_missing(call, where):
-    _check(_run(_wait, where, call=call, by="options"), where)
+    _check(_run(_wait, where, call=call), where)
 
 
 def _for_a_thousand_years(rank, world_size):
@@ -117,8 +111,85 @@ def test_a_limit_beyond_the_end_of_the_clock_is_none():
     assert run_ranks(_for_a_thousand_years, 2, "farandole") == [[4.0] * 3] * 2
 
 
-@only_on_cpu("on a GPU the limit of wait() is that of the host, and ends nothing")
-@pytest.mark.parametrize("call", ["allreduce", "allreduce_large"])
+def _starts(world_size):
+    """Collectives, each with what it gives."""
+    sparse, total = torch.eye(3).to_sparse(), torch.eye(3) * world_size
+    small, large, gathered = torch.ones(4), torch.ones(3_000_000), torch.zeros(world_size)
+    return {
+        "all_reduce": (lambda: dist.all_reduce(small, async_op=True), lambda: small, torch.full((4,), world_size)),
+        "large": (lambda: dist.all_reduce(large, async_op=True), lambda: large[-4:], torch.full((4,), world_size)),
+        "all_gather": (
+            lambda: dist.all_gather_into_tensor(gathered, torch.ones(1), async_op=True), lambda: gathered,
+            torch.ones(world_size),
+        ),
+        "sparse": (lambda: dist.all_reduce(sparse, async_op=True), sparse.to_dense, total),
+    }  # fmt: skip
+
+
+def _wait_again(rank, world_size, call):
+    """The late rank comes when the others have waited as long as they would; they look again, each in its way."""
+    dist.all_reduce(torch.ones(4))
+    start, result, expected = _starts(world_size)[call]
+    message = seconds = None
+    if rank == LATE:
+        await_all(rank, world_size, "to their limit")
+        work = start()
+    else:
+        began = time.monotonic()
+        work = start()
+        with pytest.raises(
+            dist.DistBackendError, match=r"not done after the timeout of wait\(\), 300 ms; it goes on"
+        ) as error:
+            work.wait(LIMIT)
+        seconds, message = time.monotonic() - began, str(error.value)
+        assert not work.is_completed() and not work.is_success()
+        await_all(rank, world_size, "to their limit")
+    if rank == 0:
+        work.wait()
+    else:
+        end = time.monotonic() + 20
+        while not work.is_completed():
+            assert time.monotonic() < end
+            time.sleep(0.001)
+    assert work.is_success() and torch.equal(result(), expected.to(result().dtype))
+    ready = torch.ones(1)
+    dist.all_reduce(ready)
+    assert ready.item() == world_size
+    return seconds, message
+
+
+@only_on_cpu("on a GPU results are waited for by streams")
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("call", ["all_reduce", "large", "all_gather", "sparse"])
 @pytest.mark.parametrize("where", ["one host", "two hosts"])
-def test_the_limit_of_wait_holds_for_collectives_and_names_who_is_missing(call, where):
-    _check(_run(_wait, where, call=call, by="wait"), where)
+def test_after_the_limit_of_wait_a_collective_goes_on_and_may_be_waited_for_again(call, where):
+    outcomes = _run(_wait_again, where, call=call)
+    for rank in (0, 2):
+        seconds, message = outcomes[rank]
+        assert 0.29 < seconds < 5, (seconds, message)
+        print(f"rank {rank} after {1e3 * seconds:.0f} ms: {message}")
+        told = "rank 1 (host " if where == "one host" else "rank 1 has called 1 collectives "
+        assert told in message, message
+
+
+def _own_limit_after_that_of_wait(rank, world_size):
+    dist.all_reduce(torch.ones(4))
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    backend.set_timeout(datetime.timedelta(seconds=1))
+    if rank != LATE:
+        start = time.monotonic()
+        work = dist.all_reduce(torch.ones(4), async_op=True)
+        with pytest.raises(dist.DistBackendError, match="it goes on"):
+            work.wait(LIMIT)
+        with pytest.raises(dist.DistBackendError, match=r"rank 1 \(host "):
+            work.wait()
+        assert 0.9 < time.monotonic() - start < 5
+        with pytest.raises(dist.DistBackendError):
+            dist.barrier()
+    await_all(rank, world_size)
+    return True
+
+
+@only_on_cpu("on a GPU results are waited for by streams")
+def test_a_collectives_own_limit_holds_after_that_of_wait():
+    assert all(run_ranks(_own_limit_after_that_of_wait, 3, "farandole"))

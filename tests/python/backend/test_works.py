@@ -46,6 +46,40 @@ def test_results_are_told_apart_without_an_exception():
     assert all(run_ranks(_results, 2, "farandole"))
 
 
+def _sparse_facts(rank, world_size):
+    backend = _backend()
+    backend.set_timeout(datetime.timedelta(seconds=11))
+    dist.group.WORLD._enable_collectives_timing()
+    start = time.monotonic()
+    work = dist.all_reduce(torch.eye(3).to_sparse(), async_op=True)
+    result = work.get_future_result()
+    work.wait()
+    assert result.wait() == 0 and work.get_future_result().wait() == 0  # WorkResult.SUCCESS
+    dist.group.WORLD._wait_for_pending_works()
+    assert 0 <= work._get_duration() <= 1000 * (time.monotonic() - start)
+    if hasattr(work, "timeout"):  # torch 2.11 does not show it
+        assert work.timeout == datetime.timedelta(seconds=11)
+    # Another shape on each rank.
+    wrong = dist.all_reduce(torch.eye(3 + rank).to_sparse(), async_op=True)
+    with pytest.raises(ValueError, match=r"rank \d has a sparse tensor"):
+        wrong.wait()
+    assert wrong.get_future_result().wait() == 100  # UNKNOWN
+    await_all(rank, world_size)
+    if rank == 0:
+        backend.set_timeout(datetime.timedelta(milliseconds=30))
+        late = dist.all_reduce(torch.eye(3).to_sparse(), async_op=True)
+        with pytest.raises(RuntimeError, match="not done after its timeout of 30 ms"):
+            late.wait()
+        assert late.get_future_result().wait() == 1  # TIMEOUT
+    await_all(rank, world_size, "behind the timeout")
+    return True
+
+
+@only_on_cpu("NCCL's works have neither results nor durations")
+def test_the_work_of_a_sparse_sum_tells_what_a_work_tells():
+    assert all(run_ranks(_sparse_facts, 2, "farandole"))
+
+
 def _threads_wait(rank, world_size):
     peer = 1 - rank
     assert torch.all(torch.full((1000,), 1.0) == 1)  # a GPU would load these kernels when all receives have ended

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from support.drawn import messages
-from support.drawn.combinations import COMBINATIONS, GLOO_REDUCES, REDUCES_TO_ALL
+from support.drawn.blocking import BLOCKING
+from support.drawn.combinations import COMBINATIONS, REDUCES_TO_ALL
 from support.drawn.messages import MESSAGES
-from support.drawn.movements import GIVES_ALL_THE_SAME, GLOO_MOVES, MOVEMENTS
-from support.drawn.operation import GLOO_DTYPES, Operation, Run
-from support.drawn.reductions import AVG, PREMUL
+from support.drawn.movements import GIVES_ALL_THE_SAME, MOVEMENTS
+from support.drawn.on_gloo import as_bytes, gloo_can
+from support.drawn.operation import Operation, Run
 
 START = {**MOVEMENTS, **COMBINATIONS, **MESSAGES}
-KINDS = sorted(START)
+KINDS = sorted({**START, **BLOCKING})
 
 
 @dataclass
@@ -61,15 +61,8 @@ def _network() -> str:
     return os.readlink("/proc/self/ns/net")
 
 
-def _gloo_can(op: Operation) -> bool:
-    if op.kind in MESSAGES:
-        return messages.gloo_can(op)
-    if op.kind in COMBINATIONS:
-        # A NaN is no number to gloo's extremes.
-        return (
-            op.kind in GLOO_REDUCES and op.dtype in GLOO_DTYPES and op.op not in (AVG, PREMUL) and not op.has_specials
-        )
-    return op.kind in GLOO_MOVES
+def _start(op: Operation, run: Run) -> None:
+    (START.get(op.kind) or BLOCKING[op.kind])(op, run)
 
 
 class _Round:
@@ -78,9 +71,11 @@ class _Round:
         self.seed = seed
         self.at_once = rng.random() < 0.5
         self.operations = []
+        # What is waited for at once would have ranks that open several wait for each other.
+        kinds = sorted(START if self.at_once or rng.random() < 0.7 else BLOCKING)
         for index in range(rng.randrange(2, 6) if self.at_once else 1):
             group = rng.choice(groups)
-            self.operations.append((Operation(seed * 8 + index, KINDS, group.ranks, group.hosts), group))
+            self.operations.append((Operation(seed * 8 + index, kinds, group.ranks, group.hosts), group))
         self.is_async = self.at_once or rng.random() < 0.5
         self.on_gloo = rng.random() < 0.5
 
@@ -92,15 +87,15 @@ class _Round:
         try:
             for op, group, me in _interleaved(mine, rng):
                 runs.append(Run(op, group.ours, me, self.is_async))
-                START[op.kind](op, runs[-1])
+                _start(op, runs[-1])
             for run in rng.sample(runs, len(runs)):
                 run.wait(rng)
             for run in runs:
                 _check(run)
             for op, group, me in mine:
-                if self.on_gloo and _gloo_can(op):
-                    theirs = Run(op, group.gloo, me, self.is_async, is_plain=True)
-                    START[op.kind](op, theirs)
+                if self.on_gloo and gloo_can(op, group.gloo):
+                    theirs = Run(op, group.gloo, me, self.is_async, is_plain=True, as_bytes=as_bytes(op))
+                    _start(op, theirs)
                     theirs.wait(rng)
                     _check(theirs)
         except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -10,6 +11,11 @@ import torch.distributed as dist
 from support.drawn.memory import elements
 from support.drawn.operation import Operation, Run
 from support.drawn.reductions import Check, Exactly
+
+SPARSE_DTYPES = [
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int16, torch.int32,
+    torch.int64, torch.bool,
+]  # fmt: skip
 
 
 def _reduced(op: Operation, run: Run, *what: int, numel: int | None = None) -> Callable[[], Check]:
@@ -99,26 +105,44 @@ def reduce_scatter_tensor_manager(op: Operation, run: Run) -> None:
 
 
 class _Sparse:
-    """Integers in a few places of 40 x 30, which any dtype holds and adds without rounding."""
+    """Integers from -3 to 3 in a few places of 40 x 30, which any dtype holds and adds without rounding; in each place
+    one of them, or a dense tensor.
+    """
 
     def __init__(self, op: Operation) -> None:
         rng = op.rng()
-        self.dtype = rng.choice([torch.float32, torch.float64, torch.int32, torch.int64])
-        self.nonzeros = [rng.choice([0, 1, 7, 900, 5000]) for _ in op.ranks]
+        self.dtype = rng.choice(SPARSE_DTYPES)
+        self.numbers = [rng.choice([0, 1, 7, 900, 5000]) for _ in op.ranks]
+        self.dense = rng.choice([(), (), (3,), (2, 1)])
+        self.shape = (40, 30, *self.dense)
         self.seed = op.seed
 
+    def _parts(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Indices and values."""
+        n = self.numbers[rank]
+        sizes = n, n, n * math.prod(self.dense)
+        bits = [elements(f"{self.seed} {rank} {what}", size, torch.uint8).long() for what, size in enumerate(sizes)]
+        values = (bits[2] % 7 - 3).to(self.dtype).view(n, *self.dense)
+        return torch.stack([bits[0] % 40, bits[1] % 30]), values
+
     def tensor(self, rank: int) -> torch.Tensor:
-        n = self.nonzeros[rank]
-        bits = [elements(f"{self.seed} {rank} {what}", n, torch.uint8).long() for what in range(3)]
-        return torch.sparse_coo_tensor(
-            torch.stack([bits[0] % 40, bits[1] % 30]), (bits[2] - 128).to(self.dtype), (40, 30), check_invariants=True
-        )
+        return torch.sparse_coo_tensor(*self._parts(rank), self.shape, check_invariants=True)
+
+    def total(self) -> torch.Tensor:
+        dense = torch.zeros(self.shape, dtype=torch.int64)
+        for rank in range(len(self.numbers)):
+            indices, values = self._parts(rank)
+            dense.index_put_((indices[0], indices[1]), values.long(), accumulate=True)
+        return dense.to(self.dtype)
+
+
+def sparse_dtype(op: Operation) -> torch.dtype:
+    return _Sparse(op).dtype
 
 
 def sparse_all_reduce(op: Operation, run: Run) -> None:
     drawn = _Sparse(op)
-    total = torch.stack([drawn.tensor(r).to_dense() for r in range(op.size)]).sum(0, dtype=drawn.dtype)
-    run.call(dist.all_reduce, run.change_sparse(drawn.tensor(run.me), total))
+    run.call(dist.all_reduce, run.change_sparse(drawn.tensor(run.me), drawn.total()))
 
 
 COMBINATIONS = {
@@ -129,4 +153,3 @@ COMBINATIONS = {
     )
 }  # fmt: skip
 REDUCES_TO_ALL = ["all_reduce", "all_reduce_coalesced", "all_reduce_manager"]
-GLOO_REDUCES = ["all_reduce", "reduce", "reduce_scatter"]

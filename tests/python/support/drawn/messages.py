@@ -10,33 +10,41 @@ from support.drawn.reductions import Exactly
 
 
 class _Pairs:
+    """Who sends what to whom: several messages may have one tag, and come in their order."""
+
     def __init__(self, op: Operation) -> None:
         rng = op.rng()
         self.pairs = [(rng.randrange(op.size), rng.randrange(op.size)) for _ in range(rng.randrange(1, 6))]
+        self.counts = [op.numel if op.is_large else op.count(rng) for _ in self.pairs]
+        self.tags = [rng.choice([op.tag, op.tag, op.tag ^ 1]) for _ in self.pairs]
 
-    def sends(self, op: Operation, run: Run) -> list[tuple[Tensor, int]]:
-        return [(run.give(op.part(i)), b) for i, (a, b) in enumerate(self.pairs) if a == run.me]
+    def sends(self, op: Operation, run: Run) -> list[tuple[Tensor, int, int]]:
+        """With the rank to which, and the tag."""
+        drawn = enumerate(zip(self.pairs, self.counts, self.tags))
+        return [(run.give(op.part(i, numel=n)), b, tag) for i, ((a, b), n, tag) in drawn if a == run.me]
 
-    def receives(self, op: Operation, run: Run) -> list[tuple[Tensor, int]]:
+    def receives(self, op: Operation, run: Run) -> list[tuple[Tensor, int, int]]:
+        """With the rank from which, and the tag."""
+        drawn = enumerate(zip(self.pairs, self.counts, self.tags))
         return [
-            (run.take(op.numel, lambda i=i: Exactly(op.part(i))), a)
-            for i, (a, b) in enumerate(self.pairs)
+            (run.take(n, lambda i=i, n=n: Exactly(op.part(i, numel=n))), a, tag)
+            for i, ((a, b), n, tag) in drawn
             if b == run.me
         ]
 
 
 def messages(op: Operation, run: Run) -> None:
     drawn = _Pairs(op)
-    for x, b in drawn.sends(op, run):
-        run.add(dist.isend(x, group=run.group, tag=op.tag, group_dst=b))
-    for x, a in drawn.receives(op, run):
-        run.add(dist.irecv(x, group=run.group, tag=op.tag, group_src=a))
+    for x, b, tag in drawn.sends(op, run):
+        run.add(dist.isend(x, group=run.group, tag=tag, group_dst=b))
+    for x, a, tag in drawn.receives(op, run):
+        run.add(dist.irecv(x, group=run.group, tag=tag, group_src=a))
 
 
 def batch(op: Operation, run: Run) -> None:
     drawn = _Pairs(op)
-    ops = [dist.P2POp(dist.isend, x, group=run.group, group_peer=b) for x, b in drawn.sends(op, run)]
-    ops += [dist.P2POp(dist.irecv, x, group=run.group, group_peer=a) for x, a in drawn.receives(op, run)]
+    ops = [dist.P2POp(dist.isend, x, group=run.group, tag=tag, group_peer=b) for x, b, tag in drawn.sends(op, run)]
+    ops += [dist.P2POp(dist.irecv, x, group=run.group, tag=tag, group_peer=a) for x, a, tag in drawn.receives(op, run)]
     for work in dist.batch_isend_irecv(ops) if ops else []:
         run.add(work)
 
@@ -70,5 +78,6 @@ class _Sourced:
 MESSAGES = {function.__name__: function for function in (messages, batch, any_source)}
 
 
-def gloo_can(op: Operation) -> bool:
-    return op.numel > 0 and all(a != b for a, b in _Pairs(op).pairs)
+def has_own(op: Operation) -> bool:
+    """Whether a rank sends something to itself."""
+    return any(a == b for a, b in _Pairs(op).pairs)

@@ -91,6 +91,11 @@ def all_to_all(op: Operation, run: Run) -> None:
     run.call(dist.all_to_all, outputs, [run.give(op.part(run.me, r, numel=n)) for r, n in enumerate(counts[run.me])])
 
 
+def all_to_all_even(op: Operation, run: Run) -> None:
+    outputs = [run.take(op.numel, _expect(op, r, run.me), rows=True) for r in range(op.size)]
+    run.call(dist.all_to_all, outputs, [run.give(op.part(run.me, r), rows=True) for r in range(op.size)])
+
+
 def all_to_all_single(op: Operation, run: Run) -> None:
     rng = op.rng()
     counts = [op.counts(rng) for _ in range(op.size)]
@@ -105,6 +110,17 @@ def all_to_all_single(op: Operation, run: Run) -> None:
     run.call(dist.all_to_all_single, run.take(sum(takes), all_parts), run.give(sent), *splits)
 
 
+def all_to_all_single_even(op: Operation, run: Run) -> None:
+    def whole(rank: int) -> Tensor:
+        return op.part(rank, numel=op.numel * op.size)
+
+    def all_parts() -> Exactly:
+        mine = slice(run.me * op.numel * op.dtype.itemsize, (run.me + 1) * op.numel * op.dtype.itemsize)
+        return Exactly(torch.cat([_raw(whole(r))[mine] for r in range(op.size)]).view(op.dtype))
+
+    run.call(dist.all_to_all_single, run.take(op.numel * op.size, all_parts), run.give(whole(run.me)))
+
+
 def barrier(op: Operation, run: Run) -> None:
     run.call(dist.barrier)
 
@@ -113,7 +129,8 @@ MOVEMENTS = {
     function.__name__: function
     for function in (
         broadcast, all_gather, all_gather_uneven, all_gather_tensor, all_gather_tensor_manager,
-        all_gather_tensor_coalesced, all_gather_coalesced, gather, scatter, all_to_all, all_to_all_single, barrier,
+        all_gather_tensor_coalesced, all_gather_coalesced, gather, scatter, all_to_all, all_to_all_even,
+        all_to_all_single, all_to_all_single_even, barrier,
     )
 }  # fmt: skip
 if hasattr(dist, "gather_into_tensor"):  # torch 2.11 has not
@@ -123,4 +140,3 @@ GIVES_ALL_THE_SAME = [
     "broadcast", "all_gather", "all_gather_uneven", "all_gather_tensor", "all_gather_tensor_manager",
     "all_gather_tensor_coalesced", "all_gather_coalesced",
 ]  # fmt: skip
-GLOO_MOVES = ["broadcast", "all_gather", "all_gather_tensor", "gather", "scatter", "all_to_all_single", "barrier"]

@@ -18,7 +18,6 @@ from support.drawn.reductions import PREMUL, PRODUCT, SUM, Check, Exactly, reduc
 # Around a page, the sizes at which data goes another way, and two large ones past the caches.
 BYTES = [0, 1, 16, 64, 1000, 4096, 8192, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10, 704 << 10, 1 << 20]
 LARGE_BYTES = [4 << 20, 8 << 20, 16 << 20]
-GLOO_DTYPES = [torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64]
 # torch.distributed refuses others before a backend sees them.
 COMPLEX_PRODUCTS = [
     "all_reduce_coalesced",
@@ -97,13 +96,16 @@ class Run:
     dtype for.
     """
 
-    def __init__(self, operation: Operation, group: Any, me: int, is_async: bool, is_plain: bool = False) -> None:
-        self.operation, self.group, self.me, self.is_async, self.is_plain = operation, group, me, is_async, is_plain
-        self.as_bytes = is_plain and operation.dtype not in GLOO_DTYPES
+    def __init__(
+        self, operation: Operation, group: Any, me: int, is_async: bool, is_plain: bool = False, as_bytes: bool = False
+    ) -> None:
+        self.operation, self.group, self.me, self.is_async = operation, group, me, is_async
+        self.is_plain, self.as_bytes = is_plain, as_bytes
         self.works: list[Any] = []
         self._kept: list[tuple[Place, Tensor]] = []
         self._outputs: list[tuple[Place, Callable[[], Check]]] = []
         self._sparse: list[tuple[Tensor, Tensor]] = []
+        self._values: list[tuple[Any, Any]] = []
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         self.add(function(*args, group=self.group, async_op=self.is_async, **kwargs))
@@ -142,6 +144,10 @@ class Run:
         self._sparse.append((tensor, expected))
         return tensor
 
+    def expect(self, value: Any, expected: Any) -> None:
+        """What is no tensor, and equal when all is done."""
+        self._values.append((value, expected))
+
     def reduced(self, parts: Sequence[Tensor]) -> Check:
         # gloo rounds halves at every step.
         op = self.operation
@@ -154,7 +160,10 @@ class Run:
                 while not work.is_completed():
                     assert time.monotonic() < end, f"{self.operation} is not completed when nobody waits for it"
                     time.sleep(0.0005)
-            work.wait()
+            if not self.is_plain and rng.random() < 0.1 and hasattr(work, "get_future"):
+                work.get_future().wait()
+            else:
+                work.wait()
 
     def check(self) -> None:
         for place, expected in self._outputs:
@@ -162,6 +171,8 @@ class Run:
             place.check_guards()
         for tensor, dense in self._sparse:
             Exactly(dense.view(-1), by_value=True).check(tensor.to_dense())
+        for value, what in self._values:
+            assert value == what, f"got {value!r:.200}, expected {what!r:.200}"
         for place, values in self._kept:
             Exactly(values).check(place.tensor)
             place.check_guards()
