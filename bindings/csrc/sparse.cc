@@ -165,6 +165,8 @@ void bindSparse(py::module_& module) {
       .def("middle", &sparse::BatchPipeline::middle)
       .def("end", &sparse::BatchPipeline::end, ReleaseGil())
       .def("clear", &sparse::BatchPipeline::clear, ReleaseGil())
+      .def("set_executes_all_batches", &sparse::BatchPipeline::setExecutesAllBatches, py::arg("executes_all"),
+           ReleaseGil())
       .def_property_readonly("in_flight", &sparse::BatchPipeline::inFlight)
       .def_property_readonly("load_on_thread", [](const PythonPipeline& self) { return self.threads().loadOnThread(); })
       .def_property_readonly("dist_on_thread",

@@ -37,8 +37,9 @@ BatchPipeline::BatchPipeline(std::shared_ptr<BatchStages> stages, const BatchPip
     : stages_(std::move(stages)),
       options_(options),
       depth_(options.hasDist ? 3 : 2),
-      mostComputing_(options.executeAllBatches ? depth_ : depth_ + 1),
-      threads_(options.loadThread, options.hasDist ? options.distThread : ThreadUse::kNever) {}
+      threads_(options.loadThread, options.hasDist ? options.distThread : ThreadUse::kNever) {
+  setExecutesAllBatches(options.executeAllBatches);
+}
 
 BatchPipeline::~BatchPipeline() = default;
 
@@ -225,6 +226,12 @@ void BatchPipeline::clear() {
   join();
   dropAll();
   sourceEnded_ = false;
+}
+
+void BatchPipeline::setExecutesAllBatches(bool executesAll) {
+  end();
+  options_.executeAllBatches = executesAll;
+  mostComputing_ = executesAll ? depth_ : depth_ + 1;
 }
 
 }  // namespace farandole::pipeline::sparse

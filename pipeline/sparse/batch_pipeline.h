@@ -56,6 +56,9 @@ class BatchPipeline {
   // Discards what is in flight.
   void clear();
 
+  // From the next begin() on, between two steps: see BatchPipelineOptions.
+  void setExecutesAllBatches(bool executesAll);
+
   std::size_t inFlight() const { return slots_.size(); }
   // In a forward: `wait` waits for data that no thread has waited for before.
   void waitForData(const std::function<void()>& wait) { timed(times_.distBlocked, wait); }
@@ -90,7 +93,7 @@ class BatchPipeline {
   std::shared_ptr<BatchStages> stages_;
   BatchPipelineOptions options_;
   std::size_t depth_;
-  std::size_t mostComputing_;  // in flight beside a forward: all that the next step must have, too
+  std::size_t mostComputing_ = 0;  // in flight beside a forward: all that the next step must have, too
   std::deque<Slot> slots_;
   BatchNo next_ = 0;
   bool sourceEnded_ = false;

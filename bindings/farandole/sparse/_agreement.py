@@ -84,6 +84,14 @@ def untraced_on(found: Mapping[int, Findings], rank: int) -> tuple[str, bool]:
     return (reasons[rank], False) if all(reasons.values()) else (text, bool(text))
 
 
+def strict_on(found: Mapping[int, Findings]) -> str | None:
+    """Who asks that a sharded module which cannot be pipelined is an error, where not all ranks do; None for nobody."""
+    ranks = [str(rank) for rank, each in found.items() if each.is_strict]
+    if not ranks:
+        return None
+    return "" if len(ranks) == len(found) else f" (strict=True on rank {', '.join(ranks)})"
+
+
 def agreed(graph: Graph, found: Mapping[int, Findings]) -> Graph:
     """Of this rank's what goes ahead on all ranks, in the order of the first; its verdicts say what others object to."""
     first, *others = found.values()

@@ -50,6 +50,42 @@ def group_of(given: Any) -> dist.ProcessGroup | None:
     return given
 
 
+def refuse_no_window(grad_accum: Any) -> None:
+    """
+    Raises:
+        TypeError, ValueError: neither a number of batches nor None.
+    """
+    if grad_accum is not None and (isinstance(grad_accum, bool) or not isinstance(grad_accum, int)):
+        raise TypeError(f"grad_accum={grad_accum!r}: expected an int above 0, or None")
+    if grad_accum is not None and grad_accum < 1:
+        raise ValueError(f"grad_accum={grad_accum}: expected an int above 0, or None")
+
+
+def refuse_no_example(batch: Any, tracing: str | None) -> None:
+    """
+    Raises:
+        TypeError, ValueError: it tells torch.fx nothing.
+    """
+    if batch is None:
+        return
+    if not callable(getattr(batch, "to_proxy", None)):
+        raise TypeError(
+            f"example_batch is a {type(batch).__name__}: expected a batch with to_proxy(), which returns it with "
+            "torch.fx.PH in the place of all that varies"
+        )
+    if tracing == "hooks":
+        raise ValueError('example_batch with tracing="hooks": expected None, hooks see the first batch')
+
+
+def refuse_no_optimizer(optimizer: Any) -> None:
+    """
+    Raises:
+        TypeError: it has no steps.
+    """
+    if not (callable(getattr(optimizer, "step", None)) and callable(getattr(optimizer, "zero_grad", None))):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}: expected a torch.optim.Optimizer")
+
+
 def refuse_others_optimizer(model: nn.Module, optimizer: Any) -> None:
     """One without parameters is none's; ours, and some others, step copies in float32 or flat ones, which tell nothing.
 

@@ -12,35 +12,28 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from farandole.sparse._agreement import agreed, findings, refuse_unattachable, untraced_on
+from farandole.sparse._agreement import agreed, findings, refuse_unattachable, strict_on, untraced_on
 from farandole.sparse._ahead_run import AheadRun
+from farandole.sparse._attributes_ahead import AttributesAhead
 from farandole.sparse._comparisons import Comparisons
 from farandole.sparse._draws_ahead import DrawsAhead
 from farandole.sparse._exchanged_again import ExchangedAgain
 from farandole.sparse._in_flight import InFlight
 from farandole.sparse._input_dist import InputDist
-from farandole.sparse._input_equality import (
-    are_same_arguments,
-    is_alike,
-    is_equal_input,
-    is_same_part,
-)
+from farandole.sparse._input_equality import is_equal_input
 from farandole.sparse._input_graph import InputGraph, trace_inputs
 from farandole.sparse._input_hooks import RecordedInputs
 from farandole.sparse._input_writes import InputWrites
 from farandole.sparse._kernels import refuse_dense_sequences
 from farandole.sparse._model_changes import ModelChanges
+from farandole.sparse._other_inputs import CUSTOM_FORWARD, refuse_other_inputs
 from farandole.sparse._post_processing import Noted, PostProcessing
+from farandole.sparse._prefetched_rows import PrefetchedRows
 from farandole.sparse._running import Take
 from farandole.sparse._sharded import is_sharded, sharded_modules, unwrap
 from farandole.sparse._tracer import CannotTrace
 from farandole.sparse._untraced import UntracedForward
 from farandole.sparse._verdict import Inputs, Verdict
-
-_CUSTOM = (
-    "torch.fx takes the model to be called with the batch: where custom_model_fwd gives it something else, a part of the "
-    'batch say, expected tracing="hooks"'
-)
 
 
 class Attachment:
@@ -49,6 +42,7 @@ class Attachment:
     Args:
         tracing: "fx" finds what a batch gives the sharded modules in a graph of the model; "hooks" in the forward of
             the first batch, which is not pipelined; None takes hooks where fx cannot trace the model, and warns.
+        example: a batch with ``to_proxy()`` for fx.
 
     Other ranks may find other things, in a forward that is not the same: what one of them cannot pipeline, none does.
     To be made on all ranks.
@@ -59,7 +53,13 @@ class Attachment:
     """
 
     def __init__(
-        self, model: nn.Module, group: dist.ProcessGroup | None, device: torch.device, strict: bool, tracing: str | None
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        strict: bool,
+        tracing: str | None,
+        example: Any,
     ) -> None:
         self.model, _ = unwrap(model)
         sharded = sharded_modules(self.model, is_sharded)
@@ -72,7 +72,7 @@ class Attachment:
             )
         graph, failed = None, None
         try:
-            graph = None if tracing == "hooks" else trace_inputs(self.model, is_sharded)
+            graph = None if tracing == "hooks" else trace_inputs(self.model, is_sharded, example)
         except Exception as error:  # which other ranks, whose forward may be another one, are to be told
             failed = error
         self.asked = (group, device, tracing)
@@ -87,8 +87,11 @@ class Attachment:
             warnings.warn(text, stacklevel=4)
             graph = None
         self.verdicts: tuple[Verdict, ...] | None = None  # until inputs are known
-        self._strict = any(each.is_strict for each in found.values())
+        self._is_strict = strict  # on this rank
+        self._strict = strict_on(found)  # on any
+        self._asks_strict: bool | None = None  # another pipeline, which the ranks are to agree on
         self.graph: InputGraph | RecordedInputs | None = None if graph is None else agreed(graph, found)
+        self.attributes = AttributesAhead(self.model, () if self.graph is None else self.graph.attributes)
         self.current: InFlight | None = None
         self.take: Take | None = None
         self._post_processing: PostProcessing | None = None
@@ -99,7 +102,7 @@ class Attachment:
         self.comparisons: Comparisons | None = None
         self.compares = False  # values, in this forward
         self.exchanged_again = ExchangedAgain()
-        self._prefetched: InFlight | None = None
+        self.prefetched = PrefetchedRows()
         self._users = 0
         self._forwards: dict[str, Callable[..., Any]] = {}
         self._instance_forwards: dict[str, dict[str, Any]] = {}  # of those that had one before
@@ -120,22 +123,24 @@ class Attachment:
         """By hooks, in a forward that was not pipelined."""
         return isinstance(self.graph, RecordedInputs)
 
-    def use(self) -> None:
-        """One more pipeline."""
+    def use(self, model: nn.Module) -> None:
+        """One more pipeline, of the model in these wrappers."""
         self._users += 1
+        self.attributes.note_wrappers(model)
 
     def be_strict(self, strict: bool) -> None:
-        """Where any of its pipelines asks for it."""
-        self._strict = self._strict or strict
-        if self._strict and self.verdicts is not None:
-            self._refuse([verdict for verdict in self.verdicts if not verdict.pipelined])
+        """Where any of its pipelines asks for it, on any rank: ``prepare()`` tells the others."""
+        self._asks_strict = self._asks_strict or strict
 
     def prepare(self) -> None:
         """Between two batches: puts the forwards in as soon as inputs are known.
 
         Raises:
             RuntimeError: the model has changed since.
+            ValueError: with ``strict``, on any rank, a sharded module cannot be pipelined.
         """
+        if self._asks_strict is not None and not self.input_dist.is_lost:
+            self._agree_on_strict()
         if self.verdicts is None and self.graph is not None and not self.input_dist.is_lost:
             if isinstance(self.graph, RecordedInputs):
                 self._agree(self.graph)
@@ -147,67 +152,40 @@ class Attachment:
         """Whether there is nothing for adopt() to do. Asked once for each forward."""
         self.input_dist.changes_ahead.next_turn()
         run = flying.run
-        if run is None:
-            return flying.owner is self.input_dist
-        is_ours = flying.owner is self.input_dist or run.modules == self._changes.processing
-        return is_ours and flying.is_training == self.model.training and not run.is_stale()
+        is_ours = flying.owner is self.input_dist
+        if run is not None:
+            is_ours = is_ours or run.modules == self._changes.processing
+            is_ours = is_ours and flying.is_training == self.model.training and not run.is_stale()
+        return is_ours and (flying.read is None or not flying.read.changed())
 
     def adopt(self, flying: InFlight, patience: float) -> None:
-        """Before another batch goes ahead: makes anew what went ahead for this one in another mode of the model, through
-        modules that were changed since, or by another attachment. Other ranks may be later by ``patience``.
+        """Before another batch goes ahead: makes anew what went ahead for this one in another mode of the model, with
+        attributes or through modules that were changed since, or by another attachment. Other ranks may be later by
+        ``patience``.
 
         Raises:
             RuntimeError: it cannot be taken back, or caches hold rows for it; or other ranks have seen no change.
         """
         modules = self._changes.processing
-        is_same = flying.run is not None and flying.run.modules == modules
         run = flying.run
-        names = ", ".join(map(repr, modules))
-        change = f"a change of {names}, or of the mode, before the forward of batch {flying.number}"
-        if run is not None:
-            self.refuse_prefetched(f"{change},")
+        is_same = ({} if run is None else run.modules) == modules
+        attributes = [] if flying.read is None else flying.read.changed()
+        is_other_mode = run is not None and flying.is_training != self.model.training
+        changed = [*modules] if run is not None and (is_other_mode or run.is_stale()) else []
+        change = _change_of([*attributes, *changed] or [*modules], run is not None, flying.number)
+        if run is not None or attributes:
+            self.prefetched.refuse(f"{change},")
         if run is not None and (why := run.take_back()) and is_same:
-            before = "training" if flying.is_training else "eval"
-            raise RuntimeError(
-                f"batch {flying.number} has been through {names} in {before} mode, ahead of its forward, and {why}, or the "
-                "mode of the model to be the same again for that forward"
-            )
-        was_sent, is_other = is_same and flying.owner is self.input_dist, flying.is_training != self.model.training
-        is_other_mode = is_other
-        flying.owner, flying.results, flying.run = None, None, None
+            raise RuntimeError(_not_taken_back(flying, why, [*modules], attributes))
+        was_sent = is_same and flying.owner is self.input_dist
+        flying.owner, flying.results, flying.run, flying.read = None, None, None, None
         flying.is_training = self.model.training
-        inputs = self._inputs_of(flying) if modules else []
-        is_other = is_other or not is_equal_input([*flying.calls.values()], inputs)
+        inputs = self._inputs_of(flying) if modules or was_sent else []
+        is_other = is_other_mode or not is_equal_input([*flying.calls.values()], inputs)
         if was_sent and self.input_dist.changes_ahead.gives_others(change, is_other, self.model, patience):
-            self.exchanged_again.note(flying.number, modules, is_other_mode)
+            self.exchanged_again.note(flying.number, changed, attributes, is_other_mode)
         elif was_sent:
             flying.owner = self.input_dist
-
-    def prefetched(self, flying: InFlight, name: str) -> None:
-        """A module's cache is about to take in rows for a batch: the next forward has to be that of this batch."""
-        self.refuse_prefetched(f"a prefetch for batch {flying.number}", flying)
-        flying.prefetched.add(name)
-        self._prefetched = flying
-
-    def refuse_prefetched(self, what: str, now: InFlight | None = None) -> None:
-        """
-        Raises:
-            RuntimeError: caches hold rows of a batch that is not the one ``now``.
-        """
-        held = self._prefetched
-        if held is None or held is now or not held.prefetched:
-            return
-        raise RuntimeError(
-            f"{what} while {', '.join(sorted(held.prefetched))} holds rows that were prefetched for batch {held.number}: "
-            "expected the forward of that batch first. Set prefetch_ahead = False one step before; where that forward "
-            "has failed, make the caches anew and call drop_prefetched()"
-        )
-
-    def drop_prefetched(self) -> None:
-        """No cache holds rows for a forward to come."""
-        if self._prefetched is not None:
-            self._prefetched.prefetched.clear()
-        self._prefetched = None
 
     def leave(self) -> None:
         self._users -= 1
@@ -225,11 +203,6 @@ class Attachment:
         self._replaced.clear()
         _attachments.pop(self.model, None)
 
-    def forget_prefetched(self, flying: InFlight) -> None:
-        """After a forward, which has taken what its batch had."""
-        if self._prefetched is flying and not flying.prefetched:
-            self._prefetched = None
-
     def replaying(self, results: Noted) -> contextlib.AbstractContextManager[None]:
         """Inside, modules return what they have returned ahead."""
         assert self._post_processing is not None
@@ -237,12 +210,20 @@ class Attachment:
 
     # All ranks have run that forward, or none: who fails in one alone ends all.
     def _agree(self, graph: RecordedInputs) -> None:
-        _, found = self.input_dist.agree(findings("hooks", self._strict, graph))
-        self._strict = any(each.is_strict for each in found.values())
+        _, found = self.input_dist.agree(findings("hooks", self._is_strict, graph))
+        self._strict = strict_on(found)
         self.graph = agreed(graph, found)
 
+    def _agree_on_strict(self) -> None:
+        asked, self._asks_strict = bool(self._asks_strict), None
+        _, found = self.input_dist.agree(findings(None, asked))
+        strict = strict_on(found)
+        if strict is not None:
+            self._refuse_unpipelined(self.verdicts or (), strict)
+            self._is_strict, self._strict = self._is_strict or asked, strict
+
     def _settle(self, graph: InputGraph | RecordedInputs) -> None:
-        self._refuse([verdict for verdict in graph.verdicts if not verdict.pipelined])
+        self._refuse_unpipelined(graph.verdicts, self._strict)
         modules = {name: self.model.get_submodule(name) for name in graph.names}
         # Buffers and generators are a forward's as well, at any time.
         self.input_dist.take(modules, self._inputs_of, may_run_beside=not graph.post_processing)
@@ -262,7 +243,7 @@ class Attachment:
         if not modules:
             return self._computed(self.graph, flying)
         run = AheadRun(modules, self._written, self._post_processing.calls_made, self.run)
-        with self._draws.looked_for(modules, self.model.training, self._strict):
+        with self._draws.looked_for(modules, self.model.training, self._strict is not None):
             with self._post_processing.noting() as flying.results:
                 inputs = self._computed(self.graph, flying)
             self._written = run.has_run()
@@ -271,6 +252,7 @@ class Attachment:
 
     def _computed(self, graph: InputGraph | RecordedInputs, flying: InFlight) -> Inputs:
         try:
+            flying.read = self.attributes.read()
             inputs, sources = graph.run(flying.batch)
             flying.source_writes = InputWrites(sources, may_be_others=True) if sources else None
             return inputs
@@ -279,39 +261,20 @@ class Attachment:
                 raise
             raise TypeError(
                 f"inputs of sharded modules cannot be computed from a batch, which is a {type(flying.batch).__name__}: "
-                f"{error}. {_CUSTOM}"
+                f"{error}. {CUSTOM_FORWARD}"
             ) from error
 
     # fx takes what a forward asks of a batch (is it None, say) for settled once; hooks have seen one batch.
     def _verify(self, name: str, flying: InFlight, now: tuple[Any, Any]) -> None:
-        # Of inputs that are the same objects ahead and now, values tell nothing.
-        if flying.writes[name].found_any():
-            raise RuntimeError(
-                f"tensors among the inputs of {name} have been written to since these went ahead, maybe by the forward "
-                "a second time: expected nothing that works in place on what a sharded module is given, but in a module "
-                "without parameters, which runs once for a batch"
-            )
-        ahead = flying.calls[name]
-        if are_same_arguments(ahead, now):
-            return
-        if isinstance(self.graph, RecordedInputs):
-            is_same = is_same_part(ahead, now)
-        else:
-            compares = self.compares or (flying.source_writes is not None and flying.source_writes.found_any())
-            is_same = (is_equal_input if compares else is_alike)(ahead, now)
-        if not is_same:
-            raise RuntimeError(
-                f"{name} is called with other inputs than those that were computed from the batch and went ahead: "
-                "expected a forward that treats all batches alike, and asks no part of one whether it is None or of "
-                "what type; that changes nothing in the batch; and that draws no random numbers for inputs. "
-                f'tracing="hooks" takes parts of batches as they come{f". {_CUSTOM}" if flying.has_custom_forward else ""}'
-            )
+        is_recorded = isinstance(self.graph, RecordedInputs)
+        changed = list if self.comparisons is None else self.comparisons.changed
+        refuse_other_inputs(name, flying, now, self.compares, is_recorded, changed)
 
-    def _refuse(self, left: list[Verdict]) -> None:
-        text = "\n".join(map(str, left))
-        if left and self._strict:
-            raise ValueError(f"sharded modules cannot be pipelined\n{text}")
-        if left:
+    def _refuse_unpipelined(self, verdicts: Iterable[Verdict], strict: str | None) -> None:
+        text = "\n".join(str(verdict) for verdict in verdicts if not verdict.pipelined)
+        if text and strict is not None:
+            raise ValueError(f"sharded modules cannot be pipelined{strict}\n{text}")
+        if text:
             warnings.warn(f"sharded modules exchange their inputs in the forward\n{text}", stacklevel=6)
 
     def _replace(self, name: str, module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -326,7 +289,7 @@ class Attachment:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             flying = self.current
-            self.refuse_prefetched(f"a forward of {name}", flying)
+            self.prefetched.refuse(f"a forward of {name}", flying)
             if flying is None or flying.owner is not self.input_dist:  # or it is another attachment's
                 if flying is not None:
                     flying.prefetched.discard(name)  # its own rows, for its own inputs
@@ -348,6 +311,22 @@ class Attachment:
         return UntracedForward(forward, original)  # what comes ahead is on streams of its own
 
 
+def _change_of(names: list[str], may_be_mode: bool, number: int) -> str:
+    of = f"{', '.join(map(repr, names))}{', or of the mode,' if may_be_mode else ''}"
+    return f"a change of {of} before the forward of batch {number}"
+
+
+def _not_taken_back(flying: InFlight, why: str, modules: list[str], attributes: list[str]) -> str:
+    through = ", ".join(map(repr, modules))
+    if attributes:
+        named = ", ".join(map(repr, attributes))
+        before, remedy = f"with {named} as it was before", f"{named} not to be changed before that forward"
+    else:
+        before = f"in {'training' if flying.is_training else 'eval'} mode"
+        remedy = "the mode of the model to be the same again for that forward"
+    return f"batch {flying.number} has been through {through} {before}, ahead of its forward, and {why}, or {remedy}"
+
+
 # torchrec's feature processors look at it.
 def _mark(modules: Iterable[nn.Module], is_pipelined: bool) -> None:
     for module in modules:
@@ -359,21 +338,27 @@ _attachments: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKey
 
 
 def attach(
-    model: nn.Module, group: dist.ProcessGroup | None, device: torch.device, strict: bool, tracing: str | None
+    model: nn.Module,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    strict: bool,
+    tracing: str | None,
+    example: Any,
 ) -> Attachment:
     """The attachment of a model, which all its pipelines share; ``leave()`` ends it. A collective of ``group``."""
     inner, _ = unwrap(model)
     attachment = _attachments.get(inner)
     if attachment is None:
-        attachment = Attachment(model, group, device, strict, tracing)
+        attachment = Attachment(model, group, device, strict, tracing, example)
         _attachments[inner] = attachment
-    if attachment.asked != (group, device, tracing):
+    elif attachment.asked != (group, device, tracing):
         raise ValueError(
             f"{type(inner).__name__} has another pipeline, with another process_group, device or tracing: expected the "
             "same, since pipelines of one model share its forwards; detach() the other one first"
         )
-    attachment.be_strict(strict)
-    attachment.use()
+    else:
+        attachment.be_strict(strict)
+    attachment.use(model)
     return attachment
 
 

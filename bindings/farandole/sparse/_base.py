@@ -4,46 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import time
-import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Generic, TypedDict
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Generic
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from typing_extensions import TypeVar
 
 from farandole._C import AccumulationWindow, BatchPipeline, NoGrad, ProfilerRange
-from farandole.sparse._arguments import device_of, group_of, refuse_no_bool, refuse_others_optimizer
+from farandole.sparse._arguments import (
+    device_of,
+    group_of,
+    refuse_no_bool,
+    refuse_no_optimizer,
+    refuse_no_window,
+    refuse_others_optimizer,
+)
 from farandole.sparse._caller import Caller
 from farandole.sparse._contexts import NOTHING
 from farandole.sparse._dense_grads import DenseGrads
-from farandole.sparse._losses import outcome_of, summed
+from farandole.sparse._losses import outcome_of, share_of_window
 from farandole.sparse._open_windows import note_windows, warn_of_others
+from farandole.sparse._options import In, ModelForward, Out
+from farandole.sparse._other_modes import warn_of_other_mode
 from farandole.sparse._precision import Precision
+from farandole.sparse._ranges import OF_BASE
 from farandole.sparse._stages import Stages
 from farandole.sparse._stop_iteration import as_no_end
 from farandole.sparse._streams import Streams
 from farandole.sparse._torchrec_arguments import refuse_torchrecs
 from farandole.sparse._torchrec_names import of_missing, refuse_overrides
-
-# A batch, and what the model makes of it; torchrec's pipelines are written with both, as in annotations.
-In = TypeVar("In", default=Any)
-Out = TypeVar("Out", default=Any)
-
-ModelForward = Callable[[Any], tuple[torch.Tensor, Any]]
-
-
-class Options(TypedDict, total=False):
-    """Arguments by name that all pipelines have."""
-
-    enable_amp: bool | torch.dtype
-    enable_grad_scaling: bool
-    grad_scaler: torch.amp.GradScaler | None
-    grad_accum: int | None
-    process_group: dist.ProcessGroup | None
-    load_on_thread: bool | None
 
 
 class TrainPipelineBase(Generic[In, Out]):
@@ -56,7 +47,7 @@ class TrainPipelineBase(Generic[In, Out]):
         custom_model_fwd: called in place of the model.
         enable_inplace_copy_batch: torchrec's; False.
         execute_all_batches: False stops where the next batch is missing; the one in flight goes on with the next
-            iterator.
+            iterator, or is computed by ``flush``.
         enable_amp: autocast around the forward alone, to bfloat16 or to the given dtype.
         enable_grad_scaling: with autocast on CUDA losses are scaled, by a torch.amp.GradScaler whose step and update
             come at the ends of windows. Elsewhere a warning, and no scaling.
@@ -78,6 +69,7 @@ class TrainPipelineBase(Generic[In, Out]):
     """
 
     _has_dist = False
+    _ranges = OF_BASE
     _trains = True
     _was_training: bool | None = None  # in the step before
     _doing = "forward"  # or backward, or step
@@ -98,10 +90,7 @@ class TrainPipelineBase(Generic[In, Out]):
         process_group: dist.ProcessGroup | None = None,
         load_on_thread: bool | None = None,
     ) -> None:
-        if grad_accum is not None and (isinstance(grad_accum, bool) or not isinstance(grad_accum, int)):
-            raise TypeError(f"grad_accum={grad_accum!r}: expected an int above 0, or None")
-        if grad_accum is not None and grad_accum < 1:
-            raise ValueError(f"grad_accum={grad_accum}: expected an int above 0, or None")
+        refuse_no_window(grad_accum)
         refuse_no_bool("execute_all_batches", execute_all_batches)
         if custom_model_fwd is not None and not callable(custom_model_fwd):
             raise TypeError(f"custom_model_fwd={custom_model_fwd!r}: expected a function of a batch, or None")
@@ -131,6 +120,7 @@ class TrainPipelineBase(Generic[In, Out]):
             self._completes_ahead(),
             custom_model_fwd is not None,
             load_on_thread,
+            self._ranges,
         )
         self._execute_all_batches = execute_all_batches
         self._has_ended = False
@@ -182,7 +172,7 @@ class TrainPipelineBase(Generic[In, Out]):
         is_new = self._stages.take_from(dataloader_iter)
         if is_new:
             self._stages.unused.clear()
-            self._warn_of_mode()
+            warn_of_other_mode(self._model, self._was_training, self.in_flight)
         before, has_ended, self._has_ended = len(self._stages.unused), self._has_ended, False
         self._stages.autocast = self._precision.as_now()
         if self._stages.may_load_beside or self._stages.caller is not None:  # a thread that an interrupt has left
@@ -196,9 +186,7 @@ class TrainPipelineBase(Generic[In, Out]):
         except StopIteration as error:
             raise as_no_end(error) from error
         if number is None:
-            self._has_ended = True
-            if self._execute_all_batches and self._model.training:
-                self._close_window()
+            self._end_of_data()
             raise StopIteration
         if has_ended:
             del self._stages.unused[:before]
@@ -216,6 +204,34 @@ class TrainPipelineBase(Generic[In, Out]):
         if overwritten is not None:  # by a load beside its step
             raise overwritten
         return output
+
+    def flush(self) -> list[Out]:
+        """Computes the batches in flight, and steps the window of gradient accumulation that is open with what it has: at
+        the end of an iterator with ``execute_all_batches=False``, or in the middle of one, which may go on after. With
+        ``model.eval()`` forward only, and the window stays open. On all ranks.
+
+        Returns:
+            The outputs. Where ranks have different numbers of batches in flight the fewest are computed; the others are
+            in ``unused_batches``.
+
+        Raises:
+            Exception: as progress(), for one of the batches; another call goes on with those after it.
+        """
+        outputs: list[Out] = []
+        rest: Iterator[In] = iter(())
+        all_batches, self._execute_all_batches = self._execute_all_batches, True
+        self._engine.set_executes_all_batches(True)
+        try:
+            while self._has_rest():
+                outputs.append(self.progress(rest))
+            self._engine.clear()
+            self._end_of_data()
+        except StopIteration:
+            pass
+        finally:
+            self._execute_all_batches = all_batches
+            self._engine.set_executes_all_batches(all_batches)
+        return outputs
 
     @property
     def grad_scaler(self) -> torch.amp.GradScaler | None:
@@ -240,13 +256,22 @@ class TrainPipelineBase(Generic[In, Out]):
         self._drop_window()
         self._stages.take_from(iter(()))
 
+    def _has_rest(self) -> bool:
+        """In flight, on all ranks; where their exchanges do not tell."""
+        return self._stages.agree_on_more(self._stages.has_more)
+
+    def _end_of_data(self) -> None:
+        self._has_ended = True
+        if self._execute_all_batches and self._model.training:
+            self._close_window()
+
     def _completes_ahead(self) -> bool:
         return False
 
     def _dist_on_thread(self) -> bool | None:
         return False
 
-    def _may_dist_beside(self) -> bool:
+    def _may_dist_beside(self, flying: Any) -> bool:
         return False
 
     def _prepare(self) -> None:
@@ -292,13 +317,13 @@ class TrainPipelineBase(Generic[In, Out]):
         """Where it fails the window is over: the next batch begins another one, with zeroed gradients."""
         try:
             self._doing = "backward"
-            with ProfilerRange("## backward {} ##", number):
-                self._backward(losses)
+            with ProfilerRange(self._ranges.backward, number):
+                self._backward(self._precision.scaled(share_of_window(losses, self._window.size)))
             self._dense_grads.has_run()
             self._after_backward()
             if self._window.is_last:
                 self._doing = "step"
-                with ProfilerRange("## optimizer {} ##", number):
+                with ProfilerRange(self._ranges.optimizer, number):
                     self._precision.step(self._optimizer)
         except BaseException:
             self._drop_window()
@@ -306,13 +331,13 @@ class TrainPipelineBase(Generic[In, Out]):
         self._window.add()
 
     def _begin_forward(self, flying: Any) -> None:
-        with ProfilerRange("## wait_for_batch {} ##", flying.number):
+        with ProfilerRange(self._ranges.wait_for_batch, flying.number):
             self._streams.hand_over(self._streams.copy, flying.batch)
         self._adopt(flying)
         dist_on_thread = self._engine.dist_on_thread
         if dist_on_thread or self._engine.load_on_thread:
             self._stages.caller = Caller()
-        self._engine.beside(dist_on_thread and self._may_dist_beside(), self._stages.may_load_beside)
+        self._engine.beside(dist_on_thread and self._may_dist_beside(flying), self._stages.may_load_beside)
         self._stages.given.refuse(flying.number)
         if flying.error is not None:
             raise flying.error
@@ -322,7 +347,7 @@ class TrainPipelineBase(Generic[In, Out]):
         has_backward = self._trains and self._model.training
         # Without one, nothing may arm a wrapper for it: torch's DDP would average in the next, whatever no_sync says.
         with (
-            ProfilerRange("## forward {} ##", flying.number),
+            ProfilerRange(self._ranges.forward, flying.number),
             NOTHING if has_backward else NoGrad(),
             self._running(flying),
             self._precision.autocast(),
@@ -331,7 +356,12 @@ class TrainPipelineBase(Generic[In, Out]):
         return outcome_of(result, has_backward)
 
     def _backward(self, losses: torch.Tensor) -> None:
-        self._precision.scaled(summed(losses, self._window.size)).backward()
+        """torchrec's, which subclasses override.
+
+        Args:
+            losses: those of the model, divided by ``grad_accum``; where they are scaled, their scaled sum.
+        """
+        torch.sum(losses, dim=0).backward()
 
     def _close_window(self) -> None:
         if self._window.close() == 0:
@@ -344,48 +374,22 @@ class TrainPipelineBase(Generic[In, Out]):
             self._step_failed("the window that the end of the data cut short", error)
             raise
 
-    def _warn_of_mode(self) -> None:
-        if self._was_training is None or self._was_training is self._model.training or not self.in_flight:
-            return
-        now = "trained on, which were to be evaluated" if self._model.training else "evaluated, and not trained on"
-        warnings.warn(
-            f"another iterator, and model.{'train' if self._model.training else 'eval'}(), while {self.in_flight} batches "
-            f"of the one before are in flight: these are {now}. Give each mode a pipeline of its own of the same model "
-            "(EvalPipelineSparseDist), or call progress() until the data ends",
-            stacklevel=3,
-        )
-
     def _drop_window(self) -> bool:
         """Whether one was open."""
         self._dense_grads.drop()
         return self._window.close() > 0
 
     def _refuse_optimizer(self, optimizer: Any) -> None:
-        has_steps = callable(getattr(optimizer, "step", None)) and callable(getattr(optimizer, "zero_grad", None))
-        if self._trains and not has_steps:
-            raise TypeError(f"optimizer is a {type(optimizer).__name__}: expected a torch.optim.Optimizer")
+        if self._trains:
+            refuse_no_optimizer(optimizer)
 
     def _refuse(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
-        fused = None if self._precision.scaler is None else _name_of_fused(model)
-        if fused is not None:
-            raise ValueError(
-                "losses are scaled: an optimizer that is fused into the backward would take scaled gradients "
-                f"(that of {fused or 'the model itself'}); pass enable_grad_scaling=False and no grad_scaler, or do not "
-                "fuse it"
-            )
+        self._precision.refuse_fused(model)
 
 
 def _clear(engine: weakref.ref[BatchPipeline]) -> None:
     alive = engine()
     if alive is not None:
         alive.clear()
-
-
-def _name_of_fused(model: nn.Module) -> str | None:
-    """The first module that has such an optimizer, which torchrec's sharded modules have also in other wrappers."""
-    for name, module in model.named_modules():
-        if getattr(getattr(module, "fused_optimizer", None), "params", None):
-            return name
-    return None

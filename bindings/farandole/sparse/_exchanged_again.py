@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class ExchangedAgain:
@@ -13,16 +13,15 @@ class ExchangedAgain:
     def __init__(self) -> None:
         self._numbers: Counter[str] = Counter()  # by reason
 
-    def note(self, number: int, names: Iterable[str], is_other_mode: bool) -> None:
+    def note(self, number: int, run: Iterable[str], attributes: Iterable[str], is_other_mode: bool) -> None:
         """
         Args:
             number: of the batch.
-            names: of the modules that had run ahead for it.
+            run: names of the modules that had run ahead for it, and would do something else now.
+            attributes: names of those of the model that inputs were computed with, and that have changed since.
             is_other_mode: the model has another one now; else the modules were changed, on this rank or another.
         """
-        run = ", ".join(map(repr, names))
-        what = f"the mode of the model was changed after {run}" if is_other_mode else f"{run} was changed after it"
-        reason = f"{what} had run ahead"
+        reason = " and ".join(_reasons(_named(run), _named(attributes), is_other_mode))
         if not self._numbers:
             warnings.warn(
                 f"batch {number} exchanges its inputs again, in its forward, since {reason}: correct, and slow where it is "
@@ -36,3 +35,16 @@ class ExchangedAgain:
             f"{number} {'batch has' if number == 1 else 'batches have'} exchanged inputs again, in the forward, since {reason}"
             for reason, number in self._numbers.items()
         ]
+
+
+def _named(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
+def _reasons(run: str, attributes: str, is_other_mode: bool) -> Iterator[str]:
+    if attributes:
+        yield f"{attributes} was changed after inputs had been computed with it"
+    if is_other_mode:
+        yield f"the mode of the model was changed after {run} had run ahead"
+    elif run:
+        yield f"{run} was changed after it had run ahead"

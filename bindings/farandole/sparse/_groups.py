@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import weakref
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 
 _twins: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()  # so many for each
 _given_up: list[dist.ProcessGroup] = []
 _times_given_up = 0
 
@@ -22,13 +25,15 @@ def group_of_its_own(group: dist.ProcessGroup | None, device: torch.device) -> d
         while _given_up:
             dist.destroy_process_group(_given_up.pop())
         is_world = group is dist.group.WORLD
-        _twins[group] = dist.new_group(
-            dist.get_process_group_ranks(group),
-            backend=None if is_world else dist.get_backend(group),
-            timeout=_timeout_of(group),
-            use_local_synchronization=not is_world,
-            group_desc="farandole_sparse",
-        )
+        _made[group] = number = _made.get(group, 0) + 1
+        with _naming(f"{group.group_name}_farandole_sparse_{number}"):
+            _twins[group] = dist.new_group(
+                dist.get_process_group_ranks(group),
+                backend=None if is_world else dist.get_backend(group),
+                timeout=_timeout_of(group),
+                use_local_synchronization=not is_world,
+                group_desc="farandole_sparse",
+            )
     return _twins[group]
 
 
@@ -43,6 +48,21 @@ def forget_group_of_its_own(group: dist.ProcessGroup | None) -> None:
     if group in _twins:
         _given_up.append(_twins.pop(group))
         _times_given_up += 1
+
+
+# By its ranks and the number of groups of this process torch names a group that only its ranks make: ranks with other
+# numbers of groups wait for each other under other names. And torch 2.15 counts it, so that the next group of all ranks
+# has a name on these and another one on those.
+@contextlib.contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Inside, a group that torch makes has this name, and none is counted."""
+    torchs = dist.distributed_c10d
+    before = torchs._process_group_name
+    torchs._process_group_name = lambda ranks, use_hashed_name: name
+    try:
+        yield
+    finally:
+        torchs._process_group_name = before
 
 
 def _timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:

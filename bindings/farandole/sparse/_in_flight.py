@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from farandole.sparse._ahead_run import AheadRun
+from farandole.sparse._attributes_ahead import ReadAttributes
 from farandole.sparse._input_writes import InputWrites
 from farandole.sparse._post_processing import Noted
 
@@ -20,6 +21,7 @@ class InFlight:
     is_training: bool = True
     results: Noted | None = None  # of post-processing modules
     run: AheadRun | None = None  # of these modules
+    read: ReadAttributes | None = None  # of the model, which inputs were computed with
     calls: dict[str, tuple[Any, dict[str, Any]]] = field(default_factory=dict)  # what the modules are to be given
     writes: dict[str, InputWrites] = field(default_factory=dict)  # to these
     source_writes: InputWrites | None = None  # to parts of the batch that these were computed from

@@ -23,8 +23,8 @@ def outcome_of(result: Any, has_backward: bool) -> tuple[Any, Any]:
     return losses, output
 
 
-def summed(losses: torch.Tensor, window: int) -> torch.Tensor:
-    """Over samples, and divided by the batches of a window.
+def share_of_window(losses: torch.Tensor, window: int) -> torch.Tensor:
+    """Divided by the batches of a window.
 
     Raises:
         ValueError: they are not one for each sample, or one for all; or nothing that is trained has part in them.
@@ -38,7 +38,7 @@ def summed(losses: torch.Tensor, window: int) -> torch.Tensor:
             f"the model returned losses that need no gradient ({losses.dtype}): expected such as come from parameters that "
             "are not frozen, not detached and made with gradients on; model.eval() is for batches without a backward"
         )
-    return torch.sum(losses / window if window > 1 else losses, dim=0)
+    return losses / window if window > 1 else losses
 
 
 def _described(result: Any) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from farandole.sparse._arguments import refuse_no_bool
 from farandole.sparse._contexts import NOTHING
@@ -56,6 +57,19 @@ class Precision:
             else:
                 warnings.warn(f"gradients are not scaled on {device.type}: scaling needs CUDA", stacklevel=4)
 
+    def refuse_fused(self, model: nn.Module) -> None:
+        """
+        Raises:
+            ValueError: losses are scaled, and the model has an optimizer that is fused into the backward.
+        """
+        fused = None if self.scaler is None else _name_of_fused(model)
+        if fused is not None:
+            raise ValueError(
+                "losses are scaled: an optimizer that is fused into the backward would take scaled gradients "
+                f"(that of {fused or 'the model itself'}); pass enable_grad_scaling=False and no grad_scaler, or do not "
+                "fuse it"
+            )
+
     def as_now(self) -> Callable[[], contextlib.AbstractContextManager[Any]]:
         """What a forward of this thread would run under, for any thread."""
         kind = self._device.type
@@ -63,8 +77,9 @@ class Precision:
             return functools.partial(torch.autocast, kind, dtype=torch.get_autocast_dtype(kind))
         return self.autocast
 
-    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss if self.scaler is None else self.scaler.scale(loss)
+    def scaled(self, losses: torch.Tensor) -> torch.Tensor:
+        """As they are; where they are to be scaled their sum, as in a plain loop."""
+        return losses if self.scaler is None else self.scaler.scale(torch.sum(losses, dim=0))
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         if self.scaler is None:
@@ -98,3 +113,11 @@ def _checked(scaler: Any, enable_grad_scaling: bool) -> torch.amp.GradScaler | N
     if not enable_grad_scaling:
         raise ValueError("enable_grad_scaling=False with a grad_scaler: expected one of them")
     return scaler if scaler.is_enabled() else None
+
+
+def _name_of_fused(model: nn.Module) -> str | None:
+    """The first module that has such an optimizer, which torchrec's sharded modules have also in other wrappers."""
+    for name, module in model.named_modules():
+        if getattr(getattr(module, "fused_optimizer", None), "params", None):
+            return name
+    return None

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from farandole._C import NoGrad, ProfilerRange
-from farandole.sparse._base import In, Out
 from farandole.sparse._caches import has_cache, refuse_unlocked
 from farandole.sparse._in_flight import InFlight
+from farandole.sparse._options import In, Out
+from farandole.sparse._ranges import OF_PREFETCH
 from farandole.sparse._sparse_dist import TrainPipelineSparseDist
 from farandole.sparse._torchrec_arguments import by_name
 
@@ -35,6 +36,7 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
     since prefetches follow it.
     """
 
+    _ranges = OF_PREFETCH
     prefetch_ahead: bool = True
     _with_cache: dict[str, Any] | None = None
 
@@ -58,7 +60,7 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
         """What was prefetched is gone, since the caches have been made anew: for after a forward that failed before it
         had used it. On all ranks."""
         if self._attachment is not None:
-            self._attachment.drop_prefetched()
+            self._attachment.prefetched.drop()
 
     def reset(self) -> None:
         self._refuse_prefetched("reset()")
@@ -92,7 +94,7 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
     def _begin_forward(self, flying: InFlight) -> None:
         super()._begin_forward(flying)
         if self._model.training:
-            self._prefetch(flying)
+            self._prefetch_rows(flying)
 
     def _middle(self) -> None:
         super()._middle()
@@ -102,27 +104,27 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
         if ahead is None or self._stages.given.is_overwritten(ahead.number):
             return
         try:
-            self._prefetch(ahead)
+            self._prefetch_rows(ahead)
         except Exception as error:
             ahead.error = error
 
-    def _prefetch(self, flying: InFlight) -> None:
+    def _prefetch_rows(self, flying: InFlight) -> None:
         assert self._attachment is not None
         forward_stream = self._streams.current()
         if flying.is_prefetched or flying.owner is not self._attachment.input_dist:
             return
         flying.is_prefetched = True
         with (
-            ProfilerRange("## sharded_module_prefetch {} ##", flying.number),
+            ProfilerRange("## sharded_module_prefetch ##"),
             self._streams.on(self._streams.prefetch),
             NoGrad(),
         ):
             for name, module in self._cached().items():
                 if name in flying.requests:
-                    self._stages.complete_one(flying, name)
+                    self._stages.complete_one(flying, name, "## _prefetch_embeddings {} ##")
                 context, data = flying.contexts[name], flying.data[name]
                 self._streams.hand_over(self._streams.dist, context, data)
-                self._attachment.prefetched(flying, name)
+                self._attachment.prefetched.take(flying, name)
                 module.prefetch(ctx=context, dist_input=data, forward_stream=forward_stream)
 
     def _complete(self, flying: InFlight, name: str) -> tuple[Any, Any]:
@@ -142,4 +144,4 @@ class PrefetchTrainPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
 
     def _refuse_prefetched(self, what: str) -> None:
         if self._attachment is not None:
-            self._attachment.refuse_prefetched(what)
+            self._attachment.prefetched.refuse(what)

@@ -29,7 +29,7 @@ class Running:
     module. Not a generator of contextlib's, which makes twice the calls, in each step.
 
     Raises:
-        RuntimeError: see Attachment.refuse_prefetched(); or buffers of what runs ahead are overwritten inside.
+        RuntimeError: see PrefetchedRows.refuse(); or buffers of what runs ahead are overwritten inside.
     """
 
     __slots__ = ("_attachment", "_before", "_comparisons", "_flying", "_inner", "_recorded", "_take", "_whole")
@@ -43,7 +43,7 @@ class Running:
 
     def __enter__(self) -> None:
         attachment, flying = self._attachment, self._flying
-        attachment.refuse_prefetched(f"a forward of batch {flying.number}", flying)
+        attachment.prefetched.refuse(f"a forward of batch {flying.number}", flying)
         self._before = attachment.current, attachment.take
         attachment.current, attachment.take = flying, self._take
         try:
@@ -90,4 +90,4 @@ class Running:
 
     def _leave(self) -> None:
         self._attachment.current, self._attachment.take = self._before
-        self._attachment.forget_prefetched(self._flying)
+        self._attachment.prefetched.forget(self._flying)

@@ -13,10 +13,12 @@ import torch
 from torch import nn
 
 from farandole._C import NoGrad, ProfilerRange
-from farandole.sparse._arguments import refuse_no_bool, refuse_others_optimizer
+from farandole.sparse._arguments import refuse_no_bool, refuse_no_example, refuse_others_optimizer
 from farandole.sparse._attachment import Attachment, attach
-from farandole.sparse._base import In, ModelForward, Options, Out, TrainPipelineBase
+from farandole.sparse._base import TrainPipelineBase
 from farandole.sparse._joint_steps import PATIENCE
+from farandole.sparse._options import In, ModelForward, Options, Out
+from farandole.sparse._ranges import OF_EVAL, OF_SPARSE_DIST
 from farandole.sparse._running import Running
 from farandole.sparse._sharded import is_two_dimensional, unwrap
 from farandole.sparse._torchrec_arguments import by_name, refuse_interval, refuse_torchrecs
@@ -33,10 +35,14 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
     modules, i through forward and backward (torchrec's TrainPipelineSparseDist).
 
     Args:
-        execute_all_batches: False stops where batch i+2 is missing; the two in flight go on with the next iterator.
+        execute_all_batches: False stops where batch i+2 is missing; the two in flight go on with the next iterator, or
+            are computed by ``flush``.
         strict: raise where a sharded module cannot be pipelined, instead of a warning.
         tracing: "fx" finds what a batch gives the sharded modules in a graph of the model; "hooks" in the forward of
             the first batch, which is not pipelined; None takes hooks where fx cannot trace the model, and warns.
+        example_batch: one with torchrec's ``to_proxy()``, for a forward that decides by parts of a batch, whether one is
+            None say: torch.fx sees those that a copy of it does not have ``torch.fx.PH`` for, which are to be so in all
+            batches.
         process_group: all ranks that train together; by default all.
         dist_on_thread: whether input_dist runs on a thread of its own; None decides by measured times for torchrec's
             modules, and is False for others, whose collectives may be those of the forward. CPU only.
@@ -54,6 +60,7 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
     """
 
     _has_dist = True
+    _ranges = OF_SPARSE_DIST
 
     def __init__(
         self,
@@ -71,6 +78,7 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
         *,
         strict: bool = False,
         tracing: str | None = None,
+        example_batch: In | None = None,
         dist_on_thread: bool | None = None,
         agree_on_inputs: bool = False,
         **options: Unpack[Options],
@@ -87,6 +95,7 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
         self._collections: list[Any] = []  # of torchrec's 2D sharding, in the model
         if tracing not in (None, "fx", "hooks"):
             raise ValueError(f'tracing={tracing!r}: expected "fx", "hooks" or None')
+        refuse_no_example(example_batch, tracing)
         refuse_no_bool("strict", strict)
         refuse_no_bool("agree_on_inputs", agree_on_inputs)
         if dist_on_thread is not None:
@@ -106,6 +115,7 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
         )
         self._strict = strict
         self._tracing = tracing
+        self._example_batch = example_batch
         self._attachment: Attachment | None = None
         self._refusal: str | None = None  # what hooks have found, which another unpipelined batch would find again
 
@@ -208,26 +218,36 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
     def _patience(self) -> float:
         return min(PATIENCE + 2 * (time.monotonic() - self._before), _LONGEST_PATIENCE)
 
+    def _has_rest(self) -> bool:
+        return True  # progress() tells
+
     def _completes_ahead(self) -> bool:
         return self._agrees_on_inputs
 
     def _dist_on_thread(self) -> bool | None:
         return self._asked_dist_on_thread if self._device.type == "cpu" else False
 
-    def _may_dist_beside(self) -> bool:
+    def _may_dist_beside(self, flying: Any) -> bool:
         assert self._attachment is not None
+        if flying.owner is not self._attachment.input_dist:  # its own exchange is in its forward, over the same groups
+            return False
+        if self._attachment.attributes.broadcast:  # in forwards, which set back torch's counts of writes to them
+            return False
         return self._attachment.input_dist.may_run_beside(is_promised=self._asked_dist_on_thread is True)
 
     def _prepare(self) -> None:
         if self._refusal is not None:
             raise ValueError(self._refusal)
         if self._attachment is None:
-            self._attachment = attach(self._model, self._group, self._device, self._strict, self._tracing)
+            asked = self._strict, self._tracing, self._example_batch
+            self._attachment = attach(self._model, self._group, self._device, *asked)
             self._leave = weakref.finalize(self, self._attachment.leave)
             self._leave.atexit = False
             self._collections = [module for module in self._model.modules() if is_two_dimensional(module)]
             self._stages.input_dist = self._attachment.input_dist
         self._stages.is_training = self._model.training
+        if not self.in_flight:  # whose forwards would see a change
+            self._streams.catch_up(self._streams.dist)
         self._attachment.input_dist.renew()
         try:
             self._attachment.prepare()
@@ -241,6 +261,7 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
         assert self._attachment is not None
         if self._attachment.is_adopted(flying):
             return
+        self._streams.catch_up(self._streams.dist)  # with the change
         with self._streams.on(self._streams.dist), self._stages.autocast(), NoGrad():
             self._attachment.adopt(flying, self._patience())
 
@@ -248,6 +269,7 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
         assert self._attachment is not None
         if self._streams.dist is not None:
             given = [] if flying.results is None else flying.results.tensors()
+            given += [] if flying.read is None else flying.read.copies.values()
             self._streams.hand_over(
                 self._streams.dist, flying.results, given, [writes.copies for writes in flying.writes.values()]
             )
@@ -271,6 +293,7 @@ class EvalPipelineSparseDist(TrainPipelineSparseDist[In, Out]):
     """
 
     _trains = False
+    _ranges = OF_EVAL
 
     def __init__(
         self,

@@ -18,6 +18,7 @@ from farandole.sparse._given import GivenBatches
 from farandole.sparse._in_flight import InFlight
 from farandole.sparse._input_dist import InputDist
 from farandole.sparse._load_place import only_waits
+from farandole.sparse._ranges import Ranges
 from farandole.sparse._streams import Streams
 
 _END = object()
@@ -36,8 +37,10 @@ class Stages:
         agrees_on_inputs: bool,
         has_custom_forward: bool,
         load_on_thread: bool | None,
+        ranges: Ranges,
     ) -> None:
         self._device = device
+        self._ranges = ranges
         self._streams = streams
         self._group = group
         self._agrees_on_inputs = agrees_on_inputs
@@ -72,10 +75,11 @@ class Stages:
         return is_other or self._yielded < before
 
     def load(self, number: int) -> bool:
+        ranges, copying = self._ranges, ProfilerRange(self._ranges.copy, number)
         try:
-            with ProfilerRange("## copy_batch_to_gpu {} ##", number), self._streams.on(self._streams.copy):
+            with copying if ranges.is_next_in_copy else NOTHING, self._streams.on(self._streams.copy):
                 self.given.before_next()
-                with ProfilerRange("## next_batch ##"):
+                with ProfilerRange(ranges.next_batch, number):
                     batch = self._next()
                 if self._has_count:
                     self._yielded = _yielded_by(self._source)
@@ -87,7 +91,8 @@ class Stages:
                         "the iterator gave None: expected a batch. torchrec's pipelines take None for the end of the data: "
                         "let the iterator end there, by raise StopIteration in its __next__ or return in a generator"
                     )
-                batch = self._run(to_device, batch, self._device)
+                with NOTHING if ranges.is_next_in_copy else copying:
+                    batch = self._run(to_device, batch, self._device)
                 self.given.after_next(number, batch, self._is_here())
                 self.flying[number] = InFlight(number, batch, self._has_custom_forward)
         except Exception as error:
@@ -134,7 +139,7 @@ class Stages:
 
     def _start_dist(self, number: int, presence: Presence) -> None:
         assert self.input_dist is not None
-        with ProfilerRange("## start_sparse_data_dist {} ##", number), self._streams.on(self._streams.dist):
+        with ProfilerRange(self._ranges.start_dist, number), self._streams.on(self._streams.dist):
             flying = self.flying.get(number)
             if flying is not None:
                 self._streams.hand_over(self._streams.copy, flying.batch)
@@ -144,7 +149,7 @@ class Stages:
 
     def _finish_dist(self, number: int) -> bool:
         assert self.input_dist is not None
-        with ProfilerRange("## wait_sparse_data_dist {} ##", number), self._streams.on(self._streams.dist):
+        with ProfilerRange(self._ranges.wait_dist, number), self._streams.on(self._streams.dist):
             return self.input_dist.finish(number, self.flying.get(number))
 
     def _complete_dist(self, number: int) -> None:
@@ -170,15 +175,20 @@ class Stages:
         if flying.error is not None:
             raise flying.error
 
-    def complete_one(self, flying: InFlight, name: str) -> None:
+    def complete_one(self, flying: InFlight, name: str, range_: str = "## wait_sparse_data_dist ##") -> None:
         """Waits for the data of a module."""
-        with ProfilerRange("## wait_sparse_data_dist ##"), self._streams.on(self._streams.dist), NoGrad():
+        with ProfilerRange(range_, flying.number), self._streams.on(self._streams.dist), NoGrad():
             flying.data[name] = flying.requests.pop(name).wait()
 
     def next_sent(self) -> InFlight | None:
         """The batch after the one that computes, once its data is under way."""
         ahead = min(self.flying, default=None)
         return self.flying[ahead] if ahead is not None and self.flying[ahead].is_sent else None
+
+    @property
+    def has_more(self) -> bool:
+        """Whether a batch is loaded, or has failed in that and has not said so."""
+        return bool(self.flying or self._failed)
 
     def agree_on_more(self, has_more: bool) -> bool:
         if self._group is None:

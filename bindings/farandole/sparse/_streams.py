@@ -28,7 +28,7 @@ class Streams:
             self._module = _module_of(device)
         self._device = device
         if self._module is None:
-            self.on = self.hand_over = NOTHING  # type: ignore[assignment]
+            self.on = self.hand_over = self.catch_up = NOTHING  # type: ignore[assignment]
         self.copy, self.dist, self.prefetch = (
             None if self._module is None else self._module.Stream(device=device, priority=priority)
             for priority in (-1, -1, 0)
@@ -56,6 +56,12 @@ class Streams:
         current.wait_stream(source)
         for value in values:
             record_stream(value, current)
+
+    def catch_up(self, stream: torch.Stream | None) -> None:
+        """The stream waits for what the current one is to do by now, which may write what it reads."""
+        if stream is not None:
+            assert self._module is not None
+            stream.wait_stream(self._module.current_stream(self._device))
 
 
 def _module_of(device: torch.device) -> Any:

@@ -56,6 +56,8 @@ METHODS = {
     "wait_sparse_data_dist": _DIST,
     "sync_embeddings": "set dmp_collection_sync_interval_batches=None and call sync() of the DMPCollection",
     "_next_batch": _LOAD,
+    "_connect": _BLOCKS,
+    "_reset_data_iter": "override reset()",
     "_copy_batch_to_gpu": f"batches move by their to(device, non_blocking); what else there is to do, {_LOAD}",
     "_wait_for_batch": _BLOCKS,
     "_fill_pipeline": _BLOCKS,
@@ -67,6 +69,8 @@ METHODS = {
     "_pipeline_model": _INPUTS,
     "_pipelined_modules": _INPUTS,
     "_pipelined_forward_type": _INPUTS,
+    "_commit_postproc_results": _INPUTS,
+    "_prefetch": "prefetch() of the model's modules is called as it is; change it there, or set prefetch_ahead",
     "batches": "in_flight and unused_batches are what there is",
     "contexts": "in_flight and unused_batches are what there is",
 }

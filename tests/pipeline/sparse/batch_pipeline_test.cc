@@ -298,6 +298,23 @@ TEST_P(WithThreads, WithoutExecutingAllBatchesKeepsTwoForTheNextSource) {
   EXPECT_EQ(world.pipelines[1]->inFlight(), 2);
 }
 
+TEST_P(WithThreads, ExecutesWhatIsInFlightOnceItIsTo) {
+  auto options = this->options();
+  options.executeAllBatches = false;
+  World world(2, options);
+  const auto set = [&](bool executesAll) {
+    for (auto& pipeline : world.pipelines) pipeline->setExecutesAllBatches(executesAll);
+  };
+  EXPECT_EQ(world.epochs({{5}, {4}}), std::vector<std::string>(2, "0 1 end"));
+  set(true);
+  EXPECT_EQ(world.epochs({{0}, {0}}), std::vector<std::string>(2, "2 3 end"));
+  EXPECT_EQ(world.ranks[0]->discarded, std::vector<int>{4});
+  for (const auto& pipeline : world.pipelines) EXPECT_EQ(pipeline->inFlight(), 0);
+  set(false);
+  EXPECT_EQ(world.epochs({{4}, {4}}), std::vector<std::string>(2, "0 1 end"));
+  for (const auto& pipeline : world.pipelines) EXPECT_EQ(pipeline->inFlight(), 2);
+}
+
 TEST_P(WithThreads, WithoutAnInputDistHasOneBatchAhead) {
   auto options = this->options();
   options.hasDist = false;

@@ -180,36 +180,37 @@ def test_tracing_counts_nothing():
 
 
 class Offset(Recommender):
-    """Adds what others may change between steps: a buffer, or a tensor that fx takes the value of for settled."""
+    """Adds what others may change between steps, and fx takes the value of for settled."""
 
-    def __init__(self, is_buffer: bool) -> None:
+    def __init__(self) -> None:
         super().__init__(1)
-        offset = torch.zeros((), dtype=torch.int64, device=DEVICE)
-        if is_buffer:
-            self.register_buffer("offset", offset)
-        else:
-            self.offset = offset
+        self.offset = torch.zeros((), dtype=torch.int64, device=DEVICE)
+        self.shifts = [0, 0]
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        ids = batch.ids + self.offset * 2
+        ids = batch.ids + self.offset * 2 + self.shifts[1]
         return self.score(torch.cat([self.tables[0](ids), batch.dense], 1), batch.labels)
 
 
-def change(rank: int, world_size: int, is_buffer: bool) -> None:
-    model, optimizer = made(Offset(is_buffer))
+def change(rank: int, world_size: int, name: str) -> None:
+    model, optimizer = made(Offset())
     model.eval()  # no backward, in which the first to fail would leave the others
     pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, strict=True)
     batches: Any = iter(make_batches(3, 6))
     for _ in range(3):
         pipeline.progress(batches)
-    model.module.offset.add_(1)
-    with pytest.raises(RuntimeError, match=r"^tables\.0 is called with other inputs"):
+    if name == "offset":
+        model.module.offset.add_(1)
+    else:
+        model.module.shifts[1] = 1
+    told = rf"^tables\.0 is called with other inputs.* '{name}', which has changed since the last forward, is no part"
+    with pytest.raises(RuntimeError, match=told):
         pipeline.progress(batches)
 
 
-@pytest.mark.parametrize("is_buffer", [True, False])
-def test_a_tensor_that_others_write_to_between_steps_is_looked_at(is_buffer):
-    run_ranks(change, 2, "farandole", is_buffer=is_buffer)
+@pytest.mark.parametrize("name", ["offset", "shifts"])
+def test_a_setting_that_others_change_between_steps_is_named(name):
+    run_ranks(change, 2, "farandole", name=name)
 
 
 def test_tensors_between_constants_are_looked_at():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -154,16 +155,22 @@ class Shifted(CachedRecommender):
     def __init__(self, seed: int, tables: int = 1) -> None:
         super().__init__(seed, tables)
         self.shift = Shift()
+        self.register_buffer("offset", torch.zeros((), dtype=torch.int64, device=DEVICE))
 
     def forward(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.score(torch.cat([self.tables[0](self.shift(batch.ids)), batch.dense], 1), batch.labels)
+        ids = self.shift(batch.ids) + self.offset
+        return self.score(torch.cat([self.tables[0](ids), batch.dense], 1), batch.labels)
 
 
 def change_ahead(rank: int, world_size: int, what: str) -> None:
     """Rows for other ids than those of the forward are in the cache."""
 
-    def change(model: Any) -> None:
-        model.eval() if what == "mode" else setattr(model.shift, "by", 1)
+    changes: dict[str, Callable[[Any], object]] = {
+        "mode": lambda model: model.eval(),
+        "attribute": lambda model: setattr(model.shift, "by", 1),
+        "buffer": lambda model: model.offset.add_(1),
+    }
+    change = changes[what]
 
     for is_told in (False, True):
         (model, optimizer), (plain, plain_optimizer) = made(Shifted, 3), made(Shifted, 3)
@@ -176,7 +183,8 @@ def change_ahead(rank: int, world_size: int, what: str) -> None:
         assert all(map(torch.equal, outputs, plain_loop(plain, plain_optimizer, batches[:2])))
         change(model), change(plain)
         if not is_told:
-            match = r"^a change of 'shift', or of the mode, before the forward of batch 2, while tables\.0 holds rows"
+            name = "offset" if what == "buffer" else "shift"
+            match = rf"^a change of '{name}', or of the mode, before the forward of batch 2, while tables\.0 holds rows"
             with pytest.raises(RuntimeError, match=match):
                 pipeline.progress(iterator)
             continue
@@ -191,7 +199,7 @@ def change_ahead(rank: int, world_size: int, what: str) -> None:
         assert_same(model, plain)
 
 
-@pytest.mark.parametrize("what", ["mode", "attribute"])
+@pytest.mark.parametrize("what", ["mode", "attribute", "buffer"])
 def test_what_was_prefetched_is_not_taken_for_other_ids(what):
     run_ranks(change_ahead, 2, "farandole", what=what)
 

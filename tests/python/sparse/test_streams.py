@@ -176,7 +176,7 @@ def test_what_crosses_streams_is_waited_for_and_recorded(kind, on_thread, monkey
 PLACES = {
     "base": ["_begin_forward"],
     "sparse": ["_begin_forward", "_start_dist", "_running", "_complete"],
-    "prefetch": ["_begin_forward", "_start_dist", "_running", "_complete", "_prefetch"],
+    "prefetch": ["_begin_forward", "_start_dist", "_running", "_complete", "_prefetch_rows"],
 }
 
 
