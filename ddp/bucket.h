@@ -24,6 +24,8 @@ class Bucket {
   void issue(Parts parts = {});
   bool takesParts() const { return !hook_ && reduction_->gathers(); }
 
+  bool isAveraged() const { return reduction_->isAverage(); }
+
   // Lets go of what was read, or has come to be added up, once the first step has ended: true when none is left.
   bool releaseParts();
 

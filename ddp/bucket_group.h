@@ -31,6 +31,7 @@ class BucketGroup {
   // As Bucket's.
   void issue(const PartsOf& partsOf);
   bool takesParts() const { return buckets_.front().takesParts(); }
+  bool isAveraged() const { return buckets_.front().isAveraged(); }
   bool releaseParts();
   bool advance(bool wait);
   void wait();

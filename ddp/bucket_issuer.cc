@@ -24,6 +24,7 @@ BucketIssuer::BucketIssuer(const DataParallelGroups& groups, const ModelBuffers&
                                                        .accumulatesInFloat = options.accumulatesInFloat}));
   }
   std::vector<std::vector<int>> groupsOf(reductions_.size());
+  bool isMixed = false;
   bucketGroupOf_.resize(buffers.parameters().size());
   for (const BucketGroupLayout& layout : buffers.bucketGroups()) {
     const size_t queue = layout.isExpert && !hasOneQueue ? 1 : 0;
@@ -37,27 +38,35 @@ BucketIssuer::BucketIssuer(const DataParallelGroups& groups, const ModelBuffers&
       waitsFor += buffers.layout().buckets[bucket].parameters.size();
     }
     bucketGroups_.emplace_back(std::move(buckets), waitsFor, queue);
-    // By index: the ranks of several groups have no first one in common to learn from.
-    if (layout.isExpert && hasOneQueue && groups.experts.group != groups.dense.group) isLearned_[0] = true;
+    isMixed = isMixed || (layout.isExpert && hasOneQueue && groups.experts.group != groups.dense.group);
     bucketsOf_.push_back(layout.buckets);
     groupsOf[queue].push_back(index);
   }
-  for (std::vector<int>& indices : groupsOf) queues_.emplace_back(std::move(indices));
+  for (std::size_t q = 0; q < groupsOf.size(); ++q) {
+    learning_.emplace_back(groupsOf[q].size());
+    // Not that of buckets of several groups, whose ranks nothing makes agree.
+    learns_[q] = options.overlaps && groupsOf[q].size() > 1 && !isMixed && RoundReport::canTell(replicasOf(q));
+    queues_.emplace_back(std::move(groupsOf[q]));
+  }
   issued_.reserve(bucketGroups_.size());
   events_.resize(buffers.layout().buckets.size());
 }
 
 void BucketIssuer::setHook(const std::shared_ptr<CommHook>& hook) {
   for (std::size_t g = 0; g < bucketGroups_.size(); ++g) bucketGroups_[g].setHook(hook, bucketsOf_[g]);
-  for (IssueQueue& queue : queues_) {
-    std::vector<int> byIndex = queue.order();
-    std::sort(byIndex.begin(), byIndex.end());
-    (void)queue.setOrder(byIndex);
-  }
+  for (IssueQueue& queue : queues_) queue.orderBy(std::vector<int>(queue.size(), 0));
+  learns_ = {};
 }
 
 bool BucketIssuer::reducesInPlaces() const {
   return std::all_of(reductions_.begin(), reductions_.end(), [](const auto& of) { return of->reducesInPlaces(); });
+}
+
+std::vector<char> BucketIssuer::areAveraged() const {
+  std::vector<char> areAveraged;
+  areAveraged.reserve(bucketGroupOf_.size());
+  for (const int group : bucketGroupOf_) areAveraged.push_back(bucketGroups_[group].isAveraged() ? 1 : 0);
+  return areAveraged;
 }
 
 void BucketIssuer::setScale(double scale) {
@@ -119,20 +128,30 @@ void BucketIssuer::await() {
   if (first) std::rethrow_exception(first);
 }
 
-bool BucketIssuer::learnOrder(const RoundReport& report, bool showsOrder) {
-  bool areLearned = true;
+void BucketIssuer::endArrivals() {
+  for (IssueQueue& queue : queues_) queue.endArrivals();
+}
+
+std::array<bool, 2> BucketIssuer::departures(bool showsOrder) {
+  std::array<bool, 2> departs{};
   for (std::size_t q = 0; q < queues_.size(); ++q) {
-    // Each has other first ranks. All of its ranks have the same queue, and come here as often.
-    const Replicas& replicas = q == 0 ? groups_.dense : groups_.experts;
-    if (isLearned_[q] || queues_[q].order().size() < 2 || !RoundReport::canTell(replicas)) continue;
-    isLearned_[q] = report.agree(replicas, {showsOrder ? 1 : 0})[0] != 0;
-    if (isLearned_[q]) {
-      TORCH_CHECK(queues_[q].setOrder(report.agree(replicas, queues_[q].arrivals())),
-                  "farandole.ddp: rank 0 told an order of other buckets");
-    }
-    areLearned = areLearned && isLearned_[q];
+    if (!learns_[q]) continue;
+    if (showsOrder) learning_[q].note(queues_[q].places());
+    departs[q] = learning_[q].departs();
   }
-  return areLearned;
+  return departs;
+}
+
+void BucketIssuer::agreeOnOrder(const RoundReport& report) {
+  for (std::size_t q = 0; q < queues_.size(); ++q) {
+    if (!learns_[q]) continue;
+    if (report.departs(q)) {
+      const std::vector<int> largest = RoundReport::largest(replicasOf(q), learning_[q].tell());
+      learning_[q].learn(largest);
+      queues_[q].orderBy(largest);
+    }
+    learning_[q].endRound();
+  }
 }
 
 void BucketIssuer::reset() {

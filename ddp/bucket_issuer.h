@@ -10,6 +10,7 @@
 #include "ddp/bucket_group.h"
 #include "ddp/issue_queue.h"
 #include "ddp/model_buffers.h"
+#include "ddp/order_learning.h"
 #include "ddp/reducer_options.h"
 #include "ddp/round_report.h"
 #include "ddp/timeline.h"
@@ -18,14 +19,14 @@ namespace farandole::ddp {
 
 // The reductions of one round: which bucket groups are ready, in which order they
 // are issued, and their ends. Not synchronized: its GradReducer is; only await()
-// and learnOrder() block, and nothing else may be called meanwhile.
+// and agreeOnOrder() block, and nothing else may be called meanwhile.
 //
 // On the CPU experts have an order of their own where they share no group with the
 // others. On devices all buckets have one: NCCL wants that of the communicators of a
 // device (they may wait for each other on the host, while they connect, and on the
 // device), and which bucket is ready first may differ by rank where not all use their
-// experts. An order of buckets of several groups is that by index: their ranks have no
-// first one in common.
+// experts. An order of buckets of several groups is that by index: they have no ranks in
+// common that could agree.
 class BucketIssuer {
  public:
   BucketIssuer(const DataParallelGroups& groups, const ModelBuffers& buffers, const ReducerOptions& options);
@@ -48,6 +49,9 @@ class BucketIssuer {
   std::size_t bucketGroups() const { return bucketGroups_.size(); }
   int bucketGroupOf(int parameter) const { return bucketGroupOf_[parameter]; }
 
+  // By parameter: whether its gradient is averaged over those that it is summed over.
+  std::vector<char> areAveraged() const;
+
   // Whether the parameter's gradient may lie elsewhere than in its bucket until it is reduced.
   bool takesPart(int parameter) const { return bucketGroups_[bucketGroupOf_[parameter]].takesParts(); }
   // Whether any may, and be there ever after, where there is no hook.
@@ -56,9 +60,15 @@ class BucketIssuer {
   // All are waited for, also after a failure: a reduction that is under way still writes into its bucket.
   void await();
 
-  // Collective, after a round: takes over the order in which groups became ready on rank 0, unless that says that
-  // its round shows none. True when there is nothing left to learn.
-  bool learnOrder(const RoundReport& report, bool showsOrder);
+  // What becomes ready from now on in this round has got no gradient that it waits for.
+  void endArrivals();
+
+  // After a round: by queue, whether this rank asks for another order, by its own where that `showsOrder`.
+  std::array<bool, 2> departures(bool showsOrder);
+  // Then, with the report in which all have told that: a collective where any asks.
+  void agreeOnOrder(const RoundReport& report);
+  // Whether the experts' queue has an order to agree on.
+  bool ordersExperts() const { return learns_[1]; }
 
   // For the next round.
   void reset();
@@ -67,6 +77,7 @@ class BucketIssuer {
   void record(std::shared_ptr<Timeline> timeline) { timeline_ = std::move(timeline); }
 
  private:
+  const Replicas& replicasOf(std::size_t queue) const { return queue == 0 ? groups_.dense : groups_.experts; }
   void advance(bool wait);
   void recordEnds(int bucketGroup);  // of its reductions, whose last step has started
 
@@ -76,7 +87,8 @@ class BucketIssuer {
   std::vector<std::vector<int>> bucketsOf_;  // by bucket group
   std::vector<int> bucketGroupOf_;           // by parameter
   std::vector<IssueQueue> queues_;           // of dense buckets or of all, of experts
-  std::array<bool, 2> isLearned_{};          // of each: nothing is left to learn
+  std::vector<OrderLearning> learning_;      // of each
+  std::array<bool, 2> learns_{};             // of each
   std::vector<int> issued_;                  // bucket groups, in the order of their issue
   std::size_t advanced_ = 0;                 // how many of them have come to their last step
   std::size_t released_ = 0;                 // and how many need no part of theirs any more

@@ -32,7 +32,7 @@ namespace farandole::ddp {
 // not synchronize, gradients only accumulate.
 //
 // The order is by index in the first round, which is that of reverse registration;
-// after it, that in which groups became ready on rank 0.
+// after it, that in which groups become ready on the ranks (order_learning.h).
 //
 // Threads: methods and hooks may be called from any thread, without the GIL; one
 // backward at a time. Waiting holds no lock. Lifetime: hooks hold the reducer
@@ -90,6 +90,12 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   void finishBackward();
   // Whether it cannot be inside the next one, whose end alone shows what it brings.
   bool needsWholeBackward();
+
+  // For who finds that gradients of this rank would be wrong: the round that is open, or the next one, ends in this
+  // error on all ranks.
+  void noteTrouble(const std::string& trouble);
+  // So for a rank that will not come to its backward: it makes the round that the others come to, and waits for them.
+  void failRound(const std::string& trouble);
 
   // For ranks with uneven inputs: by how many replicas sums are divided from now on; all unless told.
   void averageOver(int replicas);
@@ -172,6 +178,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   void checkUsable() const;
   void checkHasMemory() const;
   void note(std::string trouble);
+  void noteStale(int parameter);
   // Whether the gradient that has come need not be in its buffer to be reduced.
   bool borrows(int parameter) const;
   std::string troubleOf(const std::vector<int>& unused, RoundEnd end) const;
@@ -197,7 +204,6 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   bool requireSync_ = true;
   bool isSyncLate_ = false;  // it is for this round alone
   bool isSyncHeld_ = false;  // somebody who knows backwards has said no, whatever their outputs are
-  bool isOrderLearned_ = false;
   bool hasCommHook_ = false;
   std::vector<int> expected_;  // by parameter: gradients in a round
   std::vector<int> arrived_;
@@ -209,7 +215,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   std::size_t readyCount_ = 0;
   UnusedParameters unused_;   // as the options say, unless the graph was said to be static later
   bool isCounting_ = false;   // this round finds out what is expected
-  bool hasArrivals_ = false;  // the round was driven by gradients
+  bool hasArrivals_ = false;  // the round is driven by gradients, whose order it shows
   std::string finding_;       // in this round, of the checks or of gradients that cannot be added
   std::string change_;        // of the model, since it was wrapped
   int lookedInRound_ = -1;

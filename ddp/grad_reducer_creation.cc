@@ -70,6 +70,7 @@ std::shared_ptr<GradReducer> GradReducer::create(const DataParallelGroups& group
     refusal = "the module has no parameter that requires a gradient";
   }
   if (refusal.empty()) refusal = refusalOf(options.unused, groups);
+  if (refusal.empty() && options.broadcasts && groups.dense.size() > 1) refusal = refusalOfBroadcast(model);
   TORCH_CHECK_VALUE(!options.isAgreed || refusal.empty(), "farandole.ddp: ", refusal);
   if (!options.isAgreed) {
     checkReplicas(groups.dense, trainableOf(model), facts, std::move(refusal));
@@ -90,7 +91,7 @@ GradReducer::GradReducer(DataParallelGroups groups, std::shared_ptr<ModelBuffers
       options_(options),
       group_(*groups_.dense.group),
       issuer_(groups_, *buffers_, options),
-      gradients_(buffers_, homeFor(options, issuer_), std::move(isAdded)),
+      gradients_(buffers_, homeFor(options, issuer_), std::move(isAdded), issuer_.areAveraged()),
       streams_(buffers_->device()),
       expected_(parameters_.size(), 1),
       arrived_(parameters_.size(), 0),
@@ -100,7 +101,7 @@ GradReducer::GradReducer(DataParallelGroups groups, std::shared_ptr<ModelBuffers
       unused_(options.unused),
       isCounting_(options.isGraphStatic),
       endsWithBackward_(options.endsWithBackward),
-      report_(groups_, usesOf(parameters_, groups_, options.unused)) {}
+      report_(groups_, usesOf(parameters_, groups_, options.unused), issuer_.ordersExperts()) {}
 
 void GradReducer::setGraphStatic(UnusedParameters unused) {
   std::lock_guard lock(mutex_);
@@ -109,7 +110,9 @@ void GradReducer::setGraphStatic(UnusedParameters unused) {
               "farandole.ddp: static_graph after gradients were reduced: expected before the first backward");
   const std::string refusal = refusalOf(unused, groups_);
   TORCH_CHECK_VALUE(refusal.empty(), "farandole.ddp: ", refusal);
-  if (unused != unused_) report_ = RoundReport(groups_, usesOf(parameters_, groups_, unused));
+  if (unused != unused_) {
+    report_ = RoundReport(groups_, usesOf(parameters_, groups_, unused), issuer_.ordersExperts());
+  }
   unused_ = unused;
   isCounting_ = true;
 }

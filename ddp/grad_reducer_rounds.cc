@@ -82,19 +82,38 @@ void GradReducer::finishBackward() {
   finishRound(RoundEnd::kExplicit);
 }
 
+void GradReducer::noteTrouble(const std::string& trouble) {
+  std::lock_guard lock(mutex_);
+  checkUsable();
+  note(trouble);
+  isFinished_ = false;
+}
+
+void GradReducer::failRound(const std::string& trouble) {
+  // Others that cannot be told would go on with zeros for this rank's gradients.
+  TORCH_CHECK(groups_.dense.size() == 1 || RoundReport::canTell(groups_.dense), "farandole.ddp: ", trouble);
+  noteTrouble(trouble);
+  {
+    std::lock_guard lock(mutex_);
+    inRound_ = true;
+  }
+  finishRound(RoundEnd::kExplicit);
+}
+
 std::vector<int> GradReducer::markRest(RoundEnd end) {
   // Only a backward that has come to its end shows what one brings.
   const bool counts = isCounting_ && hasArrivals_ && end != RoundEnd::kAbandoned;
   const bool notesUse = unused_ == UnusedParameters::kErrorInUsedGroup;
   std::vector<int> unused;
   c10::NoGradGuard noGrad;
+  issuer_.endArrivals();
   for (size_t p = 0; p < ready_.size(); ++p) {
     const int parameter = static_cast<int>(p);
     if (notesUse && arrived_[p] > 0) isGroupUsed_[issuer_.bucketGroupOf(parameter)] = 1;
     if (ready_[p]) continue;
     if (arrived_[p] == 0) {
       unused.push_back(parameter);
-      note(gradients_.troubleWithMore(parameter));
+      noteStale(parameter);
       note(gradients_.fill(parameter, unused_ != UnusedParameters::kSkip));
       keep(parameter);
     }
@@ -102,6 +121,7 @@ std::vector<int> GradReducer::markRest(RoundEnd end) {
     markReady(parameter);
   }
   if (counts) isCounting_ = false;
+  if (end == RoundEnd::kAbandoned) hasArrivals_ = false;  // what came of it shows no order
   return unused;
 }
 
@@ -150,8 +170,7 @@ void GradReducer::finishRound(RoundEnd end) {
   TORCH_CHECK(trouble.empty(), "farandole.ddp: ", trouble);
 }
 
-// Reports come after the buckets, so that a group that was given up has no more of them under way. What an explicit
-// round shows is no order of gradients; rank 0 says so, that all learn in the same round.
+// Reports come after the buckets, so that a group that was given up has no more of them under way.
 std::string GradReducer::awaitRound(const std::vector<int>& idle, const std::string& trouble) {
   const std::shared_ptr<Timeline> timeline = timeline_;  // stays what it is until the round's end
   try {
@@ -163,9 +182,9 @@ std::string GradReducer::awaitRound(const std::vector<int>& idle, const std::str
     if (!used.empty()) {
       for (int parameter : idle) used[parameter] = 0;
     }
-    report_.start(trouble, used);
-    if (!isOrderLearned_ && options_.overlaps) isOrderLearned_ = issuer_.learnOrder(report_, hasArrivals_);
+    report_.start(trouble, issuer_.departures(hasArrivals_), used);
     std::string all = report_.finish();
+    issuer_.agreeOnOrder(report_);
     if (timeline) timeline->end(telling);
     return all;
   } catch (const std::exception&) {

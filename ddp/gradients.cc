@@ -28,10 +28,11 @@ bool isUnshared(const at::Tensor& grad, const at::Tensor& brought) {
 
 }  // namespace
 
-Gradients::Gradients(std::shared_ptr<ModelBuffers> buffers, Home home, IsAdded isAdded)
+Gradients::Gradients(std::shared_ptr<ModelBuffers> buffers, Home home, IsAdded isAdded, std::vector<char> areAveraged)
     : buffers_(std::move(buffers)),
       home_(home),
       isAdded_(std::move(isAdded)),
+      areAveraged_(std::move(areAveraged)),
       isForgotten_(buffers_->parameters().size(), 0),
       isStale_(buffers_->parameters().size(), 0),
       borrowed_(buffers_->parameters().size()) {}
@@ -224,15 +225,28 @@ void Gradients::forgetSome(const std::vector<int>& parameters, bool zeroes) {
 void Gradients::markReduced() {
   isReduced_ = true;
   isZero_ = false;
-  if (buffers_->isSharded()) std::fill(isStale_.begin(), isStale_.end(), 1);
+  for (size_t p = 0; p < isStale_.size(); ++p) isStale_[p] = buffers_->isSharded() || areAveraged_[p] == 0 ? 1 : 0;
 }
 
-std::string Gradients::troubleWithMore(int parameter) const {
+// An average that every rank has may be added to, as with torch's DDP: averaged once more it stays.
+std::string Gradients::troubleWithMore(int parameter, const at::Tensor& brought) const {
   if (isStale_[parameter] == 0) return "";
+  if (!buffers_->isSharded() && !holdsReduced(parameter, brought)) return "";
   return "parameter '" + buffers_->parameters()[parameter].name +
-         "' gets a gradient while the gradients of the step before are still there, of which each rank has only its "
-         "part: call zero_grad() of the optimizer, or zero_grad_buffer(), before backward, or put all backwards of a "
+         "' gets a gradient while the gradients of the step before are still there, " +
+         (buffers_->isSharded() ? "of which each rank has only its part"
+                                : "which would be summed over the ranks once more") +
+         ": call zero_grad() of the optimizer, or zero_grad_buffer(), before backward, or put all backwards of a "
          "step but the last in no_sync()";
+}
+
+// Gradients are zeroed and emptied without telling.
+bool Gradients::holdsReduced(int parameter, const at::Tensor& brought) const {
+  const at::Tensor& view = buffers_->mainGrads()[parameter];
+  if (home_ == Home::kMainGrad) return isAddedByKernel(parameter) || view.count_nonzero().item<int64_t>() > 0;
+  if (!isMainGrad(parameter)) return false;
+  if (!brought.defined()) return view.count_nonzero().item<int64_t>() > 0;
+  return brought.layout() == at::kStrided && !view.equal(brought);  // autograd has added it
 }
 
 std::string Gradients::dropUnfit(int parameter) {

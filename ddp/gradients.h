@@ -25,7 +25,8 @@ class Gradients {
   // Megatron's grad_added_to_main_grad and zero_out_wgrad.
   using IsAdded = std::function<bool(int parameter)>;
 
-  Gradients(std::shared_ptr<ModelBuffers> buffers, Home home, IsAdded isAdded);
+  // `areAveraged`: by parameter, whether what is reduced may be reduced once more, which leaves it what it is.
+  Gradients(std::shared_ptr<ModelBuffers> buffers, Home home, IsAdded isAdded, std::vector<char> areAveraged);
 
   Home home() const { return home_; }
   // kGrad becomes kBucketView.
@@ -33,8 +34,9 @@ class Gradients {
   // All are in the buffers until autograd comes with the next ones: with what they hold, or whatever is there.
   void returnAll(bool withValues = true);
 
-  // Why what the buffers hold cannot be added to; empty where it can.
-  std::string troubleWithMore(int parameter) const;
+  // Why what was reduced cannot be added to and reduced again; empty where it can, or where nothing is left of it.
+  // `brought`: what autograd has come with, if it has.
+  std::string troubleWithMore(int parameter, const at::Tensor& brought = {}) const;
 
   // Takes what autograd has accumulated. Returns why it cannot be taken, naming the parameter, or nothing: what cannot
   // is dropped, and counts as zero, so that other ranks do not wait for this one.
@@ -81,6 +83,7 @@ class Gradients {
   void adopt(int parameter, const at::Tensor& brought = {});
   void add(int parameter, const at::Tensor& brought = {});
   bool isMainGrad(int parameter) const;
+  bool holdsReduced(int parameter, const at::Tensor& brought) const;
   void zeroMainGrad(int parameter);
   void remakeMainGrad(int parameter);
   void copyOrLeave(int parameter, const at::Tensor& grad, const at::Tensor& brought);
@@ -91,6 +94,7 @@ class Gradients {
   const std::shared_ptr<ModelBuffers> buffers_;
   Home home_;
   const IsAdded isAdded_;
+  const std::vector<char> areAveraged_;
   std::vector<char> isForgotten_;     // by parameter: what main_grad holds does not count
   std::vector<char> isStale_;         // by parameter: it cannot be added to
   std::vector<at::Tensor> borrowed_;  // by parameter: what is reduced from where it is, while it is not main_grad

@@ -1,5 +1,7 @@
 #include "ddp/model_agreement.h"
 
+#include <ATen/MemoryOverlap.h>
+
 #include <algorithm>
 #include <cstring>
 #include <optional>
@@ -20,9 +22,12 @@ constexpr std::string_view kRefusal = "\x1d";  // starts a table that is a refus
 
 std::string valueOf(const at::Tensor& tensor) {
   std::ostringstream text;
+  if (tensor.is_nested()) return "nested";
   text << tensor.sizes() << " " << tensor.scalar_type() << " on " << tensor.device().type();
   // Gradients lie in buffers as their parameters do in memory.
   if (tensor.layout() == at::kStrided && !tensor.is_contiguous()) text << " with strides " << tensor.strides();
+  if (tensor.is_conj()) text << ", conjugated";
+  if (tensor.is_neg()) text << ", negated";
   return text.str();
 }
 
@@ -45,10 +50,23 @@ std::vector<Fact> parse(std::string_view table) {
   return facts;
 }
 
-// Complex numbers no backend knows, float8 not every one.
-at::Tensor inKnownType(const at::Tensor& data) {
+// What is in memory, whatever it stands for there: alike on all ranks. Complex numbers no backend knows, float8 not
+// every one.
+at::Tensor inKnownType(at::Tensor data) {
+  if (data.is_conj()) data = data.conj();
+  if (data.is_neg()) data = data._neg_view();
   if (data.is_complex()) return at::view_as_real(data);
   return c10::isFloat8Type(data.scalar_type()) ? data.view(at::kByte) : data;
+}
+
+// Why it cannot be overwritten with another rank's; empty where it can.
+std::string refusalOf(const at::Tensor& tensor) {
+  if (tensor.is_nested()) return "is nested";
+  if (tensor.layout() != at::kStrided) return c10::str("has the layout ", tensor.layout());
+  if (tensor.is_quantized()) return "is quantized";
+  if (tensor._is_zerotensor()) return "has no memory of its own";
+  if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) return "has elements that share memory (expand())";
+  return "";
 }
 
 int64_t digestOf(std::string_view text) {
@@ -100,6 +118,25 @@ std::vector<Fact> factsOf(const Model& model) {
   }
   for (const auto& [name, tensor] : model.buffers) facts.push_back({"buffer '" + name + "'", valueOf(tensor)});
   return facts;
+}
+
+std::string refusalOfBroadcast(const Model& model) {
+  const auto describe = [](const std::string& name, const at::Tensor& tensor) {
+    const std::string refusal = refusalOf(tensor);
+    return refusal.empty() ? ""
+                           : name + "' " + refusal +
+                                 ", which other ranks' cannot be copied to: expected a dense one with memory, or one "
+                                 "that _set_params_and_buffers_to_ignore_for_model leaves alone";
+  };
+  for (const ModelParameter& parameter : model.parameters) {
+    std::string refusal = describe("parameter '" + parameter.name, parameter.tensor);
+    if (!refusal.empty()) return refusal;
+  }
+  for (const auto& [name, tensor] : model.buffers) {
+    std::string refusal = describe("buffer '" + name, tensor);
+    if (!refusal.empty()) return refusal;
+  }
+  return "";
 }
 
 void checkAgreement(c10d::ProcessGroup& group, c10::Device device, const std::vector<Fact>& facts,

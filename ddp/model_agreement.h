@@ -52,6 +52,9 @@ std::vector<Fact> factsOf(const Model& model);
 void checkAgreement(c10d::ProcessGroup& group, c10::Device device, const std::vector<Fact>& facts,
                     const std::string& refusal = "");
 
+// Why broadcastModel() cannot; empty when it can.
+std::string refusalOfBroadcast(const Model& model);
+
 // Overwrites tensors with those of one rank, coalesced by type.
 void broadcastTensors(const Group& group, const std::vector<at::Tensor>& tensors, int rank = 0);
 

@@ -39,12 +39,13 @@ Reduction::Reduction(Replicas replicas, c10::DeviceType device, const Options& o
 
 void Reduction::setScale(double scale) {
   const double averaged = scale * replicas_.size();
-  const bool isAverage = canAverage_ && std::abs(averaged - 1) < kSameFactor;
+  isAverage_ = std::abs(averaged - 1) < kSameFactor;
+  const bool averagesItself = canAverage_ && isAverage_;
   op_ = c10d::ReduceOp::SUM;
   factor_ = scale;
-  if (!averageInCollective_ && !isAverage) return;
+  if (!averageInCollective_ && !averagesItself) return;
   op_ = c10d::ReduceOp::AVG;
-  factor_ = isAverage ? 1 : averaged;
+  factor_ = averagesItself ? 1 : averaged;
 }
 
 at::Tensor Reduction::partOf(const at::Tensor& data) const {

@@ -49,6 +49,9 @@ class Reduction {
   // Of the reductions that start from now on.
   void setScale(double scale);
 
+  // Whether it is the average of the replicas.
+  bool isAverage() const { return isAverage_; }
+
   // This rank's part of `data`: all of it where nothing is sharded.
   at::Tensor partOf(const at::Tensor& data) const;
 
@@ -72,6 +75,7 @@ class Reduction {
   bool averageInCollective_;
   bool accumulatesInFloat_;
   bool canAverage_;  // of itself
+  bool isAverage_ = false;
   c10d::ReduceOp op_ = c10d::ReduceOp::SUM;
   double factor_ = 1;                          // of each rank's gradients, before
   c10::intrusive_ptr<c10d::Backend> backend_;  // owns gatherer_

@@ -6,12 +6,25 @@
 #include "ddp/abandonment.h"
 
 namespace farandole::ddp {
+namespace {
+
+constexpr std::size_t kTrouble = 0;
+constexpr std::size_t kDeparts = 1;
+constexpr std::size_t kFlags = 2;
+
+// How many numbers the replicas of experts share.
+std::size_t countOfExperts(const std::vector<char>& isOfExperts, bool ordersExperts) {
+  const bool haveFlags = std::find(isOfExperts.begin(), isOfExperts.end(), 1) != isOfExperts.end();
+  return haveFlags || ordersExperts ? kFlags + isOfExperts.size() : 0;
+}
+
+}  // namespace
 
 bool RoundReport::canTell(const Replicas& replicas) {
   return hasCpuBackend(*replicas.group) && (!replicas.instances || hasCpuBackend(*replicas.instances));
 }
 
-RoundReport::Largest::Largest(Replicas ranks, size_t count)
+RoundReport::Largest::Largest(Replicas ranks, std::size_t count)
     : replicas(std::move(ranks)),
       isShared(replicas.size() > 1 && canTell(replicas)),
       values(at::zeros({static_cast<int64_t>(count)}, at::kInt)) {}
@@ -28,17 +41,18 @@ void RoundReport::Largest::finish() {
   await(*replicas.instances, c10::kCPU, *allReduce(*replicas.instances, values, c10d::ReduceOp::MAX));
 }
 
-RoundReport::RoundReport(const DataParallelGroups& groups, const std::vector<char>& isOfExperts)
+RoundReport::RoundReport(const DataParallelGroups& groups, const std::vector<char>& isOfExperts, bool ordersExperts)
     : isOfExperts_(isOfExperts),
-      ofAll_(groups.dense, isOfExperts.size() + 1),
-      ofExperts_(groups.experts,
-                 std::find(isOfExperts.begin(), isOfExperts.end(), 1) == isOfExperts.end() ? 0 : isOfExperts.size()) {}
+      ofAll_(groups.dense, kFlags + isOfExperts.size()),
+      ofExperts_(groups.experts, countOfExperts(isOfExperts, ordersExperts)) {}
 
-void RoundReport::start(std::string trouble, const std::vector<char>& flags) {
+void RoundReport::start(std::string trouble, const std::array<bool, 2>& departs, const std::vector<char>& flags) {
   trouble_ = std::move(trouble);
-  ofAll_.data()[0] = trouble_.empty() ? 0 : 1;
-  for (size_t i = 0; i < flags.size(); ++i) {
-    (isOfExperts_[i] != 0 ? ofExperts_.data()[i] : ofAll_.data()[i + 1]) = flags[i];
+  ofAll_.data()[kTrouble] = trouble_.empty() ? 0 : 1;
+  ofAll_.data()[kDeparts] = departs[0] ? 1 : 0;
+  if (ofExperts_.values.numel() > 0) ofExperts_.data()[kDeparts] = departs[1] ? 1 : 0;
+  for (std::size_t i = 0; i < flags.size(); ++i) {
+    (isOfExperts_[i] != 0 ? ofExperts_ : ofAll_).data()[kFlags + i] = flags[i];
   }
   ofAll_.start();
   ofExperts_.start();
@@ -47,7 +61,7 @@ void RoundReport::start(std::string trouble, const std::vector<char>& flags) {
 std::string RoundReport::finish() {
   ofAll_.finish();
   ofExperts_.finish();
-  if (ofAll_.data()[0] == 0) return "";
+  if (ofAll_.data()[kTrouble] == 0) return "";
   if (!ofAll_.isShared) return trouble_;
   std::string all;
   for (const std::string& text : gatherTexts(*ofAll_.replicas.group, trouble_, c10::kCPU)) {
@@ -56,21 +70,18 @@ std::string RoundReport::finish() {
   return all.empty() ? "a rank of another optimizer instance has failed" : all;
 }
 
-bool RoundReport::flag(size_t index) const {
-  if (isOfExperts_[index] != 0) return ofExperts_.values.const_data_ptr<int>()[index] != 0;
-  return ofAll_.values.const_data_ptr<int>()[index + 1] != 0;
+bool RoundReport::flag(std::size_t index) const {
+  return (isOfExperts_[index] != 0 ? ofExperts_ : ofAll_).told(kFlags + index) != 0;
 }
 
-std::vector<int> RoundReport::agree(const Replicas& replicas, const std::vector<int>& mine) const {
-  if (replicas.size() == 1 || !canTell(replicas)) return mine;
-  at::Tensor values = at::tensor(mine, at::kInt);
-  for (const Group& group : {replicas.instances, replicas.group}) {
-    if (!group) continue;
-    std::vector<at::Tensor> tensors = {values};
-    await(*group, c10::kCPU, *group->broadcast(tensors));
-  }
-  const auto* first = values.const_data_ptr<int>();
-  return {first, first + values.numel()};
+bool RoundReport::departs(std::size_t queue) const { return (queue == 0 ? ofAll_ : ofExperts_).told(kDeparts) != 0; }
+
+std::vector<int> RoundReport::largest(const Replicas& replicas, const std::vector<int>& mine) {
+  Largest of(replicas, mine.size());
+  std::copy(mine.begin(), mine.end(), of.data());
+  of.start();
+  of.finish();
+  return {of.data(), of.data() + mine.size()};
 }
 
 }  // namespace farandole::ddp

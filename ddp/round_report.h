@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <array>
+#include <cstddef>
 #include <string>
 #include <vector>
 
@@ -15,31 +17,35 @@ namespace farandole::ddp {
 // itself.
 class RoundReport {
  public:
-  // Of numbers that ranks share in a round: whether each is shared by the replicas of experts alone.
-  RoundReport(const DataParallelGroups& groups, const std::vector<char>& isOfExperts);
+  // `isOfExperts`: of flags that ranks share in a round, whether each is shared by the replicas of experts alone.
+  // `ordersExperts`: these have an order of buckets of their own to tell of.
+  RoundReport(const DataParallelGroups& groups, const std::vector<char>& isOfExperts, bool ordersExperts);
 
   // Whether these ranks reach each other's CPUs.
   static bool canTell(const Replicas& replicas);
 
-  // Collective. `trouble` is empty when nothing is wrong on this rank. Of each flag the largest is told.
-  void start(std::string trouble, const std::vector<char>& flags);
+  // Collective. `trouble` is empty when nothing is wrong on this rank. `departs`: by the queues of BucketIssuer,
+  // whether this rank asks for another order. Of each flag the largest is told.
+  void start(std::string trouble, const std::array<bool, 2>& departs, const std::vector<char>& flags);
 
   // Waits. What is wrong on any rank, one line for each; empty when nothing is.
   std::string finish();
 
   // After finish().
-  bool flag(size_t index) const;
+  bool flag(std::size_t index) const;
+  bool departs(std::size_t queue) const;  // any rank
 
-  // What rank 0 of the replicas has, given to all; as it is where no CPU is reached.
-  std::vector<int> agree(const Replicas& replicas, const std::vector<int>& mine) const;
+  // Collective: of each number the largest of the replicas; as it is where no CPU is reached.
+  static std::vector<int> largest(const Replicas& replicas, const std::vector<int>& mine);
 
  private:
   // Numbers of which each of these ranks gets the largest that any has.
   struct Largest {
-    Largest(Replicas ranks, size_t count);
+    Largest(Replicas ranks, std::size_t count);
     void start();
     void finish();
     int* data() { return values.mutable_data_ptr<int>(); }
+    int told(std::size_t index) const { return values.const_data_ptr<int>()[index]; }
 
     Replicas replicas;
     bool isShared;
@@ -48,8 +54,8 @@ class RoundReport {
   };
 
   std::vector<char> isOfExperts_;
-  Largest ofAll_;  // trouble, then flags
-  Largest ofExperts_;
+  Largest ofAll_;      // trouble, whether any departs, flags
+  Largest ofExperts_;  // the same, but for the trouble
   std::string trouble_;
 };
 

@@ -200,6 +200,8 @@ void bindReducer(py::module_& module) {
            ReleaseGil())
       .def("hold_parameters", &ddp::GradReducer::holdParameters, ReleaseGil())
       .def("watch_outputs", &ddp::GradReducer::watchOutputs, py::arg("outputs"), py::arg("is_own"))
+      .def("note_trouble", &ddp::GradReducer::noteTrouble, py::arg("trouble"), ReleaseGil())
+      .def("fail_round", &ddp::GradReducer::failRound, py::arg("trouble"), ReleaseGil())
       .def("average_over", &ddp::GradReducer::averageOver, py::arg("replicas"), ReleaseGil())
       .def("shadow_round", &ddp::GradReducer::shadowRound, ReleaseGil())
       .def("abandon", &ddp::GradReducer::abandon, py::arg("why"), ReleaseGil())

@@ -172,9 +172,100 @@ TEST(GradReducer, WhatIsSkippedIsNotSummedAgain) {
       auto reducer = GradReducer::create(self.group, modelOf(tensors),
                                          {.home = home, .unused = UnusedParameters::kSkip, .isAveraged = false});
       backward(lossOf(tensors, {0, 1}, 1));
+      reducer->forgetSomeGrads({0}, false);
       backward(lossOf(tensors, {0}, 0));
       EXPECT_TRUE(isEverywhere(reducer->buffers()->mainGrads()[1], 2));
     }
+  });
+}
+
+constexpr Gradients::Home kHomes[] = {Gradients::Home::kGrad, Gradients::Home::kBucketView, Gradients::Home::kMainGrad};
+
+TEST(GradReducer, ASumOverTheRanksIsNotAddedToBeforeItIsResetOnAnyRank) {
+  for (const Gradients::Home home : kHomes) {
+    runThreads(2, [home](ThreadRank& self) {
+      std::vector<at::Tensor> tensors = {parameter(10), parameter(20)};
+      auto reducer = GradReducer::create(self.group, modelOf(tensors),
+                                         {.buffers = {.bucketSize = 1}, .home = home, .isAveraged = false});
+      const auto& grads = reducer->buffers()->mainGrads();
+      const auto expectSums = [&] {
+        backward(lossOf(tensors, {0, 1}, self.rank + 1));
+        for (const at::Tensor& grad : grads) EXPECT_TRUE(isEverywhere(grad, 3));
+      };
+      expectSums();
+      // Rank 1 alone has forgotten to.
+      if (self.rank == 0) reducer->forgetSomeGrads({0, 1}, false);
+      const std::string error = errorOf([&] { backward(lossOf(tensors, {0, 1}, 1)); });
+      EXPECT_NE(error.find("rank 1 of the group: parameter 'p1' gets a gradient while the gradients of the step before "
+                           "are still there, which would be summed over the ranks once more: call zero_grad()"),
+                std::string::npos)
+          << error;
+      EXPECT_EQ(error.find("rank 0"), std::string::npos) << error;
+      // Whatever resets them.
+      reducer->zeroGrads();
+      expectSums();
+      reducer->forgetGrads();
+      expectSums();
+      reducer->forgetSomeGrads({0, 1}, true);
+      expectSums();
+      for (const at::Tensor& grad : grads) grad.detach().zero_();
+      expectSums();
+      if (home != Gradients::Home::kMainGrad) {
+        for (at::Tensor& tensor : tensors) tensor.mutable_grad().reset();
+        expectSums();
+      }
+      reducer->forgetGrads();
+      reducer->setRequireSync(false);
+      backward(lossOf(tensors, {0, 1}, 1));
+      reducer->setRequireSync(true);
+      backward(lossOf(tensors, {0, 1}, self.rank));
+      for (const at::Tensor& grad : grads) EXPECT_TRUE(isEverywhere(grad, 3)) << "what accumulates is no sum yet";
+    });
+  }
+}
+
+TEST(GradReducer, ASumThatIsLeftIsNotReducedAgainWithAParameterThatGetsNothing) {
+  for (const Gradients::Home home : kHomes) {
+    runThreads(2, [home](ThreadRank& self) {
+      std::vector<at::Tensor> tensors = {parameter(10), parameter(20)};
+      auto reducer = GradReducer::create(self.group, modelOf(tensors),
+                                         {.home = home, .unused = UnusedParameters::kZeroFill, .isAveraged = false});
+      backward(lossOf(tensors, {0, 1}, 1));
+      reducer->forgetSomeGrads({0}, false);
+      const std::string error = errorOf([&] { backward(lossOf(tensors, {0}, 1)); });
+      EXPECT_NE(error.find("parameter 'p1' gets a gradient while"), std::string::npos) << error;
+      reducer->forgetGrads();
+      backward(lossOf(tensors, {0}, 1));
+      EXPECT_TRUE(isEverywhere(reducer->buffers()->mainGrads()[0], 2));
+      EXPECT_TRUE(isEverywhere(reducer->buffers()->mainGrads()[1], 0));
+    });
+  }
+}
+
+TEST(GradReducer, AnAverageMayBeAddedToAsWithTorchsDdp) {
+  for (const Gradients::Home home : kHomes) {
+    runThreads(2, [home](ThreadRank& self) {
+      std::vector<at::Tensor> tensors = {parameter(10), parameter(20)};
+      auto reducer = GradReducer::create(self.group, modelOf(tensors), {.home = home});
+      for (int times = 1; times <= 3; ++times) {
+        backward(lossOf(tensors, {0, 1}, self.rank + 1));
+        for (const at::Tensor& grad : reducer->buffers()->mainGrads()) EXPECT_TRUE(isEverywhere(grad, 1.5 * times));
+      }
+    });
+  }
+}
+
+TEST(GradReducer, ExpertsThatHaveFewerReplicasAreNoAverageToBeAddedTo) {
+  runGrid(2, 2, [](int rank, ThreadRank& row, ThreadRank& column) {
+    std::vector<at::Tensor> tensors = {parameter(10), parameter(20)};
+    Model model = modelOf(tensors);
+    model.parameters[1].isExpert = true;
+    auto reducer = GradReducer::create({{row.group, column.group}, {column.group, nullptr}}, model, {});
+    backward(lossOf(tensors, {0, 1}, rank + 1));
+    const std::string error = errorOf([&] { backward(lossOf(tensors, {0, 1}, rank + 1)); });
+    EXPECT_NE(error.find("parameter 'p1' gets a gradient while"), std::string::npos) << error;
+    EXPECT_EQ(error.find("'p0'"), std::string::npos) << error;
+    EXPECT_TRUE(isEverywhere(tensors[0].grad(), 5));
   });
 }
 

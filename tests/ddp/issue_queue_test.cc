@@ -27,20 +27,26 @@ TEST(IssueQueue, TakesGroupsInOrderWhateverOrderTheyAreReadyIn) {
         EXPECT_FALSE(queue.takeNext());
       }
       EXPECT_EQ(taken, queue.order());
-      EXPECT_EQ(queue.arrivals(), ready);
-      EXPECT_TRUE(queue.setOrder(ready));
+      queue.orderBy(queue.places());
       queue.reset();
       EXPECT_EQ(queue.order(), ready) << "from the next round on";
     }
   }
 }
 
-TEST(IssueQueue, AnOrderOfOtherGroupsIsRefused) {
-  IssueQueue queue({1, 3, 4});
-  EXPECT_FALSE(queue.setOrder({1, 3}));
-  EXPECT_FALSE(queue.setOrder({1, 3, 5}));
-  EXPECT_FALSE(queue.setOrder({1, 3, 3}));
-  EXPECT_EQ(queue.order(), (std::vector<int>{1, 3, 4}));
+TEST(IssueQueue, PlacesAreThoseOfGroupsByIndexAndWhatHasGotNothingIsBehindTheLast) {
+  IssueQueue queue({1, 3, 4, 7});
+  for (int round = 0; round < 2; ++round) {
+    queue.markReady(4);
+    queue.markReady(1);
+    queue.endArrivals();
+    queue.markReady(3);
+    queue.markReady(7);
+    EXPECT_EQ(queue.places(), (std::vector<int>{1, 4, 0, 4}));
+    queue.reset();
+  }
+  queue.orderBy({1, 4, 0, 4});
+  EXPECT_EQ(queue.order(), (std::vector<int>{4, 1, 3, 7}));
 }
 
 }  // namespace

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,30 @@ def calls_may_be_compiled() -> bool:
 def is_compiled_in_place(module: torch.nn.Module) -> bool:
     """By its ``compile()``: what comes before its forward, hooks too, is compiled with that."""
     return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def is_opaque(module: torch.nn.Module) -> bool:
+    """Whether hooks on what is inside it would be compiled away, or cut its graph."""
+    return isinstance(module, torch._dynamo.OptimizedModule) or is_compiled_in_place(module)
+
+
+def can_have_hooks(module: torch.nn.Module) -> bool:
+    return not isinstance(module, torch.jit.ScriptModule)
+
+
+def called_modules(root: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Modules that can have hooks, each once."""
+    seen = {root}
+    stack = [root]
+    while stack:
+        module = stack.pop()
+        yield module
+        if is_opaque(module):
+            continue
+        for child in module.children():
+            if child not in seen and can_have_hooks(child) and not is_compiled_in_place(child):
+                seen.add(child)
+                stack.append(child)
 
 
 class Unwatched:

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -108,7 +108,7 @@ class Suspects:
         self,
         parameters: Iterable[torch.Tensor],
         functions: Iterable[Any],
-        refuse: Callable[[torch.Tensor], NoReturn],
+        refuse: Callable[[torch.Tensor], None],
     ) -> None:
         self._refuse = refuse
         self._is_alone = True

@@ -16,9 +16,9 @@ from farandole.ddp._runs import MASTERED
 from farandole.ddp._tuning import TUNED_ROUNDS
 from farandole.ddp._wrapper import DistributedDataParallel
 
-# Those that update an element by what they know of that element alone, so that neighbours can be one tensor.
+# Those of torch's that update an element by what they know of that element alone, so that neighbours can be one tensor.
 _ELEMENTWISE = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-# Those that look at the whole of a parameter, or at its shape.
+# Those of anybody's that look at the whole of a parameter, or at its shape.
 _BY_PARAMETER = ("Adafactor", "LAMB", "LARS", "Muon", "SOAP", "Shampoo")
 # Settings of param groups that say how, not what.
 _WAYS = ("params", "foreach", "fused", "capturable", "differentiable")
@@ -74,6 +74,11 @@ def facts_of(optimizer: Any, names: list[list[str]]) -> Facts:
 def check_optimizer(optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}: expected a torch.optim.Optimizer")
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ValueError(
+            f"optimizer is a {type(optimizer).__name__}, which takes sparse gradients alone: expected one that takes dense "
+            "ones, as Adam does, for what is reduced is dense"
+        )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
@@ -84,20 +89,20 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def is_elementwise_of(optimizer: torch.optim.Optimizer, is_elementwise: bool | None) -> bool:
-    name = type(optimizer).__name__
-    if name == "SparseAdam":
-        raise ValueError(
-            "optimizer is a SparseAdam, which takes sparse gradients: expected a model that is wrapped with "
-            "use_distributed_optimizer=False"
-        )
+    kind = type(optimizer)
+    name = kind.__name__
     if is_elementwise is not None:
         return is_elementwise
-    if name not in _ELEMENTWISE and name not in _BY_PARAMETER:
-        raise ValueError(
-            f"optimizer is a {name}: expected is_elementwise=True if it updates each element of a tensor by itself, as "
-            "Adam does, False if it looks at whole parameters, each by itself, as Adafactor does"
-        )
-    return name in _ELEMENTWISE
+    is_torchs = getattr(torch.optim, name, None) is kind
+    if is_torchs and name in _ELEMENTWISE:
+        return True
+    if name in _BY_PARAMETER:  # which does for those that would need less
+        return False
+    whose = name if is_torchs else f"{name} of {kind.__module__}"  # which may have the name of one of torch's
+    raise ValueError(
+        f"optimizer is a {whose}: expected is_elementwise=True if it updates each element of a tensor by itself, as "
+        "torch's Adam does, False if it looks at whole parameters, each by itself, as Adafactor does"
+    )
 
 
 def groups_of(

@@ -209,7 +209,8 @@ def _sum_embedding(weight_of: Any, model: Sequence[nn.Module], config: Any, grou
     if _size(group) <= 1 or dist.get_rank() not in dist.get_process_group_ranks(group):
         return
     is_last = pp_group.rank() == pp_group.size() - 1
-    has_mtp = bool(getattr(config, "mtp_num_layers", None))  # its embedding is in the last chunk
+    # Its embedding of words is in the last chunk.
+    has_mtp = weight_of is _word_embedding and bool(getattr(config, "mtp_num_layers", None))
     chunk = model[-1] if pp_group.rank() != 0 and (is_last or has_mtp) else model[0]
     weight = weight_of(chunk, config)
     grad = None if weight is None else _grad_of(weight)

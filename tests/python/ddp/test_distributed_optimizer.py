@@ -253,8 +253,15 @@ def _refusals(rank: int, world_size: int) -> None:
     class Custom(torch.optim.SGD):
         pass
 
-    with pytest.raises(ValueError, match="optimizer is a Custom: expected is_elementwise=True"):
+    with pytest.raises(ValueError, match=r"optimizer is a Custom of .*: expected is_elementwise=True"):
         DistributedOptimizer(Custom(parameters, lr=0.1), model)
+    another = type("Adam", (torch.optim.Adam,), {"__module__": "elsewhere"})  # with the name of torch's
+    with pytest.raises(ValueError, match=r"optimizer is a Adam of elsewhere: expected is_elementwise=True"):
+        DistributedOptimizer(another(parameters, lr=0.1), model)
+    DistributedOptimizer(another(parameters, lr=0.1), model, is_elementwise=True)
+    for one in (model, plain):
+        with pytest.raises(ValueError, match="optimizer is a SparseAdam, which takes sparse gradients alone"):
+            DistributedOptimizer(torch.optim.SparseAdam(list(one.parameters()), lr=0.1), one)
     DistributedOptimizer(Custom(parameters, lr=0.1), model, is_elementwise=True)
     with pytest.raises(ValueError, match=r"a parameter of shape \(3,\) in param group 1 that is none of the model's"):
         groups = [{"params": parameters}, {"params": [torch.nn.Parameter(torch.zeros(3))]}]

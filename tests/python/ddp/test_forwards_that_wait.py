@@ -28,7 +28,7 @@ def _in_except_clause(rank: int, world_size: int) -> None:
             pair.step((ALL,))
     sync = pair.model._param_sync
     assert sync is not None
-    assert sync._awaited is not None
+    assert sync._reads.awaited is not None
     try:
         raise ValueError("what the step before ran into")
     except ValueError:
@@ -48,7 +48,7 @@ def _freed(rank: int, world_size: int) -> None:
             pair.model.module.aside = torch.zeros(())
         gone = [weakref.ref(one) for one in (pair.model, pair.model.module)]
         assert pair.model._param_sync is not None
-        assert pair.model._param_sync._suspects is not None
+        assert pair.model._param_sync._reads.suspects is not None
         del pair, loss
         gc.collect()
         assert [one() for one in gone] == [None] * 2, keeps_graph

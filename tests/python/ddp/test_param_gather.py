@@ -255,7 +255,7 @@ def _fails_first(rank: int, world_size: int) -> None:
     assert watchers() == 0
     assert sum(len(module._forward_hooks) for module in model.modules()) == hooks
     model.start_param_sync(force_sync=True)
-    assert model._param_sync._awaited is None
+    assert model._param_sync._reads.awaited is None
 
 
 def test_a_first_forward_that_raises_teaches_nothing():

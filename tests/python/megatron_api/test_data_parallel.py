@@ -174,6 +174,52 @@ def test_gradients_of_steps_are_megatrons_bit_for_bit(version):
     run_ranks(_train, 2, "gloo", timeout=120, env=environment_of(version), **given)
 
 
+def _again(rank: int, world_size: int, version: str, cases: int, seed: int) -> None:
+    rng = random.Random(seed)
+    import_distributed()
+    check_version(version)
+    for case in range(cases):
+        # With overlap Megatron-core's reduces a bucket at its first gradient where nothing was reset.
+        options = {"overlap_grad_reduce": False, "bucket_size": rng.choice([None, 1, 50])}
+        per_token = rng.random() < 0.5
+        context = f"seed {seed}, case {case}: {per_token} {options}"
+        module = support.Network(rng, torch.float64)
+        for parameter in module.parameters():
+            parameter.allreduce = True
+        theirs, ours = _both(module, options, support.collection_of(world(), None), per_token)
+        plain = copy.deepcopy(module)
+        total: list[torch.Tensor] = []
+        for step in range(3):
+            batch = torch.randn(3, 4, generator=seeded(rng.randrange(2**31) + rank), dtype=torch.float64)
+            theirs(batch).backward()
+            theirs.finish_grad_sync()
+            if not per_token or step == 0:
+                ours(batch).backward()
+                ours.finish_grad_sync()
+                for other, mine in _parts(theirs, ours, False):
+                    assert torch.equal(other, mine), (context, step)
+                total = [parameter.main_grad.clone() for parameter in theirs.params_with_grad]
+                continue
+            # Without overlap that is backward itself.
+            with pytest.raises(RuntimeError, match=r"parameter .* would be summed over the ranks once more"):
+                ours(batch).backward()
+                ours.finish_grad_sync()
+            # Theirs has what was summed in the step before once more for each rank.
+            plain(batch).backward()
+            for other, own, before in zip(theirs.params_with_grad, plain.parameters(), total, strict=True):
+                dist.all_reduce(own.grad)
+                torch.testing.assert_close(other.main_grad, own.grad + world_size * before)
+            break
+    await_all(rank, world_size)
+
+
+@every_megatron
+def test_steps_without_a_reset_add_up_as_megatrons_where_that_is_right(version):
+    seed = random.SystemRandom().randrange(2**31)
+    print(f"seed {seed}")
+    run_ranks(_again, 2, "gloo", 120, environment_of(version), version=version, cases=cases(20), seed=seed)
+
+
 def _surroundings(rank: int, world_size: int) -> None:
     torch.manual_seed(rank)
     config, ddp_config = megatron.ModelParallelConfig(), megatron.DistributedDataParallelConfig()
