@@ -124,9 +124,9 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   Status deathSeen() const;
   // False when there is no connection: the message is done, with the reason.
   bool connectFor(int peer, Message& message);
-  // `text`, whom the operation waits for, and what the others say.
   // What the other ranks do, for people, where there is a watch to ask.
   std::string askOthers(const Operation& operation);
+  // `text`, whom the operation waits for, and what the others say.
   static Status timeoutOf(const Operation& operation, std::string text, const std::string& others);
   void add(Operation& operation);
   void remove(Operation& operation);

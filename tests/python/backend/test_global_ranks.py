@@ -28,6 +28,14 @@ def _time_out(rank, group):
     if rank == 3:
         time.sleep(1)
     else:
+        _backend(group).set_timeout(LIMIT)
+        dist.all_reduce(torch.ones(4), group=group)
+
+
+def _end_a_wait(rank, group):
+    if rank == 3:
+        time.sleep(1)
+    else:
         dist.all_reduce(torch.ones(4), group=group, async_op=True).wait(LIMIT)
 
 
@@ -64,6 +72,7 @@ def _abort(rank, group):
 # What each of the two is told, as far as it is told anything.
 CASES = {
     "a timeout": (_time_out, [f"ALLREDUCE number 0 on {FIRST}): not done after its timeout of 300 ms"], []),
+    "a wait that ends": (_end_a_wait, [f"on {FIRST}): not done after the timeout of wait(), 300 ms", SECOND], []),
     "a missing message": (_lack_a_message, [f"recv from {SECOND}, host "], []),
     "a monitored barrier": (
         _miss_the_barrier,
