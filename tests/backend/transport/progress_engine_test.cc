@@ -139,6 +139,9 @@ TEST_F(ProgressEngineTest, ASleepingWaiterWakesForAMessageThatComesLate) {
 
 // By the sum of many: a loop that looks by timer is late by up to 4 ms.
 TEST_F(ProgressEngineTest, ATickingLoopLooksAtOnceAtWhatIsLeftUnattended) {
+#ifdef __SANITIZE_THREAD__
+  GTEST_SKIP() << "under ThreadSanitizer a look takes longer than what it saves";
+#endif
   std::uint64_t tag = 0;
   const auto exchange = [&](bool waits, bool isUnattended) {
     int in = 0;
