@@ -19,15 +19,13 @@ OrderLearning::OrderLearning(std::size_t groups) : recent_(groups, -1), told_(gr
 
 void OrderLearning::note(const std::vector<int>& places) { recent_ = latestOf(std::move(recent_), places); }
 
-std::vector<int> OrderLearning::toTell() const { return isWindowOver() ? recent_ : latestOf(told_, recent_); }
-
 bool OrderLearning::departs() const {
   if (isWindowOver()) return recent_ != told_;
   return orderOf(latestOf(agreed_, recent_)) != orderOf(agreed_);
 }
 
 std::vector<int> OrderLearning::tell() {
-  told_ = toTell();
+  told_ = isWindowOver() ? recent_ : latestOf(told_, recent_);
   return told_;
 }
 

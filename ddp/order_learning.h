@@ -35,7 +35,6 @@ class OrderLearning {
 
  private:
   bool isWindowOver() const { return rounds_ + 1 == kWindow; }
-  std::vector<int> toTell() const;
 
   // By group; -1: nothing is known.
   std::vector<int> recent_;  // the latest places in this window
