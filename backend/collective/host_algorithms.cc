@@ -23,6 +23,11 @@ void copyFrom(Program& program, std::byte* to, const Gathered& input, std::size_
   input.forEach(begin, bytes, [&](std::size_t place, Slice part) { program.copy(to + place, part.data, part.bytes); });
 }
 
+// To where one other rank reads and claims it.
+void putFrom(Program& program, std::byte* to, const Gathered& input, std::size_t begin, std::size_t bytes) {
+  input.forEach(begin, bytes, [&](std::size_t place, Slice part) { program.put(to + place, part.data, part.bytes); });
+}
+
 // Two ranks: `output` = the input from `begin` on and what the other one has put into its slot.
 void reduceWithOther(Program& program, HostSegment& host, HostTurn turn, const Reduction& reduction,
                      const Gathered& input, std::size_t begin, const Gathered& output, std::size_t bytes) {
@@ -57,7 +62,7 @@ void reduceScatterFlat(Program& program, HostSegment& host, const Reduction& red
                        Slice output, const Gathered& input, std::span<const std::size_t> bytes) {
   const int rank = host.index();
   const HostTurn turn = beginTurn(program, host, contract, 1);
-  copyFrom(program, host.slot(rank, turn), input, rank == 0 ? bytes[0] : 0, bytes[1 - rank]);
+  putFrom(program, host.slot(rank, turn), input, rank == 0 ? bytes[0] : 0, bytes[1 - rank]);
   program.signal(turn.base + 1);
   program.meet(turn);
   reduceWithOther(program, host, turn, reduction, input, rank == 0 ? 0 : bytes[0], Gathered({&output, 1}),
@@ -190,7 +195,7 @@ void reduceScatterOnHost(Program& program, const Topology& topology, const Reduc
     for (int owner = 0; owner < size; ++owner) {
       if (owner == rank) continue;
       std::byte* const place = host.window(rank, i) + owner * pieceBytes;
-      copyFrom(program, place, input, begins[owner] + i * pieceBytes, lengthOf(owner, i));
+      putFrom(program, place, input, begins[owner] + i * pieceBytes, lengthOf(owner, i));
     }
   };
   const auto reduce = [&](std::size_t i) {

@@ -20,7 +20,7 @@ class SwapInTurn {
       : program_(program), host_(host), turn_(turn), end_(turn.base + steps), swap_(swap), ways_(ways) {}
 
   void throughSlots() {
-    program_.copy(host_.slot(rank(), turn_), swap_.input.data, swap_.input.bytes);
+    program_.put(host_.slot(rank(), turn_), swap_.input.data, swap_.input.bytes);
     program_.signal(end_);  // nobody waits for a slot to be read, but the turn after the next one
     keepAll();
     meet();
@@ -35,7 +35,7 @@ class SwapInTurn {
     const bool isStreamed = longest >= kStreamedPartBytes;
     const auto putIn = [&](std::size_t i) {
       const Slice piece = pieceOf(swap_.input, i, pieceBytes);
-      program_.copy(host_.window(rank(), i), piece.data, piece.bytes);
+      program_.put(host_.window(rank(), i), piece.data, piece.bytes);
     };
     const auto keep = [&](std::size_t i) {
       const Slice to = pieceOf(swap_.kept, i, pieceBytes);

@@ -173,6 +173,10 @@ void Program::copyAndClaim(void* dst, std::byte* src, std::size_t bytes) {
   steps_.push_back({Kind::kCopyAndClaim, 0, nullptr, dst, bytes, 0, nullptr, src});
 }
 
+void Program::put(std::byte* dst, const void* src, std::size_t bytes) {
+  if (bytes > 0) steps_.push_back({Kind::kPut, 0, src, dst, bytes, 0, nullptr});
+}
+
 int ProgramOperation::missing(const Program::Step& step) const {
   if (step.kind != Program::Kind::kAwait && step.kind != Program::Kind::kMeet) return -1;  // it takes
   const HostSegment& host = *program_.host_;
@@ -352,6 +356,10 @@ bool ProgramOperation::postNext() {
       case Program::Kind::kClaim: transport::claimLines(static_cast<std::byte*>(step.destination), step.size); break;
       case Program::Kind::kCopyAndClaim:
         transport::copyAndClaim(step.destination, static_cast<std::byte*>(step.copy), step.size);
+        worked += step.size;
+        break;
+      case Program::Kind::kPut:
+        transport::copyToClaimed(static_cast<std::byte*>(step.destination), step.source, step.size);
         worked += step.size;
         break;
       case Program::Kind::kSignal: communicator_->signal(step.size); break;

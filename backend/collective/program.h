@@ -73,6 +73,8 @@ class Program {
   // Of a slot or window, when its only reader has read it (claimLines); and copied to where it belongs at once.
   void claim(std::byte* data, std::size_t bytes);
   void copyAndClaim(void* dst, std::byte* src, std::size_t bytes);
+  // Into a slot or window whose only reader claims it (copyToClaimed).
+  void put(std::byte* dst, const void* src, std::size_t bytes);
 
   // About so many steps are to come: their list then grows but once.
   void reserve(std::size_t steps) { steps_.reserve(steps_.size() + steps); }
@@ -108,7 +110,8 @@ class Program {
     kOffer,
     kTake,
     kClaim,
-    kCopyAndClaim
+    kCopyAndClaim,
+    kPut
   };
   struct Step {
     Kind kind;

@@ -27,7 +27,7 @@ void reduceToOwners(Program& program, HostSegment& host, const Contract& contrac
     for (std::size_t o = 0; o < owners.size(); ++o) {
       if (owners[o] == index) continue;
       inputs[o].forEach(i * pieceBytes, pieceBytes, [&](Slice slice, std::size_t offset) {
-        program.copy(host.window(index, i) + o * pieceBytes + offset, slice.data, slice.bytes);
+        program.put(host.window(index, i) + o * pieceBytes + offset, slice.data, slice.bytes);
       });
     }
   };

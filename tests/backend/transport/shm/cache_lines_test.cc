@@ -8,7 +8,7 @@
 namespace farandole::transport {
 namespace {
 
-TEST(CacheLines, WhatIsCopiedAndClaimedComesWholeAndNothingElseIsTouched) {
+TEST(CacheLines, WhatIsCopiedComesWholeBothWaysAndNothingElseIsTouched) {
   constexpr std::size_t kGuard = 64;
   constexpr std::byte kMark{0xee};
   std::mt19937 random(7);
@@ -30,6 +30,12 @@ TEST(CacheLines, WhatIsCopiedAndClaimedComesWholeAndNothingElseIsTouched) {
       }
       // Every line was written to.
       for (std::size_t at = 0; at < bytes; at += 64) ASSERT_EQ(begin[at], std::byte{0});
+      copyToClaimed(begin, to.data() + kGuard, bytes);
+      EXPECT_TRUE(std::equal(expected.begin(), expected.end(), begin));
+      for (std::size_t i = 0; i < kGuard; ++i) {
+        ASSERT_EQ(begin[-1 - static_cast<std::ptrdiff_t>(i)], kMark);
+        ASSERT_EQ(begin[bytes + i], kMark);
+      }
     }
   }
 }
