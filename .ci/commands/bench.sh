@@ -47,7 +47,7 @@ while [ $# -gt 0 ]; do
   shift
 done
 
-setup release farandole_python bench_point_to_point
+setup release farandole_python bench_point_to_point noop_backend
 link_package
 # Threads of the peers' math libraries: one for each rank.
 export OMP_NUM_THREADS=1

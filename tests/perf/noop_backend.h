@@ -4,8 +4,8 @@
 
 namespace farandole::perf {
 
-// Moves nothing: a message through it costs what c10d itself costs. As torch's
-// "fake", whose header needs Python.
+// Moves nothing: what goes through it costs what c10d itself costs. torch's "fake" moves data within the rank in most
+// collectives, and its header needs Python.
 class NoopBackend : public ::c10d::Backend {
  public:
   using ::c10d::Backend::Backend;
@@ -14,6 +14,22 @@ class NoopBackend : public ::c10d::Backend {
   const std::string getBackendName() const override { return "noop"; }
   WorkPtr send(std::vector<at::Tensor>& /*tensors*/, int /*peer*/, int /*tag*/) override { return done(); }
   WorkPtr recv(std::vector<at::Tensor>& /*tensors*/, int /*peer*/, int /*tag*/) override { return done(); }
+  WorkPtr allreduce(std::vector<at::Tensor>& /*tensors*/, const ::c10d::AllreduceOptions& /*options*/) override {
+    return done();
+  }
+  WorkPtr _allgather_base(at::Tensor& /*output*/, at::Tensor& /*input*/,
+                          const ::c10d::AllgatherOptions& /*options*/) override {
+    return done();
+  }
+  WorkPtr _reduce_scatter_base(at::Tensor& /*output*/, at::Tensor& /*input*/,
+                               const ::c10d::ReduceScatterOptions& /*options*/) override {
+    return done();
+  }
+  WorkPtr alltoall_base(at::Tensor& /*output*/, at::Tensor& /*input*/, std::vector<std::int64_t>& /*outputSplits*/,
+                        std::vector<std::int64_t>& /*inputSplits*/,
+                        const ::c10d::AllToAllOptions& /*options*/) override {
+    return done();
+  }
 
  private:
   class DoneWork : public ::c10d::Work {

@@ -12,6 +12,8 @@ from farandole.bench._series import Report, Sample, Series, interleave, size_nam
 from farandole.bench._settings import Settings
 
 SAMPLES = 3
+# Memory that is new is in no cache: 16 MiB are there after as many runs.
+_FEWEST_WARM_UPS = 3
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def measure_peers(
     result = {}
     for size in sizes:
         runs = settings.count(count(size))
-        repeat = Repeat(size, max(1, runs // 10), runs, samples)
+        repeat = Repeat(size, max(_FEWEST_WARM_UPS, runs // 10), runs, samples)
         series = {name: Series(case.format(size_name(size)), name) for name in peers}
         interleave(
             settings.rounds,

@@ -5,9 +5,11 @@ import pathlib
 
 import pytest
 
-from bench.test_bench import measure
+from bench.test_bench import measure, medians_of
 from farandole.bench._mpi import MpiPair
+from farandole.bench._noop import NOOP, is_built
 from farandole.bench._peers import Repeat
+from farandole.bench._settings import built_programs
 from farandole.bench.collectives import OPERATIONS
 
 SIZES = ["1 KiB", "64 KiB", "256 KiB", "1 MiB", "16 MiB", "64 MiB"]
@@ -15,15 +17,26 @@ MPI = os.environ.get("FARANDOLE_TEST_MPI")
 
 
 def test_every_collective_is_measured_beside_gloo_and_the_output_says_how_to_have_mpi(tmp_path, capsys):
+    has_noop = is_built(built_programs())
     report = measure(tmp_path, capsys, "collectives")
     cases = [f"{operation}, {size}" for operation in OPERATIONS for size in SIZES]
     assert [(one["case"], one["peer"]) for one in report["series"]] == [
-        (case, peer) for case in cases for peer in ("farandole", "gloo", "fake")
+        (case, peer) for case in cases for peer in ("farandole", "gloo", *([NOOP] if has_noop else []))
     ]
     assert [one["case"] for one in report["ratios"]] == cases
     assert report["targets"] == []
-    (note,) = report["notes"]
-    assert "pip install impi-rt mpi4py" in note
+    assert "pip install impi-rt mpi4py" in report["notes"][0]
+    assert len(report["notes"]) == (1 if has_noop else 2)
+
+
+@pytest.mark.skipif(not is_built(built_programs()), reason="built without FARANDOLE_BENCHMARKS")
+def test_what_moves_nothing_takes_the_same_at_any_size_and_less_than_what_moves(tmp_path, capsys):
+    medians = medians_of(measure(tmp_path, capsys, "collectives", rounds=3))
+    for operation in OPERATIONS:
+        nothing = [medians[f"{operation}, {size}", NOOP, "median"] for size in SIZES]
+        moved = [medians[f"{operation}, {size}", "farandole", "median"] for size in SIZES]
+        assert nothing[0] < moved[0]
+        assert nothing[-1] < moved[-1] / 10
 
 
 @pytest.mark.skipif(MPI is None, reason="FARANDOLE_TEST_MPI names no environment with impi-rt and mpi4py")
