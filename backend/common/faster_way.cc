@@ -13,11 +13,13 @@ bool FasterWay::next() {
   const unsigned place = place_++;
   if (place < pause_) return way_;
   if (place < pause_ + kTried) return !way_;
-  if (place == pause_ + kTried) return way_;  // the last that was tried is still under way
+  if (place < pause_ + 2 * kTried) return way_;  // to be compared as it is now: before, all memory may have been new
   const std::uint64_t other = least(!way_);
+  const std::uint64_t usual = least(way_);
   constexpr std::uint64_t kWorthIt = 16;  // the part by which it has to be faster
-  const bool isFaster = other < least(way_) - least(way_) / kWorthIt;
-  pause_ = isFaster ? kFirstPause : std::min(4 * pause_, kLongestPause);
+  const bool isFaster = other < usual - usual / kWorthIt;
+  const bool isFarSlower = other > usual + usual / 4;
+  pause_ = isFaster ? kFirstPause : std::min((isFarSlower ? 16 : 4) * pause_, kLongestPause);
   place_ = 1;
   return way_ = way_ != isFaster;
 }

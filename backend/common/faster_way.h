@@ -16,7 +16,7 @@ class FasterWay {
   // What one of so many bytes has cost. The last that next() told may still be under way when it is called again.
   void note(bool way, std::uint64_t cost, std::uint64_t bytes);
 
-  // How many go one way before others are tried: the more, the longer that has been the faster one.
+  // How many go one way before others are tried: the more, the longer that has been the faster one, and by how much.
   static constexpr unsigned kFirstPause = 4;
   static constexpr unsigned kLongestPause = 1024;
   static constexpr unsigned kTried = 4;

@@ -28,7 +28,7 @@ struct Walker {
   }
 };
 
-constexpr int kRound = FasterWay::kFirstPause + FasterWay::kTried + 1;  // until the first has been tried
+constexpr int kRound = FasterWay::kFirstPause + 2 * FasterWay::kTried;  // until the first have been compared
 
 TEST(FasterWay, TheFasterOneIsFoundAndStaysAllButFew) {
   Walker first{{100, 150}};
@@ -49,6 +49,23 @@ TEST(FasterWay, WhatBecomesTheFasterOneIsFoundWithinALongPause) {
     EXPECT_EQ(walker.go(), costs[1] < costs[0]);
     walker.goMany(10'000);
   }
+}
+
+TEST(FasterWay, WhatIsSlowAtFirstBecauseItsMemoryIsNewIsNotLeftForThat) {
+  Walker walker{{100, 150}};
+  int second = 0;
+  for (int i = 0; i < kRound; ++i) second += walker.go(i < static_cast<int>(FasterWay::kFirstPause) ? 2 : 1) ? 1 : 0;
+  EXPECT_EQ(second, FasterWay::kTried);
+  EXPECT_FALSE(walker.go());
+}
+
+TEST(FasterWay, WhatIsFarSlowerIsTriedLessOften) {
+  const auto tried = [](std::uint64_t cost) { return Walker{{100, cost}}.goMany(2 * FasterWay::kLongestPause); };
+  EXPECT_LT(tried(150), tried(110));
+  Walker walker{{100, 150}};
+  walker.goMany(kRound);
+  EXPECT_EQ(walker.goMany(16 * FasterWay::kFirstPause), 0);
+  EXPECT_EQ(walker.goMany(kRound), FasterWay::kTried);
 }
 
 TEST(FasterWay, NobodyChangesForLittle) {
