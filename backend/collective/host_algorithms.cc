@@ -45,7 +45,12 @@ void reduceWithOther(Program& program, HostSegment& host, HostTurn turn, const R
 void reduceFlat(Program& program, HostSegment& host, const Reduction& reduction, int root, const Gathered& input,
                 const Gathered& output, std::size_t bytes) {
   const HostTurn turn = beginTurn(program, host, contractOf(reduction, root, bytes), 1);
-  copyFrom(program, host.slot(host.index(), turn), input, 0, bytes);
+  std::byte* const slot = host.slot(host.index(), turn);
+  if (host.size() > 2) {
+    copyFrom(program, slot, input, 0, bytes);
+  } else if (root != host.index()) {  // whose nobody reads
+    putFrom(program, slot, input, 0, bytes);
+  }
   program.signal(turn.base + 1);
   if (root >= 0 && root != host.index()) return;
   program.meet(turn);
@@ -96,12 +101,15 @@ void announce(Program& program, const Topology& topology, const Contract& contra
 
 void broadcastOnHost(Program& program, HostSegment& host, const Contract& contract, int root, Slice data) {
   const HostTurn turn = beginTurn(program, host, contract, 1);
-  if (host.index() == root) program.copy(host.slot(root, turn), data.data, data.bytes);
+  std::byte* const slot = host.slot(root, turn);
+  const bool isClaimed = host.size() == 2;
+  if (host.index() == root) {
+    isClaimed ? program.put(slot, data.data, data.bytes) : program.copy(slot, data.data, data.bytes);
+  }
   program.signal(turn.base + 1);
   if (host.index() == root) return;
   program.meet(turn, root);
-  std::byte* const slot = host.slot(root, turn);
-  if (host.size() == 2) {
+  if (isClaimed) {
     program.copyAndClaim(data.data, slot, data.bytes);
   } else {
     program.copy(data.data, slot, data.bytes);
