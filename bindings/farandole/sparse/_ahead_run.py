@@ -38,8 +38,9 @@ class AheadRun:
         self._calls = calls
         self._calls_after = 0
         self._now: dict[str, ModelState]
+        self._known: dict[str, torch.Tensor] | None = None  # what these have
         if last is not None and last.modules == self.modules:
-            self._now = last._now
+            self._now, self._known = last._now, last._known
         else:
             self._now = {name: ModelState(module, _BESIDES, True) for name, module in self.modules.items()}
         self._tensors = {
@@ -124,5 +125,12 @@ class AheadRun:
         return not isinstance(tensor, nn.Parameter) if self._written is None else name in self._written
 
     def _all(self) -> dict[str, torch.Tensor]:
-        self._now = {name: state.as_now() for name, state in self._now.items()}
-        return {f"{name}.{key}": tensor for name, state in self._now.items() for key, tensor in state.tensors().items()}
+        for name, state in self._now.items():
+            now = state.as_now()
+            if now is not state:
+                self._now, self._known = self._now | {name: now}, None
+        if self._known is None:
+            self._known = {
+                f"{name}.{key}": tensor for name, state in self._now.items() for key, tensor in state.tensors().items()
+            }
+        return self._known

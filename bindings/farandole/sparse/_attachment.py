@@ -62,18 +62,11 @@ class Attachment:
         example: Any,
     ) -> None:
         self.model, _ = unwrap(model)
-        sharded = sharded_modules(self.model, is_sharded)
-        for name, module in sharded.items():
-            refuse_dense_sequences(name, module, device)
-        if not sharded:
-            raise ValueError(
-                f"{type(self.model).__name__} has no sharded module: expected torchrec's ShardedModule, or modules with "
-                "create_context, input_dist and compute_and_output_dist; TrainPipelineBase takes any model"
-            )
         graph, failed = None, None
         try:
+            _refuse_modules(self.model, device)
             graph = None if tracing == "hooks" else trace_inputs(self.model, is_sharded, example)
-        except Exception as error:  # which other ranks, whose forward may be another one, are to be told
+        except Exception as error:  # which other ranks, whose model or forward may be another one, are to be told
             failed = error
         self.asked = (group, device, tracing)
         self.input_dist = InputDist(group, device)
@@ -151,12 +144,18 @@ class Attachment:
     def is_adopted(self, flying: InFlight) -> bool:
         """Whether there is nothing for adopt() to do. Asked once for each forward."""
         self.input_dist.changes_ahead.next_turn()
+        if flying.in_forward:
+            self.exchanged_again.note_in_forward()
+            return not self._changes.processing  # which run for it before they do for the next one
         run = flying.run
         is_ours = flying.owner is self.input_dist
         if run is not None:
             is_ours = is_ours or run.modules == self._changes.processing
             is_ours = is_ours and flying.is_training == self.model.training and not run.is_stale()
-        return is_ours and (flying.read is None or not flying.read.changed())
+        is_adopted = is_ours and (flying.read is None or not flying.read.changed())
+        if is_adopted and self.input_dist.in_forward.in_a_row > 0:
+            self.input_dist.in_forward.was_right()
+        return is_adopted
 
     def adopt(self, flying: InFlight, patience: float) -> None:
         """Before another batch goes ahead: makes anew what went ahead for this one in another mode of the model, with
@@ -183,8 +182,10 @@ class Attachment:
         inputs = self._inputs_of(flying) if modules or was_sent else []
         is_other = is_other_mode or not is_equal_input([*flying.calls.values()], inputs)
         if was_sent and self.input_dist.changes_ahead.gives_others(change, is_other, self.model, patience):
-            self.exchanged_again.note(flying.number, changed, attributes, is_other_mode)
+            in_forward = self.input_dist.in_forward.was_exchanged_again()
+            self.exchanged_again.note(flying.number, changed, attributes, is_other_mode, in_forward)
         elif was_sent:
+            self.input_dist.in_forward.was_right()
             flying.owner = self.input_dist
 
     def leave(self) -> None:
@@ -210,7 +211,7 @@ class Attachment:
 
     # All ranks have run that forward, or none: who fails in one alone ends all.
     def _agree(self, graph: RecordedInputs) -> None:
-        _, found = self.input_dist.agree(findings("hooks", self._is_strict, graph))
+        _, found = self.input_dist.agree(findings("hooks", self._is_strict, graph), after_steps=True)
         self._strict = strict_on(found)
         self.graph = agreed(graph, found)
 
@@ -293,6 +294,8 @@ class Attachment:
             if flying is None or flying.owner is not self.input_dist:  # or it is another attachment's
                 if flying is not None:
                     flying.prefetched.discard(name)  # its own rows, for its own inputs
+                    if flying.in_forward:
+                        self.input_dist.refuse_other_keys(name, args, kwargs)
                 _mark([module], False)
                 try:
                     return original(*args, **kwargs)
@@ -309,6 +312,17 @@ class Attachment:
             return module.compute_and_output_dist(*ahead)
 
         return UntracedForward(forward, original)  # what comes ahead is on streams of its own
+
+
+def _refuse_modules(model: nn.Module, device: torch.device) -> None:
+    sharded = sharded_modules(model, is_sharded)
+    for name, module in sharded.items():
+        refuse_dense_sequences(name, module, device)
+    if not sharded:
+        raise ValueError(
+            f"{type(model).__name__} has no sharded module: expected torchrec's ShardedModule, or modules with "
+            "create_context, input_dist and compute_and_output_dist; TrainPipelineBase takes any model"
+        )
 
 
 def _change_of(names: list[str], may_be_mode: bool, number: int) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 
 from torch import nn
 
@@ -39,6 +41,19 @@ class FailedSteps:
             others = f"no other rank can be asked ({gone})"
         if others:
             self._joint.lose(f"the {stage} of {batch}, and {others}", error, model)
+
+    @contextlib.contextmanager
+    def meeting(self, what: str) -> Iterator[None]:
+        """Inside, this rank waits for all others after steps of which none has failed here: who has failed in one need not
+        wait for it."""
+        if self._joint.group.size == 1:
+            yield
+            return
+        take_back = self._words.say(self._times + 1, what)
+        try:
+            yield
+        finally:  # who has failed has read it, or nobody has
+            take_back()
 
     def _others(self, stage: str, until: float) -> str:
         """Who has not failed as this rank."""

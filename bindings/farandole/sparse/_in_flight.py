@@ -19,6 +19,7 @@ class InFlight:
     # Whose input_dist has the batch, and in which mode of the model; None where it stays in the forward.
     owner: Any = None
     is_training: bool = True
+    in_forward: bool = False  # nothing has gone ahead for it, nor does
     results: Noted | None = None  # of post-processing modules
     run: AheadRun | None = None  # of these modules
     read: ReadAttributes | None = None  # of the model, which inputs were computed with

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable, Container
 from typing import Any
@@ -17,6 +18,7 @@ from farandole.sparse._exchange import BATCH, END_OF_DATA, FAILED
 from farandole.sparse._failed_steps import FailedSteps
 from farandole.sparse._forms import other_forms
 from farandole.sparse._in_flight import InFlight
+from farandole.sparse._in_forward import InForward
 from farandole.sparse._input_writes import InputWrites, is_by_value
 from farandole.sparse._joint_steps import JointSteps
 from farandole.sparse._preprocessing import preprocessed, writes_inputs
@@ -25,6 +27,7 @@ from farandole.sparse._verdict import Inputs
 from farandole.sparse._wrong_inputs import KeyOrders, refuse_wrong_inputs
 
 _SPLITS = "the exchange of splits"
+_AGREEMENT = "agreement on what is pipelined"
 
 
 class InputDist:
@@ -43,6 +46,7 @@ class InputDist:
         self._joint = JointSteps(group, device)
         self._failed_steps = FailedSteps(self._joint)
         self.changes_ahead = ChangesAhead(self._joint)
+        self.in_forward = InForward()
         self._modules: dict[str, nn.Module] = {}
         self._inputs: Callable[[InFlight], Inputs] | None = None
         self._torchrec: Any = None
@@ -82,10 +86,12 @@ class InputDist:
         elif self._joint.renew() and self._has_begun:
             self._hold_all()
 
-    def agree(self, found: Findings) -> tuple[int, dict[int, Findings]]:
-        """On all ranks, between two batches and before any input_dist: this rank, and what each has found."""
+    def agree(self, found: Findings, after_steps: bool = False) -> tuple[int, dict[int, Findings]]:
+        """On all ranks, between two batches and before any input_dist: this rank, and what each has found; ``after_steps``:
+        in one, which may have failed on others."""
         try:
-            words = self._joint.words("the agreement on what is pipelined", found.word())
+            with self._failed_steps.meeting(_AGREEMENT) if after_steps else contextlib.nullcontext():
+                words = self._joint.words(f"the {_AGREEMENT}", found.word())
         finally:
             self._had_turn = self._had_turn or bool(self._joint.lost)
         return self._joint.rank, {rank: Findings.of_word(word) for rank, word in words.items()}
@@ -130,7 +136,12 @@ class InputDist:
         if self._joint.lost:
             self._decided = FAILED
             self._joint.refuse_lost()
-        if flying is not None and self._inputs is not None:
+        in_forward = self.in_forward.left > 0
+        if in_forward:  # on all ranks, whether they have the batch or not
+            self.in_forward.left -= 1
+        if flying is not None:
+            flying.in_forward = in_forward
+        if flying is not None and self._inputs is not None and not in_forward:
             try:
                 calls = self._calls(flying, self._inputs)
                 if self._has_begun:
@@ -146,7 +157,7 @@ class InputDist:
         if not self._has_begun:
             self._begin(number, flying, calls, presence, reason)
         else:
-            self._post(number, presence, reason)
+            self._post(number, presence, reason, has_splits=not in_forward)
         if error is not None:
             raise error
 
@@ -173,6 +184,15 @@ class InputDist:
             self._dist_late(flying)
             flying.is_sent = True
         return said.presence != END_OF_DATA
+
+    def refuse_other_keys(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Of features for a module, in a forward whose batch has not gone ahead.
+
+        Raises:
+            ValueError: torchrec's would mix them up.
+        """
+        if name in self._of_torchrec:
+            self._orders.refuse_others([name], {name: (args, kwargs)})
 
     def complete(self, flying: InFlight, wait: Callable[[InFlight], None]) -> None:
         """``wait`` is for the data of all modules; where it raises on one rank, all skip the batch."""
@@ -226,10 +246,10 @@ class InputDist:
         self._has_begun = True
         self._post(number, presence, reason)
 
-    def _post(self, number: int, presence: Presence, reason: str) -> None:
+    def _post(self, number: int, presence: Presence, reason: str, has_splits: bool = True) -> None:
         self._decided = None
         try:
-            self._joint.exchange.post(presence, self._rows() if presence == BATCH else None, reason)
+            self._joint.exchange.post(presence, self._rows() if has_splits and presence == BATCH else None, reason)
         except BaseException as error:
             self._joint.tell(_SPLITS, number, error)
             raise

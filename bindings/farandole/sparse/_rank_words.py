@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 
 import torch.distributed as dist
 
 from farandole.sparse._joint_steps import JointSteps
 
-_LOOK = 0.005  # seconds
+_FIRST_LOOK, _LONGEST_LOOK = 0.0001, 0.005  # seconds between two; others are mostly about to say theirs
 
 
 class RankWords:
@@ -32,10 +33,12 @@ class RankWords:
         """
         store, group = dist.distributed_c10d._get_default_store(), self._joint.group
         assert group.group is not None
-        keys = [f"{self._joint.exchange.name}/{self._topic}/{turn}/{rank}" for rank in range(group.size)]
+        keys = [self._key(turn, rank) for rank in range(group.size)]
         store.set(keys[group.rank], word)
+        look = _FIRST_LOOK
         while not store.check(keys) and not self._joint.hears_of_loss() and time.monotonic() <= until:
-            time.sleep(_LOOK)
+            time.sleep(look)
+            look = min(2 * look, _LONGEST_LOOK)
         if self._said:  # which all have read
             with contextlib.suppress(RuntimeError):  # not every store can
                 store.delete_key(self._said)
@@ -44,3 +47,17 @@ class RankWords:
         return {
             rank: store.get(key).decode() if store.check([key]) else "" for rank, key in zip(ranks, keys, strict=True)
         }
+
+    def say(self, turn: int, word: str) -> Callable[[], None]:
+        """This rank's, and waits for nobody's; what it returns takes it back."""
+        store, key = dist.distributed_c10d._get_default_store(), self._key(turn, self._joint.group.rank)
+        store.set(key, word)
+
+        def take_back() -> None:
+            with contextlib.suppress(RuntimeError):  # not every store can
+                store.delete_key(key)
+
+        return take_back
+
+    def _key(self, turn: int, rank: int) -> str:
+        return f"{self._joint.exchange.name}/{self._topic}/{turn}/{rank}"

@@ -205,15 +205,16 @@ def test_data_parallelism_is_measured_beside_torchs(tmp_path, capsys):
 def test_sparse_steps_are_measured_beside_one_stage_and_torchrecs(tmp_path, capsys):
     report = measure(tmp_path, capsys, "sparse")
     medians = medians_of(report)
-    sleeps = ("stages sleep 10 ms", "stages sleep 50 ms")
-    for case in sleeps:
+    sleeps = {"stages sleep 10 ms": 0.01, "stages sleep 50 ms": 0.05}
+    for case, seconds in sleeps.items():
+        assert medians[case, "set duration", "time"] == seconds <= medians[case, "longest stage", "time"]
         # Less than two stages one after the other: they did overlap.
         assert 0.9 < medians[case, "farandole, threads", "step"] / medians[case, "longest stage", "time"] < 2
     rest = {case for case, _, _ in medians} - set(sleeps)
     if torchrec_reason() is not None:
         assert not rest and torchrec_reason() in report["notes"][0]
         return
-    assert len(rest) == 3
+    assert len(rest) == 4
     for case in rest:
         for peer in ("plain loop", "farandole", "torchrec over gloo"):
             assert medians[case, peer, "step"] > 0

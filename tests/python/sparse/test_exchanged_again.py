@@ -36,8 +36,8 @@ def told_of(caught: list[Any]) -> list[Any]:
     return [warning for warning in caught if "exchanges its inputs again" in str(warning.message)]
 
 
-def salt_each(rank: int, world_size: int, ranks: tuple[int, ...]) -> None:
-    """Before each step; what is changed gives other inputs on these ranks."""
+def salt_every_second(rank: int, world_size: int, ranks: tuple[int, ...]) -> None:
+    """Before every second step; what is changed gives other inputs on these ranks."""
     (model, optimizer), (plain, plain_optimizer) = made(Model()), made(Model())
     outputs, expected, batches = [], [], make_batches(1, 8)
     iterator = iter(batches)
@@ -45,7 +45,7 @@ def salt_each(rank: int, world_size: int, ranks: tuple[int, ...]) -> None:
         warnings.simplefilter("always")
         pipeline = TrainPipelineSparseDist(model, optimizer, DEVICE, strict=True)
         for number, batch in enumerate(batches):
-            for each in (model, plain):
+            for each in (model, plain) if number % 2 == 0 else ():
                 setattr(each.module.salted, "salt" if rank in ranks else "unused", 10 + number)
             outputs.append(pipeline.progress(iterator))
             expected += plain_loop(plain, plain_optimizer, [batch])
@@ -53,21 +53,21 @@ def salt_each(rank: int, world_size: int, ranks: tuple[int, ...]) -> None:
     assert_same(model, plain)
     [warning] = told_of(caught)
     why = "since 'salted' was changed after it had run ahead"
-    assert str(warning.message).startswith(f"batch 1 exchanges its inputs again, in its forward, {why}: ")
+    assert str(warning.message).startswith(f"batch 2 exchanges its inputs again, in its forward, {why}: ")
     assert warning.filename == __file__
     assert pipeline.explain().splitlines() == [
         "tables.0: pipelined",
-        f"7 batches have exchanged inputs again, in the forward, {why}",
+        f"3 batches have exchanged inputs again, in the forward, {why}",
     ]
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)])
-def test_a_change_before_each_step_is_told_once_and_counted(ranks):
-    run_ranks(salt_each, 2, "farandole", ranks=ranks)
+def test_a_change_before_every_second_step_is_told_once_and_counted(ranks):
+    run_ranks(salt_every_second, 2, "farandole", ranks=ranks)
 
 
 def test_it_is_told_to_a_single_rank():
-    run_ranks(salt_each, 1, "farandole", ranks=(0,))
+    run_ranks(salt_every_second, 1, "farandole", ranks=(0,))
 
 
 def change_nothing_given(rank: int, world_size: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from support.recommenders import Batch, Recommender, assert_same, drain, made, m
 
 BACKENDS = ["farandole", "gloo"]
 TIMEOUT = 30
+AT_ONCE = 5.0  # seconds, on a machine that does other things
+LONG = 2.0
 
 
 class Logged(Recommender):
@@ -198,6 +201,39 @@ def test_ranks_agree_also_where_some_have_no_batch(first):
     run_ranks(end_early, 2, "farandole", timeout=TIMEOUT, first=first)
 
 
+class Plain(torch.nn.Module):
+    """Without any sharded module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones((), device=DEVICE))
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        return (self.weight * batch.dense).sum(1), batch.labels
+
+
+def attach_none(rank: int, world_size: int, culprit: int) -> None:
+    sharded = Recommender(1)  # whose group all ranks make
+    model: torch.nn.Module = Plain() if rank == culprit else sharded
+    pipeline = TrainPipelineSparseDist(model, torch.optim.SGD(model.parameters(), lr=0.1), DEVICE)
+    began = time.monotonic()
+    told = "Plain has no sharded module: expected torchrec's ShardedModule"
+    for _ in range(2):
+        if rank == culprit:
+            with pytest.raises(ValueError, match=f"^{told}"):
+                pipeline.explain()
+        else:
+            with pytest.raises(RuntimeError, match=f"cannot be attached\nrank {culprit}: ValueError: {told}"):
+                pipeline.explain()
+    assert time.monotonic() - began < AT_ONCE
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_model_without_sharded_modules_on_one_rank_is_told_to_all(backend, culprit):
+    run_ranks(attach_none, 2, backend, timeout=TIMEOUT, culprit=culprit)
+
+
 class Fails(Recommender):
     """In a forward, on one rank, where nothing of it is left to do that others take part in."""
 
@@ -213,10 +249,13 @@ def fail_alone(rank: int, world_size: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     pipeline = EvalPipelineSparseDist(model, optimizer, DEVICE, tracing="hooks")
     iterator = iter(make_batches(1, 6))
+    time.sleep(LONG)  # for twice of which who fails waits for the others
     if rank == 0:
         pipeline.progress(iterator)
+    began = time.monotonic()
     with pytest.raises((RuntimeError, ValueError), match="a label is missing"):
         pipeline.progress(iterator)
+    assert time.monotonic() - began < LONG
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"cannot be used again: rank 1 has failed .* a label is missing"):
             pipeline.progress(iterator)
