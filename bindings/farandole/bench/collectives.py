@@ -111,7 +111,7 @@ def _measure_one(report: Report, settings: Settings, pair: RankPair, mpi: MpiPai
 
 
 def _count(size: int) -> int:
-    return max(2, min(400, 2**24 // size))
+    return max(4, min(400, 2**26 // size))
 
 
 def _check(operation: str, tensor: torch.Tensor, values: list[float]) -> None:
