@@ -90,8 +90,9 @@ class DifferentCalls : public ::testing::Test {
       case 3: return [](Program& p, Topology t, Data&) { barrier(p, t); };
       default:
         return [=](Program& p, Topology t, Data& data) {
-          const std::vector<Slice> slices(t.size, {sliceOf(data).data, 8});
-          gather(p, t, root, slices[0], slices);
+          std::vector<Slice> slices;
+          for (int rank = 0; rank < t.size; ++rank) slices.push_back({sliceOf(data).data + 8 * rank, 8});
+          gather(p, t, root, slices[t.rank], slices);
         };
     }
   }
