@@ -7,6 +7,13 @@ namespace farandole::transport {
 
 inline constexpr std::size_t kCacheLine = 64;
 
+// How far ahead a copy asks for lines that it writes to.
+inline constexpr std::size_t kAskedAhead = 1024;
+inline void askToWrite(std::byte* line) {
+  constexpr int kToWrite = 1;
+  __builtin_prefetch(line, kToWrite);
+}
+
 // By the only reader of shared memory, when it has read what was there and the writer will write again: overwrites it
 // in part, so that its cache lines are the reader's own. A writer takes lines over from a core that has written them
 // many at a time; from one that has only read them it takes one after the other, on some machines for as long as a
@@ -23,8 +30,6 @@ inline void claimLines(std::byte* data, std::size_t bytes) {
 // was asked for with that aim (two bare threads on cores that share a cache, 128 KiB passed each way and as much copied
 // locally: in two passes 5.55 us, in one 5.37, asked for ahead 4.8; 32 KiB 1.46, 1.46, 1.31).
 inline void copyAndClaim(void* to, std::byte* from, std::size_t bytes) {
-  constexpr std::size_t kAhead = 1024;
-  constexpr int kToWrite = 1;
   auto* target = static_cast<std::byte*>(to);
   const auto copyLine = [&] {
     std::memcpy(target, from, kCacheLine);
@@ -33,8 +38,8 @@ inline void copyAndClaim(void* to, std::byte* from, std::size_t bytes) {
     from += kCacheLine;
     bytes -= kCacheLine;
   };
-  while (bytes >= kAhead + kCacheLine) {
-    __builtin_prefetch(from + kAhead, kToWrite);
+  while (bytes >= kAskedAhead + kCacheLine) {
+    askToWrite(from + kAskedAhead);
     copyLine();
   }
   while (bytes >= kCacheLine) copyLine();
@@ -49,11 +54,9 @@ inline void copyAndClaim(void* to, std::byte* from, std::size_t bytes) {
 // Measured on a Xeon with 2 MiB of second-level cache for each core, two bare processes, 32 KiB each way at once, of
 // which a meeting takes 0.9 us: 6.2 us where a memcpy writes them, 5.1 here; lines that are not claimed 5.6 and 9.9.
 inline void copyToClaimed(std::byte* to, const void* from, std::size_t bytes) {
-  constexpr std::size_t kAhead = 1024;
-  constexpr int kToWrite = 1;
   const auto* source = static_cast<const std::byte*>(from);
-  for (; bytes >= kAhead + kCacheLine; bytes -= kCacheLine, to += kCacheLine, source += kCacheLine) {
-    __builtin_prefetch(to + kAhead, kToWrite);
+  for (; bytes >= kAskedAhead + kCacheLine; bytes -= kCacheLine, to += kCacheLine, source += kCacheLine) {
+    askToWrite(to + kAskedAhead);
     std::memcpy(to, source, kCacheLine);
   }
   std::memcpy(to, source, bytes);

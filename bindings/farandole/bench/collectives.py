@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from farandole.bench import _noop
 from farandole.bench._mpi import HOW_TO_GET_IT, MpiPair
-from farandole.bench._noop import NOOP
 from farandole.bench._peers import measure_peers, on_ranks
 from farandole.bench._ranks import Rank, RankPair
 from farandole.bench._series import Report, Sample, Target, excess_ratio, ratio
@@ -49,7 +48,8 @@ def prepare(rank: Rank, operation: str, group: dist.ProcessGroup, numel: int) ->
     every = [float(one + 1) for one in range(rank.size)]
     shard = torch.full((numel // rank.size,), float(rank.rank + 1))
     whole = torch.full((numel,), float(rank.rank + 1))
-    check = _check if group is not rank.groups.get(NOOP) else _check_nothing
+    moves = group is not rank.groups.get(_noop.NOOP)
+    check = _check if moves else lambda *result: None
     if operation == "all_reduce":
         dist.all_reduce(whole, group=group)
         check(operation, whole, [sum(every)])
@@ -94,7 +94,7 @@ def _measure_one(report: Report, settings: Settings, pair: RankPair, mpi: MpiPai
         peers[_MPI] = mpi.peer(operation)
     has_noop = _noop.is_built(settings.programs)
     if has_noop:
-        peers[NOOP] = on_ranks(pair, run_often, operation=operation, backend=NOOP)
+        peers[_noop.NOOP] = on_ranks(pair, run_often, operation=operation, backend=_noop.NOOP)
     all_sizes = measure_peers(report, settings, peers, _SIZES, case=f"{operation}, {{}}", count=_count)
     for size, series in all_sizes.items():
         report.ratios.append(ratio("gloo / farandole", series["gloo"], series["farandole"]))
@@ -103,7 +103,9 @@ def _measure_one(report: Report, settings: Settings, pair: RankPair, mpi: MpiPai
             report.ratios.append(to_mpi)
             judged = to_mpi if size >= _FIRST_AS_A_WHOLE else None
             if has_noop:
-                without_c10d = excess_ratio("less no-op / Intel MPI", series["farandole"], series[NOOP], series[_MPI])
+                without_c10d = excess_ratio(
+                    "less no-op / Intel MPI", series["farandole"], series[_noop.NOOP], series[_MPI]
+                )
                 report.ratios.append(without_c10d)
                 judged = judged or without_c10d
             if judged is not None and size >= _FIRST_WITH_TARGET:
@@ -120,7 +122,3 @@ def _check(operation: str, tensor: torch.Tensor, values: list[float]) -> None:
     for part, value in zip(tensor.chunk(len(values)), values, strict=True):
         if not (part == value).all():
             raise RuntimeError(f"{operation}: got {part[:4].tolist()}..., expected {value} all over it")
-
-
-def _check_nothing(operation: str, tensor: torch.Tensor, values: list[float]) -> None:
-    pass

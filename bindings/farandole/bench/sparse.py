@@ -1,6 +1,6 @@
 """Steps of the sparse train pipeline on two ranks, beside a plain loop over the same backend and torchrec's pipeline over
-gloo; and of one whose loader, input_dist and forward sleep, beside the longest stage of a plain loop over them, in turns with it,
-and beside what these are told to sleep, which no machine does to the microsecond.
+gloo; and of one whose loader, input_dist and forward sleep, beside the longest stage of a plain loop over them, in
+turns with it, and beside what these are told to sleep, which no machine does to the microsecond.
 """
 
 from __future__ import annotations

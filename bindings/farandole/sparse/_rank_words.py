@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch.distributed as dist
 
@@ -40,8 +41,7 @@ class RankWords:
             time.sleep(look)
             look = min(2 * look, _LONGEST_LOOK)
         if self._said:  # which all have read
-            with contextlib.suppress(RuntimeError):  # not every store can
-                store.delete_key(self._said)
+            _forget(store, self._said)
         self._said = keys[group.rank]
         ranks = dist.get_process_group_ranks(group.group)
         return {
@@ -52,12 +52,12 @@ class RankWords:
         """This rank's, and waits for nobody's; what it returns takes it back."""
         store, key = dist.distributed_c10d._get_default_store(), self._key(turn, self._joint.group.rank)
         store.set(key, word)
-
-        def take_back() -> None:
-            with contextlib.suppress(RuntimeError):  # not every store can
-                store.delete_key(key)
-
-        return take_back
+        return partial(_forget, store, key)
 
     def _key(self, turn: int, rank: int) -> str:
         return f"{self._joint.exchange.name}/{self._topic}/{turn}/{rank}"
+
+
+def _forget(store: dist.Store, key: str) -> None:
+    with contextlib.suppress(RuntimeError):  # not every store can
+        store.delete_key(key)
