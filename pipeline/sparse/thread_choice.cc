@@ -45,20 +45,28 @@ void ThreadChoice::stepTook(const StepTimes& times) {
   if (stepsInPhase_ <= kWarmUp) return;
   window_.push_back(times);
   if (window_.size() < kWindow) return;
-  if (phase_ == Phase::kInline) return judgeInline();
-  const bool isFaster = medianOf(window_, &StepTimes::step) < kWorthKeeping * inlineStep_;
-  settle(isFaster ? now_ : std::array<bool, 2>{false, false});
+  phase_ == Phase::kInline ? judgeInline() : judgeThreaded();
 }
 
 void ThreadChoice::judgeInline() {
   inlineStep_ = medianOf(window_, &StepTimes::step);
-  const std::array<bool, 2> candidates{medianOf(window_, &StepTimes::loadBlocked) > kWorthAThread * inlineStep_,
-                                       medianOf(window_, &StepTimes::distBlocked) > kWorthAThread * inlineStep_};
-  if (candidates[0] || candidates[1]) return begin(Phase::kThreaded, candidates);
-  settle(candidates);
+  if (roundsWon_ == 0) {
+    candidates_ = {medianOf(window_, &StepTimes::loadBlocked) > kWorthAThread * inlineStep_,
+                   medianOf(window_, &StepTimes::distBlocked) > kWorthAThread * inlineStep_};
+  }
+  if (candidates_[0] || candidates_[1]) return begin(Phase::kThreaded, candidates_);
+  settle(candidates_);
+}
+
+void ThreadChoice::judgeThreaded() {
+  const bool isFaster = medianOf(window_, &StepTimes::step) < kWorthKeeping * inlineStep_;
+  const std::size_t rounds = now_ == settled_ ? 1 : kRounds;
+  if (isFaster && ++roundsWon_ < rounds) return begin(Phase::kInline, {false, false});
+  settle(isFaster ? now_ : std::array<bool, 2>{false, false});
 }
 
 void ThreadChoice::settle(std::array<bool, 2> choice) {
+  roundsWon_ = 0;
   begin(Phase::kSettled, choice);
   constexpr std::size_t kLongest = 32 * kPeriod;
   period_ = settled_ == now_ ? std::min(2 * period_, kLongest) : kPeriod;

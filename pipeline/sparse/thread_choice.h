@@ -18,8 +18,9 @@ struct StepTimes {
 // Which of load and input_dist run beside the forward, on threads of their own, and which before it. A thread pays
 // where a stage waits (for storage, for other machines), and costs hand-overs where it computes, or all of it holds one
 // interpreter lock. So a stage that waits over a twentieth of the step is a candidate; then as many steps are timed
-// with it on a thread, and it stays there if their median is shorter. Looked at again after kPeriod steps, and then
-// after twice as many each time that the choice was the same.
+// with it on a thread, and it goes there if their median is shorter, kRounds times in a row: steps that differ by what
+// else the machine does win once as often as not. Looked at again after kPeriod steps, and then after twice as many
+// each time that the choice was the same; one round keeps it.
 class ThreadChoice {
  public:
   ThreadChoice(ThreadUse load, ThreadUse dist);
@@ -35,6 +36,7 @@ class ThreadChoice {
 
   static constexpr std::size_t kWarmUp = 2;  // steps that are looked at by nobody
   static constexpr std::size_t kWindow = 7;  // steps timed each way
+  static constexpr std::size_t kRounds = 3;
   static constexpr std::size_t kPeriod = 500;
 
  private:
@@ -42,6 +44,7 @@ class ThreadChoice {
   bool isMeasured() const;
   void begin(Phase phase, std::array<bool, 2> onThreads);
   void judgeInline();
+  void judgeThreaded();
   void settle(std::array<bool, 2> choice);
 
   std::array<ThreadUse, 2> use_;
@@ -51,6 +54,8 @@ class ThreadChoice {
   std::size_t period_ = kPeriod;
   std::vector<StepTimes> window_;
   double inlineStep_ = 0;
+  std::size_t roundsWon_ = 0;
+  std::array<bool, 2> candidates_{};
   std::array<bool, 2> settled_{};
 };
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -47,32 +46,25 @@ def _pipeline(rank: Rank, peer: str, ahead: int) -> Any:
     return TrainPipelineSparseDist(model, optimizer, cpu, process_group=group, strict=True)
 
 
-def run_steps(rank: Rank, turn: int, samples: int, ahead: int, count: int, warm_up: int) -> dict[str, float]:
-    """Runs on all ranks: the seconds of a step with a batch of so many samples, by peer, one after the other; in each turn
-    in another order, since what a step costs depends on the memory that the one before it has left. ``ahead``: modules
-    between the batch and the tables."""
+def run_steps(rank: Rank, peer: str, samples: int, ahead: int, count: int, warm_up: int) -> float:
+    """Runs on all ranks: the seconds of a step with a batch of so many samples, of a model and a pipeline of its own: what
+    a pipeline has chosen by measured times is for such batches. ``ahead``: modules between the batch and the tables."""
     from farandole.bench import _sparse_model
 
-    orders = [*itertools.permutations(PEERS)]
-    times: dict[str, float] = {}
-    for peer in orders[turn % len(orders)]:
-        key = "sparse", peer, ahead
-        if key not in rank.state:
-            rank.state[key] = _pipeline(rank, peer, ahead)
-        pipeline = rank.state[key]
-        batches = iter(_sparse_model.make_batches(rank.rank, samples, warm_up + count + 3))
-        for _ in range(warm_up):
-            pipeline.progress(batches)
-        dist.barrier(rank.groups["farandole"])
-        start = time.perf_counter()
-        for _ in range(count):
-            pipeline.progress(batches)
-        dist.barrier(rank.groups["farandole"])
-        times[peer] = (time.perf_counter() - start) / count
-        for _ in batches:
-            pass
-        _drain(pipeline, batches)
-    return times
+    pipeline = _pipeline(rank, peer, ahead)
+    batches = iter(_sparse_model.make_batches(rank.rank, samples, warm_up + count + 3))
+    for _ in range(warm_up):
+        pipeline.progress(batches)
+    dist.barrier(rank.groups["farandole"])
+    start = time.perf_counter()
+    for _ in range(count):
+        pipeline.progress(batches)
+    dist.barrier(rank.groups["farandole"])
+    taken = (time.perf_counter() - start) / count
+    for _ in batches:
+        pass
+    _drain(pipeline, batches)
+    return taken
 
 
 def _drain(pipeline: Any, batches: Iterator[Any]) -> None:

@@ -5,6 +5,7 @@ turns with it, and beside what these are told to sleep, which no machine does to
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 from farandole.bench import _sparse_rank as on_rank
@@ -22,7 +23,7 @@ _CASES = {
     "2048 samples": (2048, 0),
 }
 _STEPS = 60  # per round
-_WARM_UP = 20
+_WARM_UP = 64  # in which a pipeline compares its threads
 _SECONDS = {"10 ms": 0.01, "50 ms": 0.05}  # of a stage that sleeps
 _SLEEPING_STEPS = 12  # per round
 _LONGEST_STAGE = 1.03  # most that a step may take of it
@@ -45,24 +46,27 @@ def measure(settings: Settings, pair: RankPair) -> Report:
             compared = ratio(f"step / that of {other.peer}", ours, other)
             report.ratios.append(compared)
             report.targets.append(Target(f"{case}: {compared.name}", compared.median(), limit, at_most=True))
-    report.notes.append("each round of the plain loop, farandole and torchrec is in two processes that it starts")
+    report.notes.append("each round starts two processes for the plain loop, two for farandole and two for torchrec")
     return report
 
 
 def _in_fresh_processes(settings: Settings, series: dict[str, list[Series]]) -> Measurement:
-    # A step differs by 5 % from one start to the next, and the rounds of one start agree on it.
-    turns = itertools.count()
+    # A step differs by 5 % from one start to the next, and the rounds of one start agree on it: so do peers that have
+    # been started one after the other in one process, whose tables lie elsewhere in it.
+    orders = itertools.cycle(itertools.permutations(on_rank.PEERS))
 
     def one_round() -> list[list[Sample]]:
-        count, turn = settings.count(_STEPS), next(turns)
-        slower = []
-        with Ranks(RANKS, on_rank.BACKENDS) as started:
-            for samples, ahead in _CASES.values():
-                ranks = started.call(
-                    on_rank.run_steps, turn=turn, samples=samples, ahead=ahead, count=count, warm_up=_WARM_UP
+        count, order = settings.count(_STEPS), next(orders)
+        slower: dict[tuple[str, str], float] = {}
+        with contextlib.ExitStack() as stack:
+            started = {peer: stack.enter_context(Ranks(RANKS, on_rank.BACKENDS)) for peer in order}
+            for (case, (samples, ahead)), peer in itertools.product(_CASES.items(), order):
+                of_ranks = started[peer].call(
+                    on_rank.run_steps, peer=peer, samples=samples, ahead=ahead, count=count, warm_up=_WARM_UP
                 )
-                slower += [max(of_rank[peer] for of_rank in ranks) for peer in on_rank.PEERS]
-        return [[Sample(step, step)] for step in slower]
+                slower[case, peer] = max(of_ranks)
+        steps = (slower[one.case, one.peer] for one in itertools.chain.from_iterable(series.values()))
+        return [[Sample(step, step)] for step in steps]
 
     return [*itertools.chain.from_iterable(series.values())], one_round
 

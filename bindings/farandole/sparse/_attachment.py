@@ -141,12 +141,12 @@ class Attachment:
         if self._changes.refuse(self._forwards) and self.comparisons is not None:
             self.comparisons.forget()
 
-    def is_adopted(self, flying: InFlight) -> bool:
-        """Whether there is nothing for adopt() to do. Asked once for each forward."""
+    def begin_forward(self, flying: InFlight) -> bool:
+        """Of each batch, before another one goes ahead; whether there is something for adopt() to do."""
         self.input_dist.changes_ahead.next_turn()
         if flying.in_forward:
             self.exchanged_again.note_in_forward()
-            return not self._changes.processing  # which run for it before they do for the next one
+            return bool(self._changes.processing)  # which run for it before they do for the next one
         run = flying.run
         is_ours = flying.owner is self.input_dist
         if run is not None:
@@ -155,7 +155,7 @@ class Attachment:
         is_adopted = is_ours and (flying.read is None or not flying.read.changed())
         if is_adopted and self.input_dist.in_forward.in_a_row > 0:
             self.input_dist.in_forward.was_right()
-        return is_adopted
+        return not is_adopted
 
     def adopt(self, flying: InFlight, patience: float) -> None:
         """Before another batch goes ahead: makes anew what went ahead for this one in another mode of the model, with

@@ -259,7 +259,7 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
 
     def _adopt(self, flying: Any) -> None:
         assert self._attachment is not None
-        if self._attachment.is_adopted(flying):
+        if not self._attachment.begin_forward(flying):
             return
         self._streams.catch_up(self._streams.dist)  # with the change
         with self._streams.on(self._streams.dist), self._stages.autocast(), NoGrad():

@@ -2,6 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <random>
+#include <string>
+
 namespace farandole::pipeline::sparse {
 namespace {
 
@@ -20,7 +23,8 @@ void run(ThreadChoice& choice, std::size_t steps, double load, double dist, doub
   for (std::size_t step = 0; step < steps; ++step) choice.stepTook(stepOf(choice, load, dist, handOver));
 }
 
-constexpr std::size_t kTrial = ThreadChoice::kWarmUp + ThreadChoice::kWindow;
+constexpr std::size_t kWay = ThreadChoice::kWarmUp + ThreadChoice::kWindow;
+constexpr std::size_t kTrial = 2 * kWay * ThreadChoice::kRounds;
 constexpr auto kMeasured = ThreadUse::kAsMeasured;
 
 TEST(ThreadChoice, StaysInlineWhereStagesCompute) {
@@ -34,10 +38,13 @@ TEST(ThreadChoice, StaysInlineWhereStagesCompute) {
 
 TEST(ThreadChoice, PutsAStageThatWaitsOnAThread) {
   ThreadChoice choice(kMeasured, kMeasured);
-  run(choice, kTrial, 0.8, 0.01);
-  EXPECT_TRUE(choice.loadOnThread());
-  EXPECT_FALSE(choice.distOnThread());
-  run(choice, kTrial, 0.8, 0.01);
+  for (std::size_t round = 0; round < ThreadChoice::kRounds; ++round) {
+    EXPECT_FALSE(choice.loadOnThread());
+    run(choice, kWay, 0.8, 0.01);
+    EXPECT_TRUE(choice.loadOnThread());
+    EXPECT_FALSE(choice.distOnThread());
+    run(choice, kWay, 0.8, 0.01);
+  }
   EXPECT_TRUE(choice.loadOnThread());
   run(choice, ThreadChoice::kPeriod / 2, 0.8, 0.01);
   EXPECT_TRUE(choice.loadOnThread());
@@ -45,7 +52,7 @@ TEST(ThreadChoice, PutsAStageThatWaitsOnAThread) {
 
 TEST(ThreadChoice, TimesStagesWhileItComparesAndAgainAfterAPeriod) {
   ThreadChoice choice(kMeasured, kMeasured);
-  for (std::size_t step = 0; step < 2 * kTrial; ++step) {  // inline, then with threads
+  for (std::size_t step = 0; step < kTrial; ++step) {  // inline, and with threads
     EXPECT_TRUE(choice.isTiming());
     run(choice, 1, 0.8, 0.0);
   }
@@ -59,19 +66,46 @@ TEST(ThreadChoice, TimesStagesWhileItComparesAndAgainAfterAPeriod) {
 
 TEST(ThreadChoice, TakesAThreadBackThatMadeStepsNoShorter) {
   ThreadChoice choice(kMeasured, kMeasured);
-  run(choice, kTrial, 0.3, 0.3, 0.7);
+  run(choice, kWay, 0.3, 0.3, 0.7);
   EXPECT_TRUE(choice.loadOnThread());
   EXPECT_TRUE(choice.distOnThread());
-  run(choice, kTrial, 0.3, 0.3, 0.7);
+  run(choice, kWay, 0.3, 0.3, 0.7);
   EXPECT_FALSE(choice.loadOnThread());
   EXPECT_FALSE(choice.distOnThread());
 }
 
+TEST(ThreadChoice, TakesNoThreadThatMadeStepsShorterOnce) {
+  for (std::size_t lucky = 1; lucky < ThreadChoice::kRounds; ++lucky) {
+    ThreadChoice choice(kMeasured, kMeasured);
+    run(choice, lucky * 2 * kWay, 0.3, 0.3);
+    EXPECT_TRUE(choice.isTiming());
+    run(choice, 2 * kWay, 0.3, 0.3, 0.7);
+    EXPECT_FALSE(choice.isTiming());
+    EXPECT_FALSE(choice.loadOnThread());
+    EXPECT_FALSE(choice.distOnThread());
+  }
+}
+
+TEST(ThreadChoice, TakesHardlyAThreadWhereStepsDifferByChanceAlone) {
+  const unsigned seed = std::random_device{}();
+  SCOPED_TRACE("seed " + std::to_string(seed));
+  std::mt19937 random(seed);
+  std::normal_distribution<double> step(1.0, 0.1);
+  std::size_t taken = 0;
+  constexpr std::size_t kChoices = 1000;
+  for (std::size_t i = 0; i < kChoices; ++i) {
+    ThreadChoice choice(kMeasured, kMeasured);
+    while (choice.isTiming()) choice.stepTook({step(random), 0.0, 0.2});
+    taken += choice.distOnThread() ? 1 : 0;
+  }
+  EXPECT_LT(taken, kChoices / 10);
+}
+
 TEST(ThreadChoice, LooksAgainAfterAPeriodAndLessOftenWhereNothingChanged) {
   ThreadChoice choice(kMeasured, ThreadUse::kNever);
-  run(choice, kTrial, 0.0, 0.0);
+  run(choice, kWay, 0.0, 0.0);
   run(choice, ThreadChoice::kPeriod * 2, 0.9, 0.0);  // its stages wait now
-  run(choice, 2 * kTrial, 0.9, 0.0);
+  run(choice, kTrial, 0.9, 0.0);
   EXPECT_TRUE(choice.loadOnThread());
   std::size_t inlineSteps = 0;
   constexpr std::size_t kSteps = 40 * ThreadChoice::kPeriod;
