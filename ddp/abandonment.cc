@@ -9,6 +9,8 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
+#include "ddp/collectives.h"
+
 namespace farandole::ddp {
 namespace {
 
@@ -17,7 +19,7 @@ constexpr std::chrono::milliseconds kLookInterval{200};
 
 // Where abort does nothing, and a wait that runs out of time leaves the operation as it is.
 bool mustLook(c10d::ProcessGroup& group, c10::DeviceType device) {
-  return device == c10::kCPU && group.getSize() > 1 && group.getBackend(device)->getBackendName() == "gloo";
+  return device == c10::kCPU && group.getSize() > 1 && isGloo(group, device);
 }
 
 }  // namespace

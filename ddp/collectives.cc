@@ -89,6 +89,10 @@ bool averages(c10d::ProcessGroup& group, c10::DeviceType device) {
   return name == "farandole" || name == "nccl";
 }
 
+bool isGloo(c10d::ProcessGroup& group, c10::DeviceType device) {
+  return group.getBackend(device)->getBackendName() == "gloo";
+}
+
 bool hasCpuBackend(c10d::ProcessGroup& group) {
   const auto devices = group.getDeviceTypes();
   return std::any_of(devices.begin(), devices.end(), [](c10::Device device) { return device.is_cpu(); });

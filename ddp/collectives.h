@@ -26,6 +26,8 @@ std::vector<std::string> gatherTexts(c10d::ProcessGroup& group, const std::strin
 // Whether the group's backend can average, without a pass over the data of its own.
 bool averages(c10d::ProcessGroup& group, c10::DeviceType device);
 
+bool isGloo(c10d::ProcessGroup& group, c10::DeviceType device);
+
 // Whether what ranks tell each other can go from CPU to CPU, so that no device is waited for.
 bool hasCpuBackend(c10d::ProcessGroup& group);
 

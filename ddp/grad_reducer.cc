@@ -18,6 +18,7 @@ void GradReducer::setRequireSync(bool requireSync) {
   requireSync_ = requireSync;
   isSyncLate_ = false;
   isSyncHeld_ = !requireSync;
+  untrained_ = 0;  // its caller makes the round in any case
   if (!requireSync) synchronized_ = false;
 }
 
@@ -71,11 +72,18 @@ void GradReducer::setCommHook(std::shared_ptr<c10d::CommHookInterface> hook) {
   hasCommHook_ = true;
 }
 
-void GradReducer::watchOutputs(const std::vector<at::Tensor>& outputs, bool isOwn) {
-  if (isEndManual()) return;
+bool GradReducer::watchOutputs(const std::vector<at::Tensor>& outputs, bool isOwn) {
+  if (isEndManual()) return true;  // its caller makes the round in any case
   onBackwardOf(outputs, [weak = weak_from_this(), isOwn] {
     if (auto self = weak.lock()) self->onOutputReached(isOwn);
   });
+  const auto needsGrad = [](const at::Tensor& output) { return output.defined() && output.requires_grad(); };
+  return std::any_of(outputs.begin(), outputs.end(), needsGrad);
+}
+
+void GradReducer::noteUntrained() {
+  std::lock_guard lock(mutex_);
+  ++untrained_;
 }
 
 void GradReducer::startSync() {
@@ -146,6 +154,8 @@ void GradReducer::leaveAbandoned() {
 void GradReducer::follow(GradReducer& other) {
   std::scoped_lock lock(mutex_, other.mutex_);
   touched_ = other.touched_;
+  untrained_ = other.untrained_;
+  gradients_.follow(other.gradients_);
 }
 
 void GradReducer::beginStep() {
@@ -194,6 +204,11 @@ void GradReducer::forgetSomeGrads(const std::vector<int>& parameters, bool zeroe
 bool GradReducer::isReduced() {
   std::lock_guard lock(mutex_);
   return gradients_.isReduced();
+}
+
+std::string GradReducer::overrun() {
+  std::lock_guard lock(mutex_);
+  return inRound_ || areGradsFree_ ? "" : gradients_.overrun();
 }
 
 void GradReducer::freeGrads() {

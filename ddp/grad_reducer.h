@@ -5,6 +5,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -69,7 +70,12 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   // whatever later forwards did, and it ends the round, also where gradients come in backwards inside it alone
   // (reentrant checkpoints), or none do. Not `isOwn`: of a forward that had other parameters in place of these, so that
   // only gradients tell.
-  void watchOutputs(const std::vector<at::Tensor>& outputs, bool isOwn = true);
+  // Returns whether a backward can come to any of them.
+  bool watchOutputs(const std::vector<at::Tensor>& outputs, bool isOwn = true);
+  // For who was told that none can, though the forward was to be trained on: as no round comes of it, another rank's
+  // would be averaged with a later one of this rank. So a backward ends in an error on all ranks where they have had
+  // unlike numbers of such forwards since the round before.
+  void noteUntrained();
 
   // A round without hooks, e.g. after several backwards that did not synchronize:
   // issues all buckets with what they hold; finishSync waits, and does nothing
@@ -132,6 +138,9 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
 
   // Whether what the buffers hold is the result of a round.
   bool isReduced();
+  // Between rounds: what the next one will tell all ranks of gradients that have come to such a result since, where it
+  // cannot be added to; empty where none have, or where they were reset.
+  std::string overrun();
 
   // What happens is recorded there, from the next round on, if one is open; null: nowhere.
   void record(std::shared_ptr<Timeline> timeline);
@@ -158,8 +167,9 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   bool isForParameters() const;
   void onBackwardEnd(int task);
   void finishRound(RoundEnd end);
-  // What is wrong on any rank; `trouble` is this one's. `idle`: the parameters that it has nothing to add to.
-  std::string awaitRound(const std::vector<int>& idle, const std::string& trouble);
+  // What is wrong on any rank; `trouble` is this one's, `untrained` its number of forwards to compare, if any. `idle`:
+  // the parameters that it has nothing to add to.
+  std::string awaitRound(const std::vector<int>& idle, const std::string& trouble, std::optional<int> untrained);
 
   // With mutex_ held:
   void queueBackwardEnd();
@@ -182,6 +192,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   // Whether the gradient that has come need not be in its buffer to be reduced.
   bool borrows(int parameter) const;
   std::string troubleOf(const std::vector<int>& unused, RoundEnd end) const;
+  std::string nameOfThis() const;
   // Those that must not be unused.
   std::vector<int> wrongOf(const std::vector<int>& unused) const;
   // With mutex_ free, since the store is asked: throws why the group was abandoned if it was, else this.
@@ -232,6 +243,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   int outputTask_ = -1;                           // of the one that has come to an output before any gradient
   std::vector<std::pair<int, at::Tensor>> kept_;  // by parameter that is skipped: what it holds
   std::vector<int> leftOut_;  // of an explicit round, where those that nothing has come for are skipped
+  int untrained_ = 0;         // forwards since the last round, of those that noteUntrained() is for
   RoundReport report_;
   std::shared_ptr<Timeline> timeline_;      // of this round
   std::shared_ptr<Timeline> nextTimeline_;  // of the rounds after it

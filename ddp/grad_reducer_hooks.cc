@@ -22,13 +22,14 @@ void GradReducer::onGradReady(int parameter, const at::Tensor& brought) {
               "' got a gradient between start_grad_sync() and finish_grad_sync(), while gradients are reduced: call "
               "finish_grad_sync() before backward. The gradients of this step are not to be used");
   const bool isInRound = requireSync_ && (options_.overlaps || endsWithBackward_);
-  std::string trouble = gradients_.troubleWithMore(parameter, brought);
-  if (trouble.empty()) trouble = troubleWith(named, brought);
+  std::string overrun = gradients_.addTo(parameter, brought);
+  std::string trouble = troubleWith(named, brought);
   const bool isGraph = at::GradMode::is_enabled();
   c10::NoGradGuard noGrad;
   if (isInRound) {
+    note(std::move(overrun));
     note(std::move(trouble));
-  } else {
+  } else {  // where the next round tells of an overrun
     TORCH_CHECK(trouble.empty(), "farandole.ddp: ", trouble);
   }
   isFinished_ = false;
@@ -114,6 +115,7 @@ void GradReducer::beginLateSync() {
   if (earlyTask_ != torch::autograd::get_current_graph_task_id()) return;
   hasArrivals_ = !early_.empty();
   for (int parameter : early_) {
+    note(gradients_.overrunOf(parameter));
     const int arrived = ++arrived_[parameter];
     if (!isCounting_ && arrived == expected_[parameter]) markReady(parameter);
   }

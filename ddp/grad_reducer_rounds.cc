@@ -8,11 +8,13 @@
 #include <algorithm>
 #include <exception>
 #include <iterator>
+#include <optional>
 #include <utility>
 
 #include "ddp/abandonment.h"
 #include "ddp/grad_reducer.h"
 #include "ddp/round_trouble.h"
+#include "ddp/untold_trouble.h"
 
 namespace farandole::ddp {
 namespace {
@@ -135,7 +137,9 @@ void GradReducer::keep(int parameter) {
 void GradReducer::finishRound(RoundEnd end) {
   std::vector<int> unused;
   std::vector<int> idle;
+  std::optional<int> untrained;
   std::string trouble;
+  std::optional<UntoldTrouble> untold;
   std::exception_ptr failure;
   try {
     std::exception_ptr issued;
@@ -145,11 +149,15 @@ void GradReducer::finishRound(RoundEnd end) {
       unused = markRest(end);
       issued = issueReady();
       trouble = troubleOf(unused, end);
+      // A call makes its round whatever forwards have given.
+      if (end == RoundEnd::kBackward) untrained = untrained_;
       unused.insert(unused.end(), leftOut_.begin(), leftOut_.end());
       std::copy_if(unused.begin(), unused.end(), std::back_inserter(idle), [this](int p) { return !touched_[p]; });
     }
+    untold.emplace(trouble);
     if (issued) throwWithReason(issued);
-    trouble = awaitRound(idle, trouble);
+    trouble = awaitRound(idle, trouble, untrained);
+    untold.reset();
   } catch (...) {
     failure = std::current_exception();
   }
@@ -166,12 +174,14 @@ void GradReducer::finishRound(RoundEnd end) {
     if (inRound_) resetRound();  // throwFailure() may have
     synchronized_ = !failure;
   }
+  if (failure && untold) untold->throwWith(failure);
   if (failure) std::rethrow_exception(failure);
   TORCH_CHECK(trouble.empty(), "farandole.ddp: ", trouble);
 }
 
 // Reports come after the buckets, so that a group that was given up has no more of them under way.
-std::string GradReducer::awaitRound(const std::vector<int>& idle, const std::string& trouble) {
+std::string GradReducer::awaitRound(const std::vector<int>& idle, const std::string& trouble,
+                                    std::optional<int> untrained) {
   const std::shared_ptr<Timeline> timeline = timeline_;  // stays what it is until the round's end
   try {
     const std::size_t wait = timeline ? timeline->begin(Timeline::Kind::kWait) : 0;
@@ -182,7 +192,7 @@ std::string GradReducer::awaitRound(const std::vector<int>& idle, const std::str
     if (!used.empty()) {
       for (int parameter : idle) used[parameter] = 0;
     }
-    report_.start(trouble, issuer_.departures(hasArrivals_), used);
+    report_.start(trouble, untrained, issuer_.departures(hasArrivals_), used);
     std::string all = report_.finish();
     issuer_.agreeOnOrder(report_);
     if (timeline) timeline->end(telling);
@@ -210,6 +220,7 @@ void GradReducer::clearRound() {
   finding_.clear();
   kept_.clear();
   leftOut_.clear();
+  untrained_ = 0;
   inRound_ = isExplicit_ = false;
   if (std::exchange(isSyncLate_, false)) requireSync_ = false;
   ++rounds_;
@@ -250,13 +261,15 @@ void GradReducer::throwFailure(const HookFailure& failure) {
     if (inRound_) resetRound();
     synchronized_ = false;
   } else {
-    abandon("rank " + std::to_string(group_.getRank()) + " of the group: " + failure.describe());
+    abandon(nameOfThis() + ": " + failure.describe());
   }
   std::rethrow_exception(failure.cause);
 }
 
+std::string GradReducer::nameOfThis() const { return "rank " + std::to_string(group_.getRank()) + " of the group"; }
+
 std::string GradReducer::troubleOf(const std::vector<int>& unused, RoundEnd end) const {
-  const std::string self = "rank " + std::to_string(group_.getRank()) + " of the group: ";
+  const std::string self = nameOfThis() + ": ";
   if (end == RoundEnd::kAbandoned) {
     const std::string ending = options_.endsWithBackward ? "finalize_backward()" : "finish_grad_sync()";
     return self + describeAbandoned(parameters_, unused, endsWithBackward_ ? "" : ending);

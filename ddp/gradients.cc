@@ -34,12 +34,11 @@ Gradients::Gradients(std::shared_ptr<ModelBuffers> buffers, Home home, IsAdded i
       isAdded_(std::move(isAdded)),
       areAveraged_(std::move(areAveraged)),
       isForgotten_(buffers_->parameters().size(), 0),
-      isStale_(buffers_->parameters().size(), 0),
+      held_(buffers_->parameters().size(), Held::kSum),
       borrowed_(buffers_->parameters().size()) {}
 
 std::string Gradients::accumulate(int parameter, const at::Tensor& brought) {
   isReduced_ = isZero_ = false;
-  isStale_[parameter] = 0;
   std::string trouble = dropUnfit(parameter);
   remakeMainGrad(parameter);
   home_ == Home::kMainGrad ? add(parameter, brought) : adopt(parameter, brought);
@@ -193,7 +192,7 @@ void Gradients::zero() {
   returnAll(false);
   buffers_->zeroGrads();
   std::fill(isForgotten_.begin(), isForgotten_.end(), 0);
-  std::fill(isStale_.begin(), isStale_.end(), 0);
+  std::fill(held_.begin(), held_.end(), Held::kSum);
   isReduced_ = false;
   isZero_ = true;
 }
@@ -201,7 +200,7 @@ void Gradients::zero() {
 void Gradients::forget() {
   if (isZero_) return;
   std::fill(isForgotten_.begin(), isForgotten_.end(), 1);
-  std::fill(isStale_.begin(), isStale_.end(), 0);
+  std::fill(held_.begin(), held_.end(), Held::kSum);
   isReduced_ = false;
   for (const ModelParameter& parameter : buffers_->parameters()) parameter.tensor.mutable_grad().reset();
 }
@@ -210,7 +209,7 @@ void Gradients::forgetSome(const std::vector<int>& parameters, bool zeroes) {
   c10::NoGradGuard noGrad;
   isZero_ = isZero_ && zeroes;
   for (int parameter : parameters) {
-    isStale_[parameter] = 0;
+    held_[parameter] = Held::kSum;
     at::Tensor& grad = buffers_->parameters()[parameter].tensor.mutable_grad();
     if (!zeroes || home_ == Home::kMainGrad) {
       grad.reset();
@@ -225,12 +224,14 @@ void Gradients::forgetSome(const std::vector<int>& parameters, bool zeroes) {
 void Gradients::markReduced() {
   isReduced_ = true;
   isZero_ = false;
-  for (size_t p = 0; p < isStale_.size(); ++p) isStale_[p] = buffers_->isSharded() || areAveraged_[p] == 0 ? 1 : 0;
+  for (size_t p = 0; p < held_.size(); ++p) {
+    held_[p] = buffers_->isSharded() || areAveraged_[p] == 0 ? Held::kReduced : Held::kSum;
+  }
 }
 
 // An average that every rank has may be added to, as with torch's DDP: averaged once more it stays.
 std::string Gradients::troubleWithMore(int parameter, const at::Tensor& brought) const {
-  if (isStale_[parameter] == 0) return "";
+  if (held_[parameter] == Held::kSum) return "";
   if (!buffers_->isSharded() && !holdsReduced(parameter, brought)) return "";
   return "parameter '" + buffers_->parameters()[parameter].name +
          "' gets a gradient while the gradients of the step before are still there, " +
@@ -238,6 +239,25 @@ std::string Gradients::troubleWithMore(int parameter, const at::Tensor& brought)
                                 : "which would be summed over the ranks once more") +
          ": call zero_grad() of the optimizer, or zero_grad_buffer(), before backward, or put all backwards of a "
          "step but the last in no_sync()";
+}
+
+std::string Gradients::addTo(int parameter, const at::Tensor& brought) {
+  std::string trouble = troubleWithMore(parameter, brought);
+  held_[parameter] = trouble.empty() ? Held::kSum : Held::kOverrun;
+  if (!trouble.empty()) isReduced_ = false;  // also where a kernel has added it
+  return trouble;
+}
+
+std::string Gradients::overrunOf(int parameter) const {
+  return held_[parameter] == Held::kOverrun ? troubleWithMore(parameter) : "";
+}
+
+std::string Gradients::overrun() const {
+  for (size_t p = 0; p < held_.size(); ++p) {
+    std::string trouble = overrunOf(static_cast<int>(p));
+    if (!trouble.empty()) return trouble;
+  }
+  return "";
 }
 
 // Gradients are zeroed and emptied without telling.

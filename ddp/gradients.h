@@ -37,6 +37,13 @@ class Gradients {
   // Why what was reduced cannot be added to and reduced again; empty where it can, or where nothing is left of it.
   // `brought`: what autograd has come with, if it has.
   std::string troubleWithMore(int parameter, const at::Tensor& brought = {}) const;
+  // So for what autograd has come with, which is added all the same: the trouble stays until a round or a reset.
+  std::string addTo(int parameter, const at::Tensor& brought);
+  // The trouble that has stayed with this parameter, or, of all, with the first one.
+  std::string overrunOf(int parameter) const;
+  std::string overrun() const;
+  // Of one for the same parameters, whose gradients these have now.
+  void follow(const Gradients& other) { held_ = other.held_; }
 
   // Takes what autograd has accumulated. Returns why it cannot be taken, naming the parameter, or nothing: what cannot
   // is dropped, and counts as zero, so that other ranks do not wait for this one.
@@ -80,6 +87,12 @@ class Gradients {
   bool isReduced() const { return isReduced_; }
 
  private:
+  enum class Held : char {
+    kSum,      // nothing, or what may be added to
+    kReduced,  // what may not
+    kOverrun,  // that, and it was added to
+  };
+
   void adopt(int parameter, const at::Tensor& brought = {});
   void add(int parameter, const at::Tensor& brought = {});
   bool isMainGrad(int parameter) const;
@@ -96,7 +109,7 @@ class Gradients {
   const IsAdded isAdded_;
   const std::vector<char> areAveraged_;
   std::vector<char> isForgotten_;     // by parameter: what main_grad holds does not count
-  std::vector<char> isStale_;         // by parameter: it cannot be added to
+  std::vector<Held> held_;            // by parameter: what it has
   std::vector<at::Tensor> borrowed_;  // by parameter: what is reduced from where it is, while it is not main_grad
   bool isReduced_ = false;
   bool isZero_ = false;

@@ -19,6 +19,9 @@ constexpr double kSameFactor = 1e-12;  // relative: what dividing twice may lose
 Reduction::Reduction(Replicas replicas, c10::DeviceType device, const Options& options)
     : replicas_(std::move(replicas)),
       sharded_(options.sharded),
+      // Gloo's is an all-reduce of a copy, whose work tells neither its end nor, while it waits, anything else: not
+      // that it has failed, nor that the group was given up (await()).
+      scatters_(sharded_ && !isGloo(*replicas_.group, device)),
       averageInCollective_(options.averageInCollective),
       accumulatesInFloat_(options.accumulatesInFloat && options.sharded),
       canAverage_(averages(*replicas_.group, device) &&
@@ -65,7 +68,7 @@ WorkPtr Reduction::startGroup(const Parts& parts, at::Tensor& data, Received& re
   if (!parts.tensors.empty()) return startGroupFrom(parts.tensors, data);
   if (factor_ != 1) data.mul_(factor_);
   if (replicas_.group->getSize() == 1) return nullptr;
-  if (!sharded_) return allReduce(*replicas_.group, data, op_);
+  if (!scatters_) return allReduce(*replicas_.group, data, op_);
   at::Tensor part = partOf(data);
   return reduceScatter(*replicas_.group, part, data, op_);
 }

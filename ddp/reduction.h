@@ -72,6 +72,7 @@ class Reduction {
 
   Replicas replicas_;
   bool sharded_;
+  bool scatters_;  // by the backend's reduce-scatter
   bool averageInCollective_;
   bool accumulatesInFloat_;
   bool canAverage_;  // of itself

@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstddef>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -24,9 +25,11 @@ class RoundReport {
   // Whether these ranks reach each other's CPUs.
   static bool canTell(const Replicas& replicas);
 
-  // Collective. `trouble` is empty when nothing is wrong on this rank. `departs`: by the queues of BucketIssuer,
+  // Collective. `trouble` is empty when nothing is wrong on this rank. `untrained`: how many forwards nothing could be
+  // differentiated of, of a rank that has such a number, for it must be one. `departs`: by the queues of BucketIssuer,
   // whether this rank asks for another order. Of each flag the largest is told.
-  void start(std::string trouble, const std::array<bool, 2>& departs, const std::vector<char>& flags);
+  void start(std::string trouble, std::optional<int> untrained, const std::array<bool, 2>& departs,
+             const std::vector<char>& flags);
 
   // Waits. What is wrong on any rank, one line for each; empty when nothing is.
   std::string finish();
@@ -53,10 +56,14 @@ class RoundReport {
     WorkPtr work;
   };
 
+  bool areUnlike() const;
+  std::string describeUnlike() const;
+
   std::vector<char> isOfExperts_;
-  Largest ofAll_;      // trouble, whether any departs, flags
-  Largest ofExperts_;  // the same, but for the trouble
+  Largest ofAll_;      // trouble, whether any departs, the most and, negative, the fewest untrained forwards, flags
+  Largest ofExperts_;  // the same, but for the trouble and the forwards
   std::string trouble_;
+  std::optional<int> untrained_;
 };
 
 }  // namespace farandole::ddp

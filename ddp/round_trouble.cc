@@ -8,7 +8,7 @@
 namespace farandole::ddp {
 namespace {
 
-constexpr std::size_t kMaxNames = 20;  // in one error
+constexpr std::size_t kMaxNames = 20;  // in one error, and ranks
 
 std::string joinNames(const std::vector<ModelParameter>& parameters, const std::vector<int>& indices) {
   std::string text;
@@ -69,6 +69,24 @@ std::string describeUnused(const std::vector<ModelParameter>& parameters, const 
          ". They counted as zero, or as what had accumulated before, so that no other rank waits. Where this is "
          "meant, " +
          remedy;
+}
+
+std::string describeUntrained(const std::vector<std::optional<int>>& byRank, int most, int fewest) {
+  std::string text;
+  std::size_t named = 0;
+  for (std::size_t rank = 0; rank < byRank.size(); ++rank) {
+    if (byRank[rank].value_or(fewest) == fewest || ++named > kMaxNames) continue;
+    text += (named == 1 ? "rank " : ", rank ") + std::to_string(rank) + (named == 1 ? " of the group" : "") + " had " +
+            std::to_string(*byRank[rank]);
+  }
+  if (named > kMaxNames) text += " and " + std::to_string(named - kMaxNames) + " more had some";
+  if (named == 0) text = "a rank of another optimizer instance had " + std::to_string(most);
+  return text + ", all others " + std::to_string(fewest) +
+         " forwards since the backward before whose outputs need no gradient, though they were in training, outside of "
+         "torch.no_grad() and no_sync(). No backward comes to these, and no average is made where the other ranks make "
+         "theirs: those of now may be of different steps, and are not to be used. Expected torch.no_grad() around what "
+         "is not trained on, and else outputs that need a gradient (e.g. with 0 * parameter.sum() added), or "
+         "start_grad_sync() and finish_grad_sync() in the place of the backward";
 }
 
 }  // namespace farandole::ddp

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -24,5 +25,9 @@ std::string describeChange(const std::vector<ModelParameter>& parameters, const 
 // It has some, and that is an error. `remedy`: what to do where it is meant.
 std::string describeUnused(const std::vector<ModelParameter>& parameters, const std::vector<int>& unused,
                            const std::string& remedy);
+
+// Ranks have had unlike numbers of forwards, since the last round, that were to be trained on and gave outputs that
+// need no gradient: so many each, by rank of the group, where one has such a number; `most` and `fewest` of all ranks.
+std::string describeUntrained(const std::vector<std::optional<int>>& byRank, int most, int fewest);
 
 }  // namespace farandole::ddp

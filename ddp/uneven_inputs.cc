@@ -4,6 +4,7 @@
 
 #include <exception>
 #include <numeric>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -43,7 +44,7 @@ void GradReducer::shadowRound() {
       issued = issueReady();
     }
     if (issued) throwWithReason(issued);
-    trouble = awaitRound(unused, "");
+    trouble = awaitRound(unused, "", std::nullopt);
   } catch (...) {
     failure = std::current_exception();
   }

@@ -41,7 +41,7 @@ class Rounds {
     for (const std::string& event : dense_.backend->events) {
       if (event == "allreduce 192" || event == "allreduce 64") issued.push_back(event);
     }
-    report_.start("", issuer_.departures(showsOrder), {});
+    report_.start("", 0, issuer_.departures(showsOrder), {});
     (void)report_.finish();
     issuer_.agreeOnOrder(report_);
     issuer_.reset();

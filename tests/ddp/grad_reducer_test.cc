@@ -29,7 +29,7 @@ TEST(GradReducer, BucketsAreIssuedInIndexOrderWhateverOrderGradientsComeIn) {
       for (int64_t i = 1; i <= 8; ++i) expected.push_back("allreduce " + std::to_string(64 * i));
       expected.insert(expected.end(), 8, "wait");
       expected.insert(expected.end(),
-                      {"allreduce 2", "wait", "allreduce 8", "wait"});  // what the ranks report; the order to come
+                      {"allreduce 4", "wait", "allreduce 8", "wait"});  // what the ranks report; the order to come
       EXPECT_EQ(self.backend->events, expected);
       for (const at::Tensor& tensor : tensors) EXPECT_TRUE(isEverywhere(tensor.grad(), 1.5));
     });
@@ -49,7 +49,7 @@ TEST(GradReducer, TheFirstBucketIsIssuedWhileBackwardStillRuns) {
     backward(lossOf(tensors, {0, 1, 2}, 1));
     EXPECT_EQ(self.backend->events,
               (std::vector<std::string>{"allreduce 64", "grad 2", "allreduce 128", "grad 1", "allreduce 192", "grad 0",
-                                        "wait", "wait", "wait", "allreduce 2", "wait"}));
+                                        "wait", "wait", "wait", "allreduce 4", "wait"}));
   });
 }
 

@@ -292,10 +292,11 @@ class DistributedOptimizer(StandsFor, MeasuresGradients, SavesState, torch.optim
         rounds = [model._reducer.rounds() for model in self._models]
         for model, round_, begun in zip(self._models, rounds, self._begun, strict=True):
             if not model._reducer.is_reduced() or round_ == begun:
-                raise RuntimeError(
-                    f"{what}: gradients were not reduced: expected a backward outside of no_sync(), or "
-                    "finish_grad_sync(), since the last zero_grad()"
+                reason = model._reducer.overrun() or (
+                    "gradients were not reduced: expected a backward outside of no_sync(), or finish_grad_sync(), since "
+                    "the last zero_grad()"
                 )
+                raise RuntimeError(f"{what}: {reason}")
         # Not whether there was a zero_grad() since: that of the model's buffers does as well.
         is_new = self._taken != rounds
         for run in () if self._exchanges else self._runs:

@@ -56,6 +56,11 @@ def take_over(wrapper: DistributedDataParallel) -> None:
         _syncs.add(wrapper._param_sync)
 
 
+def wrappers() -> list[DistributedDataParallel]:
+    """Those that have their parameters."""
+    return list(_wrappers)
+
+
 def wrapper_of(parameter: torch.Tensor) -> tuple[DistributedDataParallel | None, str]:
     """Which has it, and by what name; None where none has."""
     named = ((wrapper, item) for wrapper in list(_wrappers) for item in wrapper._trainable.items())

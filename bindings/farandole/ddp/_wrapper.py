@@ -40,7 +40,8 @@ from farandole.ddp._options import (
     replicas_of_experts,
     unused_policy,
 )
-from farandole.ddp._outputs import tensors_in
+from farandole.ddp._outputs import hides_nothing, tensors_in
+from farandole.ddp._overruns import refuse_overrun_steps
 from farandole.ddp._own_memory import check_module
 from farandole.ddp._param_sync import ParamSync
 from farandole.ddp._rewrapping import finish_gathers, take_over
@@ -299,6 +300,8 @@ class DistributedDataParallel(
         take_over(self)
         if options.home == _C.GradHome.main_grad:
             tell_where_grads_are()
+        elif not options.is_averaged or experts.size < replicas.size:
+            refuse_overrun_steps()
 
     def __getstate__(self) -> dict[str, Any]:
         """To copy or pickle it, which is no collective: over the default group only, as torch's. Gradients stay behind."""
@@ -332,7 +335,9 @@ class DistributedDataParallel(
         self.require_forward_param_sync = torch.is_grad_enabled() and self.require_backward_grad_sync
         if self.require_forward_param_sync:
             is_own = torch.compiler.is_compiling() or self._watch.has_own()
-            self._reducer.watch_outputs(tensors_in(output), is_own)
+            is_trained = self._reducer.watch_outputs(tensors_in(output), is_own)
+            if not is_trained and is_own and self.module.training and hides_nothing(output):
+                self._reducer.note_untrained()
         return output
 
     @property

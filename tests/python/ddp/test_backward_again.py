@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ddp_models import BACKENDS, RandomModel, fewer, grads
 from torch.nn.parallel import DistributedDataParallel as TorchDdp
 
-from farandole.ddp import DistributedDataParallel
+from farandole.ddp import DistributedDataParallel, DistributedOptimizer
 from support.devices import backend_for, seeded
 from support.processes import await_all, run_ranks
 
@@ -104,6 +104,77 @@ def _sums(rank: int, world_size: int, options: dict[str, Any]) -> None:
     with pytest.raises(RuntimeError, match=_TROUBLE):
         loss.backward()
     await_all(rank, world_size)
+
+
+def _in_no_sync(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    """Rank 1 forgets to reset, and its first backward after that is in no_sync."""
+    torch.manual_seed(1)
+    module = torch.nn.Linear(200, 100)
+    model = DistributedDataParallel(module, **options)
+    wrapped = torch.optim.SGD(model.parameters(), lr=0.1)
+    in_main_grad = "calculate_per_token_loss" not in options or "grad_reduce_in_fp32" in options
+    optimizer: Any = DistributedOptimizer(wrapped, model) if in_main_grad else wrapped
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+
+    def loss(of: int) -> torch.Tensor:
+        return model(torch.randn(7, 200, generator=seeded(of))).square().sum()
+
+    def reset() -> None:
+        model.zero_grad()
+
+    def accumulate() -> None:
+        with model.no_sync():
+            loss(rank).backward()
+
+    loss(rank).backward()
+    if rank == 0:
+        reset()
+    accumulate()
+    accumulate()
+    with pytest.raises(RuntimeError, match=_MORE) as raised:  # in the backward that all come to
+        loss(rank).backward()
+    assert "rank 0" not in str(raised.value)
+    reset()
+    # Where none comes before the optimizer's step, that is where it ends, on the rank that did it.
+    loss(rank).backward()
+    if rank == 0:
+        reset()
+    accumulate()
+    if rank == 1:
+        with pytest.raises(RuntimeError, match=r"step\(\): parameter '(weight|bias)' gets a gradient while"):
+            optimizer.step()
+        for parameter, old in zip(module.parameters(), before, strict=True):
+            assert torch.equal(parameter, old)
+    # A reset before the next one is all that is needed.
+    reset()
+    accumulate()
+    loss(rank).backward()
+    optimizer.step()
+    for parameter in module.parameters():
+        of_ranks = [torch.empty_like(parameter) for _ in range(world_size)]
+        dist.all_gather(of_ranks, parameter.detach())
+        assert torch.equal(*of_ranks)
+    await_all(rank, world_size)
+
+
+_MORE = (
+    r"rank 1 of the group: parameter '(weight|bias)' gets a gradient while the gradients of the step before are still"
+)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"calculate_per_token_loss": True},
+        {"calculate_per_token_loss": True, "gradient_as_bucket_view": True},
+        {"calculate_per_token_loss": True, "grad_reduce_in_fp32": True},
+        {"use_distributed_optimizer": True},
+    ],
+    ids=str,
+)
+def test_a_backward_in_no_sync_that_adds_to_what_was_not_reset_is_told_to_all_ranks(backend, options):
+    run_ranks(_in_no_sync, 2, backend, timeout=60, options=options)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

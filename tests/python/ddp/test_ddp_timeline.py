@@ -92,8 +92,7 @@ def test_rounds_show_what_came_before_what(backend, sharded):
             assert set(ready) == parameters
             reductions = sorted(of_kind["reduction"], key=lambda event: event.start)
             assert [event.name for event in reductions] == [f"bucket {b}" for b in range(_LAYERS)]
-            # Not gloo's reduce_scatter, which has no future, nor a GPU.
-            tells = ON_CPU and not (sharded and backend == "gloo")
+            tells = ON_CPU
             # The last one may be seen to be over just before its future says so.
             assert not tells or sum(event.is_exact for event in reductions) >= _LAYERS - 1
             assert tells or not any(event.is_exact for event in reductions)

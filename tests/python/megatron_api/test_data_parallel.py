@@ -200,9 +200,8 @@ def _again(rank: int, world_size: int, version: str, cases: int, seed: int) -> N
                     assert torch.equal(other, mine), (context, step)
                 total = [parameter.main_grad.clone() for parameter in theirs.params_with_grad]
                 continue
-            # Without overlap that is backward itself.
+            ours(batch).backward()
             with pytest.raises(RuntimeError, match=r"parameter .* would be summed over the ranks once more"):
-                ours(batch).backward()
                 ours.finish_grad_sync()
             # Theirs has what was summed in the step before once more for each rank.
             plain(batch).backward()
