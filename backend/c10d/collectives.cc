@@ -96,7 +96,7 @@ WorkPtr ProcessGroupFarandole::runProgram(OpType type, const char* title, const 
 }
 
 WorkPtr ProcessGroupFarandole::broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& opts) {
-  const at::Tensor& tensor = checkSingleDense("broadcast", "tensors", tensors);
+  const at::Tensor& tensor = checkSingleDense("broadcast", "tensor", tensors);
   checkRank("broadcast", "src", opts.rootRank, size_);
   checkRootTensor("broadcast", opts.rootTensor);
   return runCollective(OpType::BROADCAST, "farandole:broadcast", opts, tensors, {}, [&](CollectiveCalls& calls) {
@@ -106,7 +106,7 @@ WorkPtr ProcessGroupFarandole::broadcast(Tensors& tensors, const ::c10d::Broadca
 
 WorkPtr ProcessGroupFarandole::allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& opts) {
   if (tensors.size() == 1 && tensors[0].defined() && tensors[0].is_sparse()) return allreduce_sparse(tensors, opts);
-  const at::Tensor& tensor = checkSingleDense("all_reduce", "tensors", tensors);
+  const at::Tensor& tensor = checkSingleDense("all_reduce", "tensor", tensors);
   const Reducing reducing = reducingFor("all_reduce", opts.reduceOp, tensor);
   premultiply(opts.reduceOp, tensor);
   return runCollective(OpType::ALLREDUCE, "farandole:all_reduce", opts, tensors, {},
@@ -133,7 +133,7 @@ WorkPtr ProcessGroupFarandole::allreduce_coalesced(Tensors& tensors, const ::c10
 }
 
 WorkPtr ProcessGroupFarandole::reduce(Tensors& tensors, const ::c10d::ReduceOptions& opts) {
-  const at::Tensor& tensor = checkSingleDense("reduce", "tensors", tensors);
+  const at::Tensor& tensor = checkSingleDense("reduce", "tensor", tensors);
   checkRank("reduce", "dst", opts.rootRank, size_);
   checkRootTensor("reduce", opts.rootTensor);
   const Reducing reducing = reducingFor("reduce", opts.reduceOp, tensor);

@@ -44,6 +44,7 @@ Result<std::shared_ptr<CudaMessages>> CudaMessages::meet(MeetingPlace& place, Se
   if (transport) {
     made->transport_ = std::move(transport).value();
     transport::ProgressEngine::Access access(made->transport_->connections().engine());
+    access.transport().openGroup(setup.members[setup.rank].group);
     mine = kAddress + access.transport().address();
   } else {
     mine = kError + std::string(transport.status().message());

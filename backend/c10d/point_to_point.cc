@@ -46,7 +46,7 @@ WorkPtr ProcessGroupFarandole::pointToPoint(Direction direction, Tensors& tensor
   const char* const name = isSend ? "send" : "recv";
   Batch* const batch = openBatch_->find();
   checkOrDrop(*openBatch_, batch, [&] {
-    checkSingle(name, "tensors", tensors);
+    checkSingle(name, "tensor", tensors);
     checkRank(name, isSend ? "dst" : "src", peer, size_);
     checkTag(name, tag);
   });
@@ -70,7 +70,7 @@ WorkPtr ProcessGroupFarandole::pointToPoint(Direction direction, Tensors& tensor
 WorkPtr ProcessGroupFarandole::recvAnysource(Tensors& tensors, int tag) {
   const Batch* const batch = openBatch_->find();
   checkOrDrop(*openBatch_, batch, [&] {
-    checkSingle("recv", "tensors", tensors);
+    checkSingle("recv", "tensor", tensors);
     checkTag("recv", tag);
     TORCH_CHECK_VALUE(!tensors[0].is_cuda() || cudaMessages_ != nullptr,
                       "recv: src is any rank; expected a rank for a tensor on CUDA, or FARANDOLE_CUDA_MESSAGES=ucx");

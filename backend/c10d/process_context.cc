@@ -175,23 +175,11 @@ std::vector<collective::Communicator::Gone> ProcessContext::goneFrom(const void*
 
 Result<std::uint32_t> ProcessContext::takeGroupNumber() {
   const Result<std::uint32_t> number = chooseGroupNumber();
-  if (number) discardMessages(*number);
-  return number;
-}
-
-// Nobody knows the new group yet: what has come for its number is an old one's, and was never received there.
-void ProcessContext::discardMessages(std::uint32_t group) {
-  struct Discarded : transport::Request {};
-  transport::ProgressEngine::Access access(connections_->engine());
-  while (true) {
-    auto* const request = new Discarded;  // from here on its own, unless there is nothing to receive
-    request->onDone = [](transport::Request& done) { delete static_cast<Discarded*>(&done); };
-    // There is no room at all: that uses a message up.
-    if (!access.transport().recvIfThere(p2p::groupTag(group), p2p::kGroupMask, nullptr, 0, *request)) {
-      delete request;
-      return;
-    }
+  if (number) {
+    transport::ProgressEngine::Access access(connections_->engine());
+    access.transport().openGroup(*number);
   }
+  return number;
 }
 
 Result<std::uint32_t> ProcessContext::chooseGroupNumber() {

@@ -61,7 +61,6 @@ class ProcessContext {
   ProcessContext();
   static std::shared_ptr<ProcessContext> make(std::unique_ptr<transport::RoutingTransport> transport);
   Result<std::uint32_t> chooseGroupNumber();
-  void discardMessages(std::uint32_t group);
 
   const std::uint32_t forks_;
   net::EventLoop loop_;

@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <type_traits>
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
@@ -22,6 +23,7 @@ namespace farandole::backend {
 namespace {
 
 using ::c10d::ReduceOp;
+using collective::AverageFunction;
 using collective::ReduceFunction;
 
 // Elements reduced at a time: sources and accumulator stay in the first-level cache.
@@ -173,14 +175,39 @@ FARANDOLE_VECTOR_CLONES void divide(void* dst, const void* const* sources, int n
   }
 }
 
+// The average of averages. What a source counts is exact in the accumulator, and so is its product with a half.
+template <typename T>
+FARANDOLE_VECTOR_CLONES void averageBlocks(void* dst, const void* const* sources, const int* ranks, int numSources,
+                                           std::size_t count) {
+  using A = Accumulator<T>;
+  A accumulator[kBlock];
+  const int all = std::accumulate(ranks, ranks + numSources, 0);
+  for (std::size_t first = 0; first < count; first += kBlock) {
+    const std::size_t n = std::min(kBlock, count - first);
+    for (int s = 0; s < numSources; ++s) {
+      const T* const source = static_cast<const T*>(sources[s]) + first;
+      const auto weight = static_cast<float>(ranks[s]);
+      if (s == 0) {
+        for (std::size_t i = 0; i < n; ++i) accumulator[i] = static_cast<A>(source[i]) * weight;
+      } else {
+        for (std::size_t i = 0; i < n; ++i) accumulator[i] += static_cast<A>(source[i]) * weight;
+      }
+    }
+    T* const out = static_cast<T*>(dst) + first;
+    for (std::size_t i = 0; i < n; ++i) out[i] = static_cast<T>(divided(accumulator[i], all));
+  }
+}
+
 // What a Reduction calls, where it is defined.
 struct Kernels {
   ReduceFunction function = nullptr;
   ReduceFunction partial = nullptr;
   ReduceFunction finish = nullptr;
+  AverageFunction average = nullptr;
   Kernels() = default;
   Kernels(ReduceFunction all) : function(all) {}
   Kernels(ReduceFunction all, ReduceFunction some, ReduceFunction end) : function(all), partial(some), finish(end) {}
+  Kernels(ReduceFunction all, AverageFunction some) : function(all), average(some) {}
 };
 
 template <typename T>
@@ -194,7 +221,9 @@ Kernels kernelsFor(ReduceOp::RedOpType op) {
       return {};
     case ReduceOp::PRODUCT: return &reduceBlocks<T, Product, false>;
     case ReduceOp::AVG:
-      if constexpr (!std::is_same_v<T, bool>) {
+      if constexpr (!std::is_same_v<T, Accumulator<T>>) {
+        return {&reduceBlocks<T, Sum, true>, &averageBlocks<T>};
+      } else if constexpr (!std::is_same_v<T, bool>) {
         return {&reduceBlocks<T, Sum, true>, &reduceBlocks<T, Sum, false>, &divide<T>};
       }
       return {};
@@ -262,7 +291,7 @@ collective::Reduction reductionFor(const ReduceOp& op, at::ScalarType dtype) {
                    op.op_ < std::size(kNames) ? kNames[op.op_] : "UNUSED", " is not defined for dtype ", dtype,
                    "; expected ", namesFor(dtype));
   return {kernels.function, c10::elementSize(dtype), static_cast<std::uint16_t>(op.op_ << 8 | static_cast<int>(dtype)),
-          kernels.partial, kernels.finish};
+          kernels.partial,  kernels.finish,          kernels.average};
 }
 
 std::string describeReduction(std::uint16_t code) {

@@ -21,7 +21,7 @@ Status ProgramOperation::compareContracts(const Program::Step& step) const {
     if (other.isSameCall(own) && other.given == own.wanted && other.wanted == own.given) continue;
     const std::string who = communicator_->describe(communicator_->rankOnHost(index));
     if (!other.isSameCall(own)) {
-      std::string text = step.kind == Program::Kind::kCompare ? "before this " : "";
+      std::string text = step.kind == Program::Kind::kCompare ? "before this, " : "";
       text.append(communicator_->nameOf(communicator_->rank())).append(" called ").append(describe(own));
       text.append(", ").append(who).append(" called ").append(describe(other));
       return Status::invalidArgument(text + "; expected the same on all ranks");

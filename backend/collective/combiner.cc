@@ -2,17 +2,21 @@
 
 namespace farandole::collective {
 
-void Combiner::combine(Program& program, void* dst, std::span<const void* const> sources, std::size_t bytes) const {
+void Combiner::combine(Program& program, void* dst, std::span<const void* const> sources, std::span<const int> ranks,
+                       std::size_t bytes) const {
   if (sources.size() == 1) return program.copy(dst, sources[0], bytes);
+  const std::size_t count = bytes / reduction_.elementSize;
+  if (reduction_.average != nullptr) return program.average(reduction_.average, dst, sources, ranks, count);
   const ReduceFunction function = reduction_.partial != nullptr ? reduction_.partial : reduction_.function;
-  program.reduce(function, dst, sources, bytes / reduction_.elementSize);
+  program.reduce(function, dst, sources, count);
 }
 
-void Combiner::combineLast(Program& program, void* dst, std::span<const void* const> sources, std::size_t bytes) const {
+void Combiner::combineLast(Program& program, void* dst, std::span<const void* const> sources,
+                           std::span<const int> ranks, std::size_t bytes) const {
   if (static_cast<int>(sources.size()) == parts_) {
     return program.reduce(reduction_.function, dst, sources, bytes / reduction_.elementSize);
   }
-  combine(program, dst, sources, bytes);
+  combine(program, dst, sources, ranks, bytes);
   finish(program, dst, bytes);
 }
 

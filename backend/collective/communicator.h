@@ -132,6 +132,8 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   void remove(Operation& operation);
   // A group that has lost a member is of no use: operations among the others may wait for it in turn.
   void failAll(const Status& status, int culprit = HostSegment::kNobody);
+  // Nobody receives anything of a group that is over.
+  void closeToMessages();
   // A collective that is pending, which is kept alive; or null.
   Operation* heldCollective();
   // Ends every pending operation for which `select` gives an error.
@@ -151,6 +153,8 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   // Ends an operation that has lost a rank. Where there is a watch its word comes first, for it
   // knows why, unless it takes too long.
   void failForLoss(Operation& operation, const Status& status);
+  // Why a rank takes no more messages of this group: what it has told the ranks of its host, or else `status`.
+  Status whyClosed(int rank, const Status& status) const;
   // The death that a rank of this host gave the group up for, before this rank has seen it; or ok.
   Status toldDeath() const;
   // Ends those that have waited for that word, all or those that have done so for long enough.

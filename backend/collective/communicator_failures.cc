@@ -136,7 +136,22 @@ void Communicator::failAll(const Status& status, int culprit) {
   }
   failPending([&](Operation&) { return status; });
   settleLosses(true);
+  closeToMessages();
   tellFollower([status](Communicator& follower) { follower.abort(status); });
+}
+
+void Communicator::closeToMessages() {
+  std::vector<transport::PeerId> peers;
+  peers.reserve(members_.size());
+  for (const Member& member : members_) peers.push_back(connections_.find(member.address));
+  engine().transport().closeGroup(members_[rank_].group, peers);
+}
+
+Status Communicator::whyClosed(int rank, const Status& status) const {
+  if (rank == kAnySource || host_ == nullptr || layout_.hostOf(rank) != layout_.hostOf(rank_)) return status;
+  if (!peers_[rank].failure) return status;  // its connection tells
+  const Status why = canCome(layout_.indexOf(rank));
+  return why ? status : why;
 }
 
 // With a watch its word comes first.

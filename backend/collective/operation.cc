@@ -164,8 +164,10 @@ void Operation::noteFailed(Message& message) {
     message.peer = p2p::sourceOf(message.tag);
   }
   communicator_->noteLost(message.peer);
+  const Status why =
+      code == StatusCode::kPeerLeft ? communicator_->whyClosed(message.peer, message.status) : message.status;
   const Status status =
-      message.status.wrap((message.isSend ? "sending to " : "receiving from ") + communicator_->describe(message.peer));
+      why.wrap((message.isSend ? "sending to " : "receiving from ") + communicator_->describe(message.peer));
   // Nobody here has cancelled a message of what is not done: UCX does when a connection breaks.
   if (code == StatusCode::kPeerFailed || code == StatusCode::kPeerLeft || code == StatusCode::kAborted) {
     communicator_->failForLoss(*this, status);

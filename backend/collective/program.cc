@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <set>
 
 #include "backend/collective/communicator.h"
 #include "backend/common/with_subnormals.h"
@@ -74,6 +73,17 @@ void Program::reduceAndCopy(ReduceFunction function, void* dst, void* copy, std:
   steps_.push_back({Kind::kReduceAndCopy, static_cast<int>(sources.size()), nullptr, dst, count, sources_.size(),
                     function, copy, elementSize});
   sources_.insert(sources_.end(), sources.begin(), sources.end());
+}
+
+void Program::average(AverageFunction function, void* dst, std::span<const void* const> sources,
+                      std::span<const int> ranks, std::size_t count) {
+  if (count == 0) return;
+  Step step{Kind::kAverage, static_cast<int>(sources.size()), nullptr, dst, count, sources_.size(), nullptr};
+  step.average = function;
+  step.elementSize = ranks_.size();
+  steps_.push_back(step);
+  sources_.insert(sources_.end(), sources.begin(), sources.end());
+  ranks_.insert(ranks_.end(), ranks.begin(), ranks.end());
 }
 
 void Program::finish(ReduceFunction function, void* data, int parts, std::size_t count) {
@@ -177,58 +187,6 @@ void Program::put(std::byte* dst, const void* src, std::size_t bytes) {
   if (bytes > 0) steps_.push_back({Kind::kPut, 0, src, dst, bytes, 0, nullptr});
 }
 
-int ProgramOperation::missing(const Program::Step& step) const {
-  if (step.kind != Program::Kind::kAwait && step.kind != Program::Kind::kMeet) return -1;  // it takes
-  const HostSegment& host = *program_.host_;
-  const bool isOne = step.peer != Program::kAllRanks;
-  for (int index = isOne ? step.peer : 0; index < (isOne ? step.peer + 1 : host.size()); ++index) {
-    if (!host.hasCome(index, step.size)) return index;
-  }
-  return -1;
-}
-
-bool ProgramOperation::isReady() const {
-  const int index = missing(program_.steps_[next_]);
-  return index < 0 || !communicator_->canCome(index);
-}
-
-bool ProgramOperation::isUrgent() const {
-  if (isWanted() || hasMessagesOut()) return true;
-  const auto concernsOthers = [](const Program::Step& step) {
-    switch (step.kind) {
-      case Program::Kind::kSend:
-      case Program::Kind::kRecv:
-      case Program::Kind::kWait:
-      case Program::Kind::kWaitFor:
-      case Program::Kind::kLater:
-      case Program::Kind::kSignal:
-      case Program::Kind::kTake: return true;
-      default: return false;
-    }
-  };
-  const auto left = std::span(program_.steps_).subspan(next_);
-  return std::any_of(left.rbegin(), left.rend(), concernsOthers);
-}
-
-int ProgramOperation::awaitedIndex() const {
-  if (!blocked_ || waitsForTurn_) return -1;
-  const Program::Step& step = program_.steps_[next_];
-  return step.kind == Program::Kind::kAwait ? missing(step) : -1;
-}
-
-std::string ProgramOperation::missingRanks() const {
-  std::set<int> ranks;
-  if (waitsForTurn_) return {};
-  const int index = blocked_ ? missing(program_.steps_[next_]) : -1;
-  if (index >= 0) ranks.insert(communicator_->rankOnHost(index));  // else it is blocked no more
-  for (int i = 0; i < posted_; ++i) {
-    if (messages_[i].isPending) ranks.insert(messages_[i].peer);
-  }
-  std::string text;
-  for (const int rank : ranks) text += (text.empty() ? "" : ", ") + communicator_->describe(rank);
-  return text;
-}
-
 void ProgramOperation::abandoning(const Status& status) {
   if (usesHost()) communicator_->giveUp(status);
 }
@@ -321,6 +279,13 @@ bool ProgramOperation::postNext() {
       case Program::Kind::kReduce: {
         const WithSubnormals exact;
         step.function(step.destination, &program_.sources_[step.firstSource], step.peer, step.size);
+      }
+        worked += step.size;
+        break;
+      case Program::Kind::kAverage: {
+        const WithSubnormals exact;
+        step.average(step.destination, &program_.sources_[step.firstSource], &program_.ranks_[step.elementSize],
+                     step.peer, step.size);
       }
         worked += step.size;
         break;

@@ -17,6 +17,10 @@ namespace farandole::collective {
 // elements and whatever "+" is. `dst` may be one of the sources.
 using ReduceFunction = void (*)(void* dst, const void* const* sources, int numSources, std::size_t count);
 
+// The average of sources, of which source i is itself the average of ranks[i] ranks' parts. `dst` may be one of them.
+using AverageFunction = void (*)(void* dst, const void* const* sources, const int* ranks, int numSources,
+                                 std::size_t count);
+
 // What one rank does for a collective: posts, waits for all that was posted,
 // local work. Built by the algorithms, carried out by a ProgramOperation.
 class Program {
@@ -38,6 +42,8 @@ class Program {
   // The same, and leaves a copy of the result.
   void reduceAndCopy(ReduceFunction function, void* dst, void* copy, std::span<const void* const> sources,
                      std::size_t count, std::size_t elementSize);
+  void average(AverageFunction function, void* dst, std::span<const void* const> sources, std::span<const int> ranks,
+               std::size_t count);
   // In place, of data in which `parts` are combined: Reduction::finish.
   void finish(ReduceFunction function, void* data, int parts, std::size_t count);
   // Anything else that is local, with the transport held; throws nothing.
@@ -100,6 +106,7 @@ class Program {
     kStream,
     kReduce,
     kReduceAndCopy,
+    kAverage,
     kCall,
     kLater,
     kTell,
@@ -120,15 +127,19 @@ class Program {
     void* destination;
     std::size_t size;  // bytes, or elements of a reduction, or a counter's value, or the number of a message or call
     std::size_t firstSource;  // or the place of an offer
-    ReduceFunction function;
+    union {
+      ReduceFunction function;
+      AverageFunction average;
+    };
     void* copy = nullptr;  // of the destination; or what is copied of an offer, the slot that it is in, what is claimed
-    std::size_t elementSize = 0;
+    std::size_t elementSize = 0;  // or the place of what an average's sources are of, in ranks_
     Offer::Way way = Offer::Way::kSlot;
     bool isOnlyReader = false;  // of what is taken
   };
 
   std::vector<Step> steps_;
   std::vector<const void*> sources_;
+  std::vector<int> ranks_;
   std::vector<std::function<void()>> calls_;
   std::vector<std::function<void(Program&)>> later_;
   std::vector<BufferPool::Buffer> scratch_;

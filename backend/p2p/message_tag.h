@@ -70,6 +70,8 @@ constexpr std::uint64_t makeTag(std::uint32_t group, MessageKind kind, int sourc
          userField(kind, userTag);
 }
 
+constexpr std::uint32_t groupOf(std::uint64_t tag) { return static_cast<std::uint32_t>(tag >> kGroupShift); }
+constexpr bool isPointToPoint(std::uint64_t tag) { return (tag >> kKindShift & 1) == 0; }
 constexpr int sourceOf(std::uint64_t tag) { return static_cast<int>((tag & kSourceField) >> kSourceShift); }
 constexpr std::uint32_t elementOf(std::uint64_t tag) {
   return static_cast<std::uint32_t>((tag & kElementField) >> kElementShift);

@@ -92,29 +92,14 @@ void Matcher::recycle(std::unique_ptr<Unexpected> message) {
   spare_.push_back(std::move(message));
 }
 
-template <typename Match>
-std::size_t Matcher::dropRemoteIf(const Match& match) {
-  std::size_t dropped = 0;
-  for (Queue<Unexpected>& queue : messages_) {
-    for (Unexpected** at = &queue.head; *at != nullptr;) {
-      if ((*at)->remote != nullptr && match(**at)) {
-        delete queue.unlink(at);
-        ++dropped;
-      } else {
-        at = &(*at)->next;
-      }
-    }
-  }
-  numMessages_ -= dropped;
-  return dropped;
-}
-
 void Matcher::dropRemote(std::uint32_t peer) {
-  (void)dropRemoteIf([&](const Unexpected& message) { return message.peer == peer; });
+  (void)takeIf([&](const Unexpected& message) { return message.remote != nullptr && message.peer == peer; });
 }
 
 bool Matcher::dropRemote(std::uint32_t peer, std::uint32_t id) {
-  return dropRemoteIf([&](const Unexpected& message) { return message.peer == peer && message.remoteId == id; }) > 0;
+  return !takeIf([&](const Unexpected& message) {
+            return message.remote != nullptr && message.peer == peer && message.remoteId == id;
+          }).empty();
 }
 
 }  // namespace farandole::transport

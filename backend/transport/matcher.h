@@ -54,6 +54,9 @@ class Matcher {
   void addMessage(std::unique_ptr<Unexpected> message);
   // Gives a message back, for its memory to be used again.
   void recycle(std::unique_ptr<Unexpected> message);
+  // Takes out every message for which `match` holds.
+  template <typename Match>
+  std::vector<std::unique_ptr<Unexpected>> takeIf(const Match& match);
   // Drops every message of `peer` that is still with its sender, or the one that the sender calls `id`.
   void dropRemote(std::uint32_t peer);
   bool dropRemote(std::uint32_t peer, std::uint32_t id);
@@ -82,8 +85,6 @@ class Matcher {
   static std::size_t bucketOf(std::uint64_t tag);
   // Whether its tag is wanted as it is, but for the element.
   static bool isExact(std::uint64_t mask) { return (mask | p2p::kElementField) == p2p::kExactMask; }
-  template <typename Match>
-  std::size_t dropRemoteIf(const Match& match);
 
   std::uint64_t order_ = 0;
   std::array<Queue<Request>, kBuckets> exact_;
@@ -92,5 +93,22 @@ class Matcher {
   std::size_t numMessages_ = 0;
   std::vector<std::unique_ptr<Unexpected>> spare_;
 };
+
+template <typename Match>
+std::vector<std::unique_ptr<Unexpected>> Matcher::takeIf(const Match& match) {
+  std::vector<std::unique_ptr<Unexpected>> taken;
+  if (numMessages_ == 0) return taken;
+  for (Queue<Unexpected>& queue : messages_) {
+    for (Unexpected** at = &queue.head; *at != nullptr;) {
+      if (match(**at)) {
+        taken.emplace_back(queue.unlink(at));
+      } else {
+        at = &(*at)->next;
+      }
+    }
+  }
+  numMessages_ -= taken.size();
+  return taken;
+}
 
 }  // namespace farandole::transport

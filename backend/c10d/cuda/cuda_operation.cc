@@ -69,6 +69,26 @@ void CudaOperation::ending(const Status& status) {
       {options_.type, options_.sequence, {key_}, status.isOk(), started_, std::chrono::steady_clock::now()});
 }
 
+void CudaOperation::whenEnded(std::function<void()> callback) {
+  {
+    std::lock_guard lock(callbacksMutex_);
+    if (!hasEnded()) {  // ended() comes after that, and sees it
+      callbacks_.push_back(std::move(callback));
+      return;
+    }
+  }
+  callback();
+}
+
+void CudaOperation::ended() {
+  std::vector<std::function<void()>> callbacks;
+  {
+    std::lock_guard lock(callbacksMutex_);
+    callbacks.swap(callbacks_);
+  }
+  for (const auto& callback : callbacks) callback();
+}
+
 void CudaOperation::dropBuffers() {
   results_.clear();
   kept_.clear();

@@ -3,6 +3,8 @@
 #include <ATen/ATen.h>
 
 #include <chrono>
+#include <functional>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -22,9 +24,12 @@ class CudaOperation final : public transport::DeviceOperation {
   std::string describe() const override;
   // Into the flight recorder. Before it is issued.
   void record();
+  // Runs once it has ended, on the thread that ends it or on this one. Short.
+  void whenEnded(std::function<void()> callback);
 
  protected:
   void ending(const Status& status) override;
+  void ended() override;
   void dropBuffers() override;
 
  private:
@@ -37,6 +42,8 @@ class CudaOperation final : public transport::DeviceOperation {
   const std::chrono::steady_clock::time_point started_ = std::chrono::steady_clock::now();
   std::vector<at::Tensor> results_;
   std::vector<at::Tensor> kept_;
+  std::mutex callbacksMutex_;
+  std::vector<std::function<void()>> callbacks_;  // guarded by callbacksMutex_
   std::atomic<std::uint64_t> flightNumber_{kNotRecorded};
   static constexpr std::uint64_t kNotRecorded = ~std::uint64_t{0};
   static constexpr int kNobody = -1;

@@ -116,6 +116,23 @@ c10::intrusive_ptr<c10::ivalue::Future> CudaWork::getFuture() {
   return future_;
 }
 
+c10::intrusive_ptr<c10::ivalue::Future> CudaWork::getFutureResult() {
+  std::lock_guard lock(futureMutex_);
+  if (futureResult_ != nullptr) return futureResult_;
+  futureResult_ = c10::make_intrusive<c10::ivalue::Future>(c10::IntType::get());
+  if (isCompleted()) {  // nothing is chained to it yet
+    completeFutureResult();
+    return futureResult_;
+  }
+  const auto left = std::make_shared<std::atomic<std::size_t>>(operations_.size());
+  for (const auto& operation : operations_) {
+    operation->whenEnded([self = c10::intrusive_ptr<CudaWork>::reclaim_copy(this), left] {
+      if (left->fetch_sub(1) == 1) runOnCallbackThread([self] { self->completeFutureResult(); });
+    });
+  }
+  return futureResult_;
+}
+
 void CudaWork::completeFuture() {
   try {
     markLaunched();

@@ -32,6 +32,8 @@ class CudaWork final : public ::c10d::Work {
   // Ends the group: what runs on a device cannot be ended alone.
   void abort() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  // A future of a WorkResult: it never holds an error, and waits for the device on the host.
+  c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override;
   std::uint64_t getSequencenumber() const override { return sequence_; }
   // Overrides from torch 2.12 on.
   // NOLINTNEXTLINE(modernize-use-override)
@@ -45,6 +47,7 @@ class CudaWork final : public ::c10d::Work {
   Status status() const;
   // Once. Waits until the operations are launched.
   void completeFuture();
+  void completeFutureResult() { futureResult_->markCompleted(static_cast<std::int64_t>(resultOf(status()))); }
   void markLaunched();
   template <typename IsDone>
   void awaitOnHost(transport::DeviceClock::time_point deadline, const IsDone& isDone);
@@ -60,6 +63,7 @@ class CudaWork final : public ::c10d::Work {
   const bool hostWaits_;
   std::mutex futureMutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
+  c10::intrusive_ptr<c10::ivalue::Future> futureResult_;
 };
 
 }  // namespace farandole::backend

@@ -48,6 +48,16 @@ void DeviceTransport::drop(PeerId peer, const Status& why) {
   inner_->drop(peer, why);
 }
 
+void DeviceTransport::closeGroup(std::uint32_t group, const std::vector<PeerId>& members) {
+  const DeviceVisit visit(cuda_, device_);
+  inner_->closeGroup(group, members);
+}
+
+void DeviceTransport::openGroup(std::uint32_t group) {
+  const DeviceVisit visit(cuda_, device_);
+  inner_->openGroup(group);
+}
+
 void DeviceTransport::look(std::chrono::steady_clock::time_point now) {
   const DeviceVisit visit(cuda_, device_);
   inner_->look(now);

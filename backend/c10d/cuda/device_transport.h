@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <memory>
+#include <vector>
 
 #include "backend/transport/nccl/device_visit.h"
 #include "backend/transport/transport.h"
@@ -33,6 +34,8 @@ class DeviceTransport final : public transport::Transport {
   void noteReceived(transport::PeerId from, std::size_t bytes) override;
   void cancel(transport::Request& request) override;
   void drop(transport::PeerId peer, const Status& why) override;
+  void closeGroup(std::uint32_t group, const std::vector<transport::PeerId>& members) override;
+  void openGroup(std::uint32_t group) override;
   void look(std::chrono::steady_clock::time_point now) override;
   bool progress() override;
   int eventFd() const override { return inner_->eventFd(); }

@@ -77,7 +77,7 @@ class DirectReduction {
     for (const int message : posted.recvs) program_.waitFor(message);
     // Where the result is not wanted, the data is left as it was.
     std::byte* const result = isForHere() ? own.data : place(chunk, 1);
-    sum_.combineLast(program_, result, parts, own.bytes);
+    sum_.combineLast(program_, result, parts, team_.parts, own.bytes);
     for (int i = 1; i < team_.size(); ++i) {
       if (gatherTo_ != kEverybody && gatherTo_ != team_.after(i)) continue;
       const int message = program_.send(team_.ranks[team_.after(i)], result, own.bytes);

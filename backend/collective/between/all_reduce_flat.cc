@@ -29,7 +29,7 @@ void allReduceFlat(Program& program, const Team& team, const Combiner& sum, Slic
     const Slice own = chunks.of(data, chunk);
     for (int i = 1; i < team.size(); ++i) parts[team.before(i)] = place(chunk, i);
     parts[team.index] = own.data;
-    sum.combineLast(program, own.data, parts, own.bytes);
+    sum.combineLast(program, own.data, parts, team.parts, own.bytes);
     if (chunk + chunks.depth() < chunks.count()) exchange(chunk + chunks.depth());
   }
 }

@@ -44,12 +44,17 @@ void allReduceRabenseifner(Program& program, const Team& team, const Combiner& s
       for (std::size_t i = 0; i < out.count(); ++i) {
         program.send(partner, out.of(given, i).data, out.of(given, i).bytes);
       }
+      // Those whose numbers differ in the bits that have had their turn have been combined.
+      const auto ranksOf = [&](int one) {
+        return folding.parts(team, [&](int other) { return (other ^ one) % (2 * distance) == 0; });
+      };
+      const int ranks[] = {ranksOf(number & ~distance), ranksOf(number | distance)};
       for (std::size_t i = 0; i < in.count(); ++i) {
         program.waitFor(received[i]);
         std::byte* const own = in.of(kept, i).data;
         std::byte* const other = scratch + i * in.bytes();
         const void* const parts[] = {isLower ? own : other, isLower ? other : own};
-        sum.combine(program, own, parts, in.of(kept, i).bytes);
+        sum.combine(program, own, parts, ranks, in.of(kept, i).bytes);
       }
       program.wait();
       (isLower ? last : first) = first + distance;

@@ -14,7 +14,12 @@ void allReduceRecursiveDoubling(Program& program, const Team& team, const Combin
       // Both combine in the same order.
       const bool isLower = (number & distance) == 0;
       const void* const parts[] = {isLower ? data.data : scratch, isLower ? scratch : data.data};
-      sum.combine(program, data.data, parts, data.bytes);
+      const auto ranksAt = [&](int first) {
+        return folding.parts(team, [&](int other) { return other / distance == first / distance; });
+      };
+      const int lower = number & ~distance;
+      const int ranks[] = {ranksAt(lower), ranksAt(lower | distance)};
+      sum.combine(program, data.data, parts, ranks, data.bytes);
     }
     sum.finish(program, data.data, data.bytes);
   });

@@ -52,10 +52,12 @@ class RingReduction {
   void add(std::size_t n) {
     const Slice piece = pieceAt(n);
     const void* const parts[] = {place(n), piece.data};
+    // What has come is of all since the shard began its way.
+    const int ranks[] = {team_.partsBefore(1, static_cast<int>(n / perRound_) + 1), team_.parts[team_.index]};
     if (n < half_ - perRound_) {
-      sum_.combine(program_, piece.data, parts, piece.bytes);
+      sum_.combine(program_, piece.data, parts, ranks, piece.bytes);
     } else {
-      sum_.combineLast(program_, piece.data, parts, piece.bytes);
+      sum_.combineLast(program_, piece.data, parts, ranks, piece.bytes);
     }
   }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <bit>
+#include <span>
 
 #include "backend/collective/between/team.h"
 #include "backend/collective/reduction.h"
@@ -18,6 +19,15 @@ struct Folding {
   bool sitsOut(int index) const { return index < 2 * extra && index % 2 == 0; }
   // The number of a rank among those that take part, and back.
   int numberOf(int index) const { return index < 2 * extra ? index / 2 : index - extra; }
+  // Of how many ranks those have the data for whose numbers `isAmong` holds, once pairs have been folded.
+  template <typename IsAmong>
+  int parts(const Team& team, const IsAmong& isAmong) const {
+    int sum = 0;
+    for (int index = 0; index < team.size(); ++index) {
+      if (isAmong(numberOf(index))) sum += team.parts[index];
+    }
+    return sum;
+  }
   int indexOf(int number) const { return number < extra ? 2 * number + 1 : number + extra; }
 };
 
@@ -39,7 +49,7 @@ void withFolding(Program& program, const Team& team, const Combiner& sum, Slice 
     program.recv(team.ranks[team.index - 1], scratch, data.bytes);
     program.wait();
     const void* const parts[] = {scratch, data.data};
-    sum.combine(program, data.data, parts, data.bytes);
+    sum.combine(program, data.data, parts, std::span(team.parts).subspan(team.index - 1, 2), data.bytes);
   }
   takePart(folding, folding.numberOf(team.index));
   if (hasPartner) program.send(team.ranks[team.index - 1], data.data, data.bytes);

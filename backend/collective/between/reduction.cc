@@ -29,7 +29,7 @@ void reduceFlat(Program& program, const Team& team, const Combiner& sum, int roo
     parts[team.before(i)] = place;
   }
   program.wait();
-  sum.combineLast(program, data.data, parts, data.bytes);
+  sum.combineLast(program, data.data, parts, team.parts, data.bytes);
 }
 
 void reduceScatterDirect(Program& program, const Team& team, const Combiner& sum, Slice output,
@@ -62,7 +62,7 @@ void reduceScatterDirect(Program& program, const Team& team, const Combiner& sum
     for (int i = 1; i < team.size(); ++i) parts[team.before(i)] = place(chunk, i);
     parts[team.index] = chunks.of(inputs[team.index], chunk).data;
     const Slice out = chunks.of(output, chunk);
-    sum.combineLast(program, out.data, parts, out.bytes);
+    sum.combineLast(program, out.data, parts, team.parts, out.bytes);
     if (chunk + chunks.depth() < chunks.count()) recv(chunk + chunks.depth());
   }
 }

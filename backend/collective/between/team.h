@@ -12,16 +12,23 @@ namespace farandole::collective {
 // Ranks that exchange messages among themselves: all of a group, or one of each host.
 struct Team {
   std::vector<int> ranks;
-  int index;  // this rank's, in `ranks`
+  int index;                    // this rank's, in `ranks`
+  std::vector<int> parts = {};  // of how many ranks of the group each one has the data, for what reduces
 
   static Team all(int rank, int size) {
-    Team team{std::vector<int>(size), rank};
+    Team team{std::vector<int>(size), rank, std::vector<int>(size, 1)};
     std::iota(team.ranks.begin(), team.ranks.end(), 0);
     return team;
   }
   int size() const { return static_cast<int>(ranks.size()); }
   // The rank `distance` places after this one, around the end.
   int after(int distance) const { return (index + distance) % size(); }
+  // Of those `first` to `last` places before this one, together.
+  int partsBefore(int first, int last) const {
+    int sum = 0;
+    for (int distance = first; distance <= last; ++distance) sum += parts[before(distance)];
+    return sum;
+  }
   int before(int distance) const { return (index - distance % size() + size()) % size(); }
 };
 

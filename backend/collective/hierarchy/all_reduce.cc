@@ -24,7 +24,7 @@ void allReduceSmall(Program& program, const Place& place, const Contract& contra
     program.meet(turn);
     std::vector<const void*> parts(host->size(), data.data);
     for (int index = 1; index < host->size(); ++index) parts[index] = host->slot(index, turn);
-    sum.combine(program, data.data, parts, data.bytes);
+    sum.combine(program, data.data, parts, std::vector<int>(host->size(), 1), data.bytes);
   }
   between::allReduce(place.choose(CollectiveKind::kAllReduce, data.bytes), program, place.lane(), sum, data);
   if (host == nullptr) return;

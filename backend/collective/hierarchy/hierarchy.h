@@ -1,6 +1,7 @@
 #pragma once
 
 #include <span>
+#include <vector>
 
 #include "backend/collective/between/between_algorithms.h"
 #include "backend/collective/host_layout.h"
@@ -41,6 +42,8 @@ class Place {
   }
 
  private:
+  std::vector<int> ranksOnHosts() const;
+
   const HostLayout& layout_;
   const AlgorithmTable& table_;
   HostSegment* const segment_;

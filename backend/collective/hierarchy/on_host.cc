@@ -31,6 +31,7 @@ void reduceToOwners(Program& program, HostSegment& host, const Contract& contrac
       });
     }
   };
+  const std::vector<int> ranks(host.size(), 1);
   const auto reduce = [&](std::size_t i) {
     if (!isOwner) return;
     inputs[own].forEach(i * pieceBytes, pieceBytes, [&](Slice slice, std::size_t offset) {
@@ -38,7 +39,7 @@ void reduceToOwners(Program& program, HostSegment& host, const Contract& contrac
       for (int from = 0; from < host.size(); ++from) {
         parts[from] = from == index ? slice.data : host.window(from, i) + own * pieceBytes + offset;
       }
-      sum.combine(program, output + i * pieceBytes + offset, parts, slice.bytes);
+      sum.combine(program, output + i * pieceBytes + offset, parts, ranks, slice.bytes);
       for (int from = 0; from < host.size(); ++from) {
         if (from != index) program.claim(host.window(from, i) + own * pieceBytes + offset, slice.bytes);
       }

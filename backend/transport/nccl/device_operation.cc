@@ -23,6 +23,7 @@ void DeviceOperation::finish(const Status& status) {
   letGo();
   state_.store(State::kEnded, std::memory_order_release);
   state_.notify_all();
+  ended();
 }
 
 void DeviceOperation::awaitLaunch() const {

@@ -58,6 +58,8 @@ class DeviceOperation {
  protected:
   // Called once by finish(), before anybody sees the end.
   virtual void ending(const Status& status) = 0;
+  // And once everybody sees it.
+  virtual void ended() {}
   // Drops the references to the buffers. Once.
   virtual void dropBuffers() = 0;
 

@@ -161,6 +161,23 @@ void RoutingTransport::leave() {
   if (network_ != nullptr) network_->leave();
 }
 
+void RoutingTransport::closeGroup(std::uint32_t group, const std::vector<PeerId>& members) {
+  if (local_ != nullptr) local_->closeGroup(group, {});  // which knows its peers
+  if (network_ == nullptr) return;
+  std::vector<PeerId> there;
+  there.reserve(members.size());
+  for (const PeerId member : members) {
+    const bool isThere = member != kAnyPeer && routeTo(member).transport == network_.get();
+    there.push_back(isThere ? routeTo(member).peer : kAnyPeer);
+  }
+  network_->closeGroup(group, there);
+}
+
+void RoutingTransport::openGroup(std::uint32_t group) {
+  if (local_ != nullptr) local_->openGroup(group);
+  if (network_ != nullptr) network_->openGroup(group);
+}
+
 std::string RoutingTransport::describe(PeerId peer) const {
   const Route& route = routeTo(peer);
   return route.transport->describe(route.peer);

@@ -99,6 +99,7 @@ void ShmTransport::finishOutgoing(Link& link, std::uint32_t id, StatusCode code,
   request->finish(code == StatusCode::kOk         ? Status::ok()
                   : code == StatusCode::kAborted  ? Status::aborted("cancelled")
                   : code == StatusCode::kMismatch ? Status(code, "the receiver wants another size or element")
+                  : code == StatusCode::kPeerLeft ? Status(code, "the group is over there")
                                                   : Status(code, "the receiver could not read the message"));
 }
 

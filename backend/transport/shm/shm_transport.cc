@@ -162,6 +162,7 @@ void ShmTransport::accept(Request& request, std::unique_ptr<Unexpected> message)
 }
 
 void ShmTransport::arrive(Link& link, std::uint64_t tag, const std::byte* data, std::size_t bytes) {
+  if (isClosed(tag)) return;
   auto message = matcher_.makeMessage();
   message->tag = tag;
   message->bytes = bytes;
@@ -169,6 +170,28 @@ void ShmTransport::arrive(Link& link, std::uint64_t tag, const std::byte* data, 
   message->payload.assign(data, data + bytes);
   matcher_.addMessage(std::move(message));
   keep(link, bytes);
+}
+
+// Of collectives what is still with its sender stays there: those who call them tell each other better why they end.
+void ShmTransport::closeGroup(std::uint32_t group, const std::vector<PeerId>& /*members*/) {
+  closedGroups_[group] = true;
+  const auto isDropped = [&](const Unexpected& message) {
+    return p2p::groupOf(message.tag) == group && (message.remote == nullptr || p2p::isPointToPoint(message.tag));
+  };
+  for (const auto& message : matcher_.takeIf(isDropped)) dropMessage(*message);
+}
+
+void ShmTransport::openGroup(std::uint32_t group) {
+  closedGroups_[group] = false;
+  const auto isOld = [&](const Unexpected& message) { return p2p::groupOf(message.tag) == group; };
+  for (const auto& message : matcher_.takeIf(isOld)) dropMessage(*message);
+}
+
+void ShmTransport::dropMessage(const Unexpected& message) {
+  Link& link = links_[message.peer];
+  if (message.remote == nullptr) return noteTaken(link, message.bytes);
+  if (link.isSelf) return finishOutgoing(link, message.remoteId, StatusCode::kPeerLeft);
+  tellFinished(link, message.remoteId, StatusCode::kPeerLeft);
 }
 
 void ShmTransport::keep(Link& link, std::size_t bytes) {
@@ -294,6 +317,9 @@ void ShmTransport::handle(Link& link, const Cell& cell) {
       pop();
       if (Request* receive = matcher_.takeReceive(message->tag)) {
         accept(*receive, std::move(message));
+      } else if (isClosed(message->tag) && p2p::isPointToPoint(message->tag)) {
+        dropMessage(*message);
+        matcher_.recycle(std::move(message));
       } else {
         matcher_.addMessage(std::move(message));
       }

@@ -2,6 +2,7 @@
 
 #include <sys/types.h>
 
+#include <bitset>
 #include <chrono>
 #include <cstdint>
 #include <deque>
@@ -69,6 +70,8 @@ class ShmTransport final : public Transport {
   Status readMemory(PeerId peer, void* to, const void* from, std::size_t bytes) override;
   void nudge(PeerId peer) override { ring(links_[static_cast<std::uint32_t>(peer)]); }
   void leave() override;
+  void closeGroup(std::uint32_t group, const std::vector<PeerId>& members) override;
+  void openGroup(std::uint32_t group) override;
   void signal() override;
   std::string describe(PeerId peer) const override;
 
@@ -177,6 +180,8 @@ class ShmTransport final : public Transport {
   void deliver(Request& request, std::uint64_t tag, const std::byte* data, std::size_t bytes);
   void accept(Request& request, std::unique_ptr<Unexpected> message);
   void arrive(Link& link, std::uint64_t tag, const std::byte* data, std::size_t bytes);
+  bool isClosed(std::uint64_t tag) const { return closedGroups_[p2p::groupOf(tag)]; }
+  void dropMessage(const Unexpected& message);
   void keep(Link& link, std::size_t bytes);
   void noteTaken(Link& link, std::size_t bytes);
   void holdBack(Link& link, bool holds);
@@ -231,6 +236,7 @@ class ShmTransport final : public Transport {
   std::size_t numBacklogged_ = 0;
 
   Matcher matcher_;
+  std::bitset<p2p::kMaxGroups> closedGroups_;
   std::deque<Outgoing> outgoing_;
   std::vector<std::uint32_t> freeOutgoing_;
   std::vector<std::uint32_t> helped_;  // outgoing that this side puts into the ring, once they are wanted

@@ -132,7 +132,7 @@ Status UcxTransport::open(Endpoint& endpoint) {
 
 Result<ucp_ep_h> UcxTransport::endpointFor(Peer& peer, std::uint64_t tag) {
   if (!peer.failure) return peer.failure;
-  const bool isPointToPoint = (tag >> p2p::kKindShift & 1) == 0;
+  const bool isPointToPoint = p2p::isPointToPoint(tag);
   if (!peer.firstCarriesPointToPoint) peer.firstCarriesPointToPoint = isPointToPoint;
   Endpoint& endpoint = peer.endpoints[*peer.firstCarriesPointToPoint == isPointToPoint ? 0 : 1];
   if (!endpoint.failure) return endpoint.failure;
@@ -322,6 +322,7 @@ void UcxTransport::endpointFailed(void* arg, ucp_ep_h handle, ucs_status_t statu
 }
 
 void UcxTransport::look(Clock::time_point now) {
+  dropLateMessages();
   if (!std::exchange(isAnyBroken_, false)) return;
   for (std::size_t i = 0; i < peers_.size(); ++i) {  // who is told may connect to further ones
     Peer& peer = peers_[i];

@@ -53,6 +53,9 @@ class UcxTransport final : public Transport {
   // Closing the endpoints, or the end of the process, tells the peers. What was sent of devices leaves first: their
   // connections are made with the first message, which may be the last one.
   void leave() override;
+  // Of the latest of them what still comes is looked for; of those before, it is dropped when their number is opened.
+  void closeGroup(std::uint32_t group, const std::vector<PeerId>& members) override;
+  void openGroup(std::uint32_t group) override;
   void signal() override { ucp_worker_signal(worker_); }
   void look(std::chrono::steady_clock::time_point now) override;
   std::string describe(PeerId peer) const override;
@@ -115,6 +118,17 @@ class UcxTransport final : public Transport {
                                   const ucp_am_recv_param_t* param);
   static void receiptSent(void* handle, ucs_status_t status, void* user);
 
+  // Closed groups (ucx_closed_groups.cc).
+  struct ClosedGroup {
+    std::uint32_t group;
+    std::vector<PeerId> members;
+  };
+  void dropLateMessages();
+  void dropOldest(std::chrono::steady_clock::time_point until);
+  // False when the time was over first.
+  bool dropMessages(const ClosedGroup& closed, std::chrono::steady_clock::time_point until);
+  void dropMessage(ucp_tag_message_h message, const ucp_tag_recv_info_t& info, const ClosedGroup& closed);
+
   static void endpointFailed(void* arg, ucp_ep_h handle, ucs_status_t status);
 
   const ucs_memory_type_t memoryType_;  // of what is sent and received; unknown: UCX looks
@@ -133,7 +147,9 @@ class UcxTransport final : public Transport {
   Request* done_ = nullptr;
   Request* lastDone_ = nullptr;
   PeerFailed peerFailed_;
-  bool isAnyBroken_ = false;  // of a peer that has not failed
+  bool isAnyBroken_ = false;              // of a peer that has not failed
+  std::deque<ClosedGroup> closedGroups_;  // the latest ones, of which the last one is first
+  std::size_t nextClosed_ = 0;            // to be looked at
 };
 
 }  // namespace farandole::transport

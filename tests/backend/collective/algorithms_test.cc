@@ -346,7 +346,7 @@ TEST(HostAlgorithms, RanksThatDoNotMeetAreToldByTheNextCollective) {
     });
     run([&](Program& program, int rank) { broadcast(program, group[rank]->topology(), 0, sliceOf(data[rank])); });
     for (int rank = 0; rank < size; ++rank) {
-      EXPECT_NE(texts[rank].find("before this "), std::string::npos) << texts[rank];
+      EXPECT_NE(texts[rank].find("before this, "), std::string::npos) << texts[rank];
       EXPECT_NE(texts[rank].find("broadcast of 32 bytes with root 0"), std::string::npos) << texts[rank];
       EXPECT_NE(texts[rank].find("with root " + std::to_string(size - 1)), std::string::npos) << texts[rank];
     }

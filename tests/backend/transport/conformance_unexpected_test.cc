@@ -75,6 +75,31 @@ class UnexpectedMessages : public TransportConformance {
     for (const Sent& sent : sends_) EXPECT_TRUE(sent.status) << sent.status.toString();
   }
 
+  // Though nobody receives them; with an error, where it says that the group is over.
+  void expectAllEnd() {
+    const bool haveEnded = progressUntil(
+        [&] {
+          a_->look(std::chrono::steady_clock::now());
+          b_->look(std::chrono::steady_clock::now());
+          return numDone() == std::ssize(sends_);
+        },
+        5s);
+    EXPECT_TRUE(haveEnded) << numDone() << " of " << sends_.size();
+    for (const Sent& sent : sends_) {
+      EXPECT_TRUE(sent.status || sent.status.code() == StatusCode::kPeerLeft) << sent.status.toString();
+    }
+  }
+  // Of the group; so that the sender is ahead of nobody.
+  void expectNothingKept(std::uint32_t group) {
+    Received received;
+    EXPECT_FALSE(b_->recvIfThere(p2p::groupTag(group), p2p::kGroupMask, nullptr, 0, received));
+    progressUntil([] { return false; }, 50ms);  // receipts
+    const std::uint64_t others = tagOf(99, group);
+    Sent& small = send(others, 8, group);
+    EXPECT_TRUE(progressUntil([&] { return small.done; }, 2s));
+    expectReceived(others, 8, group);
+  }
+
   static std::uint64_t tagOf(std::uint32_t group, std::uint32_t tag) {
     return p2p::makeTag(group, p2p::MessageKind::kPointToPoint, 0, tag);
   }
@@ -248,6 +273,57 @@ TEST_P(UnexpectedMessages, NothingIsLostOrOutOfOrderHoweverFarOneIsAhead) {
     EXPECT_TRUE(m.recv.status) << m.recv.status.toString();
     EXPECT_TRUE(m.in == m.out) << "number " << i << ", " << m.out.size() << " bytes";
   }
+}
+
+// As often as it takes to use the bound up, were they not counted out.
+TEST_P(UnexpectedMessages, OnesOfAGroupThatIsOverAreDropped) {
+  for (std::uint32_t group = 1; group <= 3; ++group) {
+    sendAhead(tagOf(group, 1));
+    b_->closeGroup(group, {a_of_b_});
+    expectAllEnd();
+    expectNothingKept(group);
+  }
+}
+
+TEST_P(UnexpectedMessages, OnesThatComeForAGroupThatIsOverAreDropped) {
+  for (std::uint32_t group = 1; group <= 3; ++group) {
+    b_->closeGroup(group, {a_of_b_});
+    sendAhead(tagOf(group, 1));
+    send(tagOf(group, 2), 100'000, 1);
+    expectAllEnd();
+    expectNothingKept(group);
+  }
+}
+
+TEST_P(UnexpectedMessages, ANumberThatIsOpenedAgainBeginsWithoutMessages) {
+  sendAhead(tagOf(1, 1));
+  b_->openGroup(1);
+  b_->closeGroup(1, {a_of_b_});
+  sendAhead(tagOf(1, 1));
+  b_->openGroup(1);
+  expectAllEnd();
+  for (const std::size_t bytes : {8ul, 8000ul, 100'000ul}) {
+    Sent& sent = send(tagOf(1, 1), bytes, bytes);
+    expectReceived(tagOf(1, 1), bytes, bytes);
+    EXPECT_TRUE(progressUntil([&] { return sent.done; }, 5s)) << bytes << " bytes";
+    EXPECT_TRUE(sent.status) << sent.status.toString();
+  }
+}
+
+TEST_P(UnexpectedMessages, OnesToItselfOfAGroupThatIsOverAreDropped) {
+  const Result<PeerId> self = a_->connect(a_->address());
+  ASSERT_TRUE(self);
+  for (const std::size_t bytes : std::vector<std::size_t>(numAhead_, kBytes)) {
+    Sent& sent = sends_.emplace_back();
+    sent.data = contentOf(bytes, 0);
+    a_->send(*self, tagOf(1, 1), sent.data.data(), bytes, sent);
+  }
+  a_->closeGroup(1, {*self});
+  expectAllEnd();
+  Sent& sent = sends_.emplace_back();
+  sent.data = contentOf(8, 0);
+  a_->send(*self, tagOf(2, 1), sent.data.data(), 8, sent);
+  EXPECT_TRUE(progressUntil([&] { return sent.done; }, 2s));
 }
 
 std::vector<Kind> boundedKinds() {

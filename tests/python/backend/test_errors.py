@@ -24,7 +24,7 @@ def _still_works(rank, world_size):
 def _misuse(rank, world_size):
     x = torch.zeros(4)
     cases = [
-        (ValueError, r"broadcast: tensors has layout Sparse; expected a dense",
+        (ValueError, r"broadcast: tensor has layout Sparse; expected a dense",
          lambda: backend.broadcast([x.to_sparse()], dist.BroadcastOptions())),
         (ValueError, r"strides \[1, 4\]; expected a contiguous tensor",
          lambda: dist.send(torch.zeros(4, 4).t(), 1 - rank)),
@@ -32,7 +32,7 @@ def _misuse(rank, world_size):
          lambda: dist.all_reduce(torch.zeros(8)[::2])),
         (ValueError, r"all_reduce: .* strides \[0, 1\]; expected a tensor with neither gaps nor overlaps",
          lambda: dist.all_reduce(torch.zeros(4).expand(3, 4))),
-        (ValueError, r"send: tensors is a lazily conjugated view; .* pass .resolve_conj\(\)",
+        (ValueError, r"send: tensor is a lazily conjugated view; .* pass .resolve_conj\(\)",
          lambda: backend.send([torch.zeros(4, dtype=torch.complex64).conj()], 1 - rank, 0)),
         (ValueError, r"all_gather: tensor_list .* strides \[0, 1\]; expected a tensor with neither gaps nor overlaps",
          lambda: dist.all_gather([torch.zeros(3).expand(2, 3) for _ in range(2)], torch.zeros(2, 3))),

@@ -162,3 +162,78 @@ def _leave_unreceived(rank, world_size):
 @pytest.mark.parametrize("place", PLACES)
 def test_a_group_that_ends_with_messages_unreceived_leaves_the_others_as_they_are(place):
     assert _run(_leave_unreceived, place, unexpected="64K") == [True, True]
+
+
+def _destroy_with_unreceived(rank, world_size, groups, is_late):
+    """Groups that rank 1 leaves with messages of rank 0's unreceived; is_late: sent after it has left. Then a small
+    message, which must be on its way though nobody receives it yet, and what rank 1's memory has grown by."""
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    before = private_bytes()
+    for i in range(groups):
+        group = dist.new_group(timeout=datetime.timedelta(seconds=20))
+        dist.barrier(group)
+        if rank == 1 and is_late:
+            dist.destroy_process_group(group)
+            store.set(f"left {i}", "")
+        if rank == 0:
+            if is_late:
+                store.wait([f"left {i}"])
+            works = [dist.isend(torch.zeros(WORDS, dtype=torch.int64), 1, group) for _ in range(512)]
+            store.set(f"sent {i}", "")
+        else:
+            store.wait([f"sent {i}"])
+            works = []
+        dist.barrier()
+        if rank == 0 or not is_late:
+            dist.destroy_process_group(group)
+        del works, group
+    dist.barrier()
+    grown = private_bytes() - before
+    if rank == 0:
+        time.sleep(0.5)  # what comes late over UCX is looked for now and then
+        began = time.monotonic()
+        small = dist.isend(torch.ones(1), 1)
+        small.wait(datetime.timedelta(seconds=5))
+        took = time.monotonic() - began
+        store.set("small", "")
+        return took
+    store.wait(["small"])
+    assert dist.recv(torch.zeros(1), 0) == 0
+    return grown
+
+
+@pytest.mark.skipif(SANITIZED, reason="the sanitizers' memory is not bounded so")
+@pytest.mark.parametrize("is_late", [False, True], ids=["before", "late"])
+@pytest.mark.parametrize("place", PLACES)
+def test_what_a_group_that_ended_has_not_received_is_let_go_of(place, is_late, capsys):
+    took, grown = _run(
+        _destroy_with_unreceived, place, unexpected="64M", timeout=100, groups=12, is_late=is_late
+    )  # 48 MiB
+    with capsys.disabled():
+        print(f"\n{place}: {grown / MIB:.1f} MiB", end="")
+    assert grown < 24 * MIB
+    took, _ = _run(_destroy_with_unreceived, place, unexpected="64K", timeout=100, groups=4, is_late=is_late)
+    assert took < 2
+
+
+def _send_to_who_has_left(rank, world_size):
+    group = dist.new_group(timeout=datetime.timedelta(seconds=60))
+    dist.barrier(group)
+    if rank == 1:
+        dist.destroy_process_group(group)
+        await_all(rank, world_size)
+        return None
+    time.sleep(0.5)
+    began = time.monotonic()
+    with pytest.raises(dist.DistBackendError) as error:
+        dist.send(torch.zeros(1 << 20), 1, group)
+    took = time.monotonic() - began
+    await_all(rank, world_size)
+    return took, str(error.value)
+
+
+def test_a_sender_of_much_is_told_that_its_receiver_has_left_the_group():
+    (took, message), _ = _run(_send_to_who_has_left, "one host", timeout=30)
+    assert took < 5
+    assert re.search(r"rank 1 \(.*(left|over)", message, re.DOTALL), message

@@ -21,8 +21,7 @@ def _backend():
 
 def _results(rank, world_size):
     work = dist.all_reduce(torch.ones(1), async_op=True)
-    if ON_CPU:  # NCCL's works have no results
-        assert work.get_future_result().wait() == 0  # WorkResult.SUCCESS
+    assert work.get_future_result().wait() == 0  # WorkResult.SUCCESS
     work.wait()
     if ON_CPU and rank == 0:
         work = dist.irecv(torch.zeros(1), 1, tag=3)
@@ -75,7 +74,7 @@ def _sparse_facts(rank, world_size):
     return True
 
 
-@only_on_cpu("NCCL's works have neither results nor durations")
+@only_on_cpu("NCCL's works have no durations")
 def test_the_work_of_a_sparse_sum_tells_what_a_work_tells():
     assert all(run_ranks(_sparse_facts, 2, "farandole"))
 

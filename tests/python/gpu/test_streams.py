@@ -99,6 +99,24 @@ def test_a_callback_of_a_future_computes_behind_the_collective(world):
         assert waited < SLOW / 2
 
 
+def _result(rank, world_size):
+    cycles = _warm(world_size)
+    x = torch.zeros(NUMEL, device="cuda")
+    torch.cuda._sleep(cycles)
+    x.fill_(rank + 1)
+    result = dist.all_reduce(x, async_op=True).get_future_result()
+    early = result.done()
+    assert result.wait() == 0  # WorkResult.SUCCESS
+    # The device has done it, and nothing on the host's side has waited for that stream.
+    total = world_size * (world_size + 1) // 2
+    return early, bool((x == total).all())
+
+
+def test_the_result_of_a_work_is_told_once_the_device_has_done_it(world):
+    for early, is_right in run_on_gpus(_result, world):
+        assert not early and is_right
+
+
 def _freed_at_once(rank, world_size):
     _warm(world_size)
     large = torch.ones(LATE, device="cuda")  # 256 MiB: the collectives behind it are late

@@ -1,0 +1,84 @@
+// What comes for groups that are over. UCX keeps it with all else that nobody has wanted yet, and tells of none of it.
+#include <algorithm>
+#include <utility>
+
+#include "backend/p2p/message_tag.h"
+#include "backend/transport/ucx/ucx_transport.h"
+
+namespace farandole::transport {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr std::size_t kMostClosed = 256;
+// Each look for a group's messages walks past all that UCX keeps of others.
+constexpr std::size_t kGroupsPerLook = 8;
+// How long the transport is held for what is dropped; the next look goes on.
+constexpr auto kMostAtOnce = std::chrono::milliseconds(10);
+
+void dropped(void* handle, ucs_status_t, const ucp_tag_recv_info_t*, void*) { ucp_request_free(handle); }
+
+}  // namespace
+
+void UcxTransport::closeGroup(std::uint32_t group, const std::vector<PeerId>& members) {
+  closedGroups_.push_front({group, members});
+  if (closedGroups_.size() > kMostClosed) closedGroups_.pop_back();
+  nextClosed_ = 0;
+  if (!isProgressing_) dropLateMessages();
+}
+
+void UcxTransport::openGroup(std::uint32_t group) {
+  ClosedGroup closed{group, {}};
+  if (const auto known = std::ranges::find(closedGroups_, group, &ClosedGroup::group); known != closedGroups_.end()) {
+    closed = std::move(*known);
+    closedGroups_.erase(known);
+  }
+  (void)dropMessages(closed, Clock::time_point::max());
+}
+
+void UcxTransport::dropLateMessages() {
+  const Clock::time_point until = Clock::now() + kMostAtOnce;
+  dropOldest(until);
+  for (std::size_t left = std::min(closedGroups_.size(), kGroupsPerLook); left > 0; --left) {
+    nextClosed_ %= closedGroups_.size();
+    if (!dropMessages(closedGroups_[nextClosed_], until)) return;
+    ++nextClosed_;
+  }
+}
+
+// Those that have been there longest are found without walking past others.
+void UcxTransport::dropOldest(Clock::time_point until) {
+  while (Clock::now() < until) {
+    ucp_tag_recv_info_t info;
+    if (ucp_tag_probe_nb(worker_, 0, 0, 0, &info) == nullptr) return;
+    const auto closed = std::ranges::find(closedGroups_, p2p::groupOf(info.sender_tag), &ClosedGroup::group);
+    if (closed == closedGroups_.end()) return;
+    dropMessage(ucp_tag_probe_nb(worker_, info.sender_tag, p2p::kExactMask, 1, &info), info, *closed);
+  }
+}
+
+bool UcxTransport::dropMessages(const ClosedGroup& closed, Clock::time_point until) {
+  while (Clock::now() < until) {
+    ucp_tag_recv_info_t info;
+    const ucp_tag_message_h message = ucp_tag_probe_nb(worker_, p2p::groupTag(closed.group), p2p::kGroupMask, 1, &info);
+    if (message == nullptr) return true;
+    dropMessage(message, info, closed);
+  }
+  return false;
+}
+
+// Receives it into no room at all, which uses it up.
+void UcxTransport::dropMessage(ucp_tag_message_h message, const ucp_tag_recv_info_t& info, const ClosedGroup& closed) {
+  ucp_request_param_t param;
+  param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_MEMORY_TYPE;
+  param.cb.recv = &dropped;
+  param.memory_type = UCS_MEMORY_TYPE_HOST;
+  // What its sender is answered may be left pending: whoever sleeps is to arm UCX again.
+  if (UCS_PTR_IS_PTR(ucp_tag_msg_recv_nbx(worker_, nullptr, 0, message, &param))) signal();
+  const auto source = static_cast<std::size_t>(p2p::sourceOf(info.sender_tag));
+  if (source < closed.members.size() && closed.members[source] != kAnyPeer) {
+    noteReceived(closed.members[source], info.length);
+  }
+}
+
+}  // namespace farandole::transport
