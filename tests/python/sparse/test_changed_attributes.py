@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 import warnings
 from collections.abc import Callable
@@ -116,7 +117,8 @@ def change(rank: int, world_size: int, seed: int, counts: bool, broadcasts: bool
         [expected] = plain_loop(plain, plain_optimizer, [batch])
         assert torch.equal(output, expected), told
     assert_same(model, plain)
-    assert "since 'offset'" in pipeline.explain()
+    # Not always of 'offset': what changes it may all come to batches that stay in their forward, after others.
+    assert re.search(r"since '(offset|arch\.others|arch\.shift)'", pipeline.explain())
 
 
 @pytest.mark.parametrize("threads", [False, True])
