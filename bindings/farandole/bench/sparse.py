@@ -51,8 +51,8 @@ def measure(settings: Settings, pair: RankPair) -> Report:
 
 
 def _in_fresh_processes(settings: Settings, series: dict[str, list[Series]]) -> Measurement:
-    # A step differs by 5 % from one start to the next, and the rounds of one start agree on it: so do peers that have
-    # been started one after the other in one process, whose tables lie elsewhere in it.
+    # A step differs by 5 % from one start to the next, and the rounds of one start agree on it. Each peer has processes of
+    # its own, since in one their tables would lie in other places of it.
     orders = itertools.cycle(itertools.permutations(on_rank.PEERS))
 
     def one_round() -> list[list[Sample]]:
