@@ -29,7 +29,7 @@ class RowExchange {
  private:
   Group group_;
   c10::Device device_;
-  at::Tensor sent_;
+  at::Tensor sent_;  // on the CPU; again for rows of the same length, as received_ is
   at::Tensor received_;
   WorkPtr work_;
 };

@@ -269,9 +269,12 @@ void bindGraphReads(py::module_& module) {
 }
 
 void bindExchanges(py::module_& module) {
+  py::class_<ddp::StagingMemory, std::shared_ptr<ddp::StagingMemory>>(module, "StagingMemory").def(py::init<>());
   py::class_<ddp::TensorExchange>(module, "TensorExchange")
-      .def(py::init<ddp::Group, std::vector<at::Tensor>, ddp::TensorExchange::Splits, ddp::TensorExchange::Splits>(),
-           py::arg("group"), py::arg("sent"), py::arg("sent_splits"), py::arg("received_splits"), ReleaseGil())
+      .def(py::init<ddp::Group, std::shared_ptr<ddp::StagingMemory>, const std::vector<at::Tensor>&,
+                    ddp::TensorExchange::Splits>(),
+           py::arg("group"), py::arg("memory"), py::arg("sent"), py::arg("sent_splits"), ReleaseGil())
+      .def("expect", &ddp::TensorExchange::expect, py::arg("received_splits"), ReleaseGil())
       .def("start", &ddp::TensorExchange::start, ReleaseGil())
       .def("wait", &ddp::TensorExchange::wait, ReleaseGil());
   py::class_<ddp::RowExchange>(module, "RowExchange")

@@ -50,7 +50,9 @@ TEST(TensorExchange, EachRankGetsThePartsThatAreForIt) {
         sentSplits.push_back(to);
         receivedSplits.push_back(by);
       }
-      TensorExchange exchange(self.group, sent, sentSplits, receivedSplits);
+      TensorExchange exchange(self.group, std::make_shared<StagingMemory>(), sent, sentSplits);
+      for (at::Tensor& tensor : sent) tensor.zero_();  // it has copies
+      exchange.expect(receivedSplits);
       exchange.start();
       for (int again = 0; again < 2; ++again) {
         const std::vector<at::Tensor>& received = exchange.wait();
@@ -68,24 +70,28 @@ TEST(TensorExchange, RefusesTensorsAndSplitsThatDoNotFitBeforeAnythingIsSent) {
   runThreads(2, [](ThreadRank& self) {
     const at::Tensor tensor = at::zeros({2, 2});
     const Splits one = {{1, 1}}, two = {{1, 1}, {1, 1}};
-    const auto refuse = [&](const std::vector<at::Tensor>& sent, const Splits& to, const Splits& by) {
-      EXPECT_THROW(TensorExchange(self.group, sent, to, by), c10::Error);
+    const auto memory = std::make_shared<StagingMemory>();
+    const auto refuse = [&](const std::vector<at::Tensor>& sent, const Splits& to) {
+      EXPECT_THROW(TensorExchange(self.group, memory, sent, to), c10::Error);
     };
-    refuse({tensor, tensor}, one, two);
-    refuse({tensor, tensor}, two, one);
-    refuse({at::zeros({})}, one, one);
-    refuse({at::zeros({2, 2}).t()}, one, one);
-    refuse({at::zeros({2, 2}, at::kMeta)}, one, one);
-    refuse({tensor}, {{1, 2}}, one);
-    refuse({tensor}, {{3, -1}}, one);
-    refuse({tensor}, {{2}}, one);
-    refuse({tensor}, one, {{1, -1}});
-    refuse({tensor}, one, {{1, 1, 0}});
-    refuse({tensor}, one, self.rank == 0 ? Splits{{2, 1}} : Splits{{1, 2}});
-    TensorExchange exchange(self.group, {tensor}, one, one);
+    refuse({tensor, tensor}, one);
+    refuse({at::zeros({})}, one);
+    refuse({at::zeros({2, 2}).t()}, one);
+    refuse({at::zeros({2, 2}, at::kMeta)}, one);
+    refuse({tensor}, {{1, 2}});
+    refuse({tensor}, {{3, -1}});
+    refuse({tensor}, {{2}});
+    TensorExchange exchange(self.group, memory, {tensor}, one);
+    EXPECT_THROW(exchange.start(), c10::Error);
+    for (const Splits& by :
+         {two, Splits{{1, -1}}, Splits{{1, 1, 0}}, self.rank == 0 ? Splits{{2, 1}} : Splits{{1, 2}}}) {
+      EXPECT_THROW(exchange.expect(by), c10::Error);
+    }
+    exchange.expect(one);
     EXPECT_THROW(exchange.wait(), c10::Error);
     exchange.start();
     EXPECT_THROW(exchange.start(), c10::Error);
+    EXPECT_THROW(exchange.expect(one), c10::Error);
     EXPECT_TRUE(at::equal(exchange.wait().at(0), tensor));
   });
 }
@@ -97,7 +103,8 @@ TEST(TensorExchange, EndsWhenTheGroupIsAborted) {
       ASSERT_EQ(started.get_future().wait_for(std::chrono::seconds(10)), std::future_status::ready);
       return self.backend->abort();
     }
-    TensorExchange exchange(self.group, {at::zeros({2})}, {{1, 1}}, {{1, 1}});
+    TensorExchange exchange(self.group, std::make_shared<StagingMemory>(), {at::zeros({2})}, {{1, 1}});
+    exchange.expect({{1, 1}});
     exchange.start();
     started.set_value();
     for (int again = 0; again < 2; ++again) EXPECT_THROW(exchange.wait(), c10::Error);

@@ -44,21 +44,22 @@ class ExchangeGroup:
         self.size = 1 if group is None else group.size()
         self.rank = 0 if group is None else group.rank()
         self.has_failed = False  # an exchange itself, here
+        self._memory = _C.StagingMemory()
         self._rows = None if group is None else _C.RowExchange(group, device)
         self._alone: list[int] = []
 
-    def start_tensors(
-        self, sent: Sequence[torch.Tensor], sent_splits: Splits, received_splits: Splits
-    ) -> _C.TensorExchange:
-        """The all-to-all of each of these, which are contiguous."""
+    def packed(self, sent: Sequence[torch.Tensor], splits: Splits) -> _C.TensorExchange:
+        """The all-to-all of each of these, which are contiguous, and copied. Nothing is under way yet."""
         assert self.group is not None
-        exchange = _C.TensorExchange(self.group, sent, sent_splits, received_splits)  # what it refuses was not sent
+        return _C.TensorExchange(self.group, self._memory, sent, splits)
+
+    def start_tensors(self, exchange: _C.TensorExchange, received_splits: Splits) -> None:
+        exchange.expect(received_splits)  # what that refuses was not sent
         try:
             exchange.start()
         except BaseException:
             self.has_failed = True
             raise
-        return exchange
 
     def finish_tensors(self, exchange: _C.TensorExchange) -> list[torch.Tensor]:
         """What has come for them; any number of times."""

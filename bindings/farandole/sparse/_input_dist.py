@@ -62,6 +62,7 @@ class InputDist:
         self._decided: Presence | None = None  # where no exchange is outstanding
         self._late: dict[str, tuple[Any, dict[str, Any]]] = {}  # inputs of modules that start in finish()
         self._unsent: list[tuple[str, Any]] = []  # with their modules
+        self._packed: Any = None  # the data of these
 
     def take(self, modules: dict[str, nn.Module], inputs: Callable[[InFlight], Inputs], may_run_beside: bool) -> None:
         """From the next batch on: the pipelined modules by name, and what a batch gives them, in the same order;
@@ -132,7 +133,7 @@ class InputDist:
     def start(self, number: int, flying: InFlight | None, presence: Presence, reason: str) -> None:
         error: Exception | None = None
         calls: dict[str, tuple[Any, dict[str, Any]]] = {}
-        self._late, self._unsent = {}, []
+        self._late, self._unsent, self._packed = {}, [], None
         if self._joint.lost:
             self._decided = FAILED
             self._joint.refuse_lost()
@@ -255,7 +256,7 @@ class InputDist:
             raise
 
     def _hold_first(self, flying: InFlight, calls: dict[str, Any]) -> None:
-        self._late, self._unsent = {}, []
+        self._late, self._unsent, self._packed = {}, [], None
         if self._torchrec is None:
             self._hold(flying, calls)
             return
@@ -292,6 +293,8 @@ class InputDist:
             for part in self._torchrec.unsent_of(request):
                 if own is None or part.group is own:
                     self._unsent.append((name, part))
+        if self._torchrec is not None:
+            self._packed = self._torchrec.packed([part for _, part in self._unsent], self._joint.group)
 
     def _rows(self) -> list[list[int]]:
         rows: list[list[int]] = [[] for _ in range(self._joint.exchange.size)]
@@ -321,10 +324,10 @@ class InputDist:
                 end = begin + part.columns
                 part.settle([row[begin:end] for row in rows])
                 begin = end
-            data = self._torchrec.send(parts, self._joint.group)
+            data = self._torchrec.send(parts, self._joint.group, self._packed)
             for name, request in flying.requests.items():
                 flying.requests[name] = self._torchrec.sent(request, data)
-        self._unsent = []
+        self._unsent, self._packed = [], None
 
     # Each of the two ends on all ranks before the next begins, since nothing else could tell that one rank has failed.
     def _dist_late(self, flying: InFlight) -> None:

@@ -33,45 +33,53 @@ class UnsentSplits(Awaitable[Any]):
     def __init__(self, all_to_all: KJTAllToAll, group: dist.ProcessGroup, features: KeyedJaggedTensor) -> None:
         super().__init__()
         self.all_to_all = all_to_all
-        self._features = features
-        self._has_one_stride = not features.variable_stride_per_key()
         self.group = group
-        self.splits: list[list[int]] = features.dist_splits(all_to_all._splits)  # by tensor and rank
+        self._features: KeyedJaggedTensor | None = features
+        self.kind, self.device, self.labels = type(features), features.device(), features.dist_labels()
+        self.has_one_stride = not features.variable_stride_per_key()
+        self._samples = features.stride() if self.has_one_stride else 0
+        splits, rank = all_to_all._splits, group.rank()
+        begin = sum(splits[:rank])
+        self.keys = features.keys()[begin : begin + splits[rank]]  # that come
+        self.splits: list[list[int]] = features.dist_splits(splits)  # by tensor and rank
         self._tensors: list[torch.Tensor] = features.dist_tensors()
-        labels = features.dist_labels()
-        self.form = form_of(*[(label, each.dtype) for label, each in zip(labels, self._tensors, strict=True)])
+        self.form = form_of(*[(label, each.dtype) for label, each in zip(self.labels, self._tensors, strict=True)])
         self.output_splits: list[list[int]] = []
-        self._stride_per_rank: list[int] | None = None
+        self.stride_per_rank: list[int] | None = None
 
     def rows(self) -> list[list[int]]:
         """What is sent to each rank: the form of the features, how many samples, and how much of each tensor it gets."""
-        samples = self._features.stride() if self._has_one_stride else 0
         none = [0] * (len(TENSORS) - len(self.splits))
-        return [[self.form, samples, *sizes, *none] for sizes in zip(*self.splits, strict=True)]
+        return [[self.form, self._samples, *sizes, *none] for sizes in zip(*self.splits, strict=True)]
 
     def settle(self, rows: list[list[int]]) -> None:
         """Takes what each rank has said in these columns, all of the same form."""
         _, samples, *sizes = map(list, zip(*rows, strict=True))
         self.output_splits = sizes[: len(self.splits)]
-        self._stride_per_rank = samples if self._has_one_stride else None
+        self.stride_per_rank = samples if self.has_one_stride else None
 
-    def arguments(self) -> dict[str, Any]:
-        """Those of KJTAllToAllTensorsAwaitable."""
-        splits, rank = self.all_to_all._splits, self.group.rank()
-        begin = sum(splits[:rank])
-        return {
-            "pg": self.group,
-            "input": self._features,
-            "splits": splits,
-            "input_splits": self.splits,
-            "output_splits": self.output_splits,
-            "input_tensors": [tensor.contiguous() for tensor in self._tensors],
-            "labels": self._features.dist_labels(),
-            "keys": self._features.keys()[begin : begin + splits[rank]],
-            "device": self._features.device(),
-            "stagger": self.all_to_all._stagger,
-            "stride_per_rank": self._stride_per_rank,
-        }
+    def tensors(self) -> list[torch.Tensor]:
+        return [tensor.contiguous() for tensor in self._tensors]
+
+    def forget_features(self) -> None:
+        """Their tensors are packed."""
+        self._features, self._tensors = None, []
+
+    def send_alone(self) -> KJTAllToAllTensorsAwaitable:
+        """As torchrec does."""
+        return KJTAllToAllTensorsAwaitable(
+            pg=self.group,
+            input=self._features,
+            splits=self.all_to_all._splits,
+            input_splits=self.splits,
+            output_splits=self.output_splits,
+            input_tensors=self.tensors(),
+            labels=self.labels,
+            keys=self.keys,
+            device=self.device,
+            stagger=self.all_to_all._stagger,
+            stride_per_rank=self.stride_per_rank,
+        )
 
     def _wait_impl(self) -> Any:
         return KJTAllToAll.forward(self.all_to_all, self._features).wait()
@@ -80,53 +88,58 @@ class UnsentSplits(Awaitable[Any]):
 class ExchangedTensors(KJTAllToAllTensorsAwaitable):
     """The data of one module's features, in an exchange that is not torchrec's."""
 
-    def __init__(
-        self,
-        group: ExchangeGroup,
-        exchange: TensorExchange,
-        tensors: slice,
-        pg: dist.ProcessGroup,
-        input: KeyedJaggedTensor,
-        splits: list[int],
-        input_splits: list[list[int]],
-        output_splits: list[list[int]],
-        input_tensors: list[torch.Tensor],
-        labels: list[str],
-        keys: list[str],
-        device: torch.device,
-        stagger: int,
-        stride_per_rank: list[int] | None,
-    ) -> None:
+    def __init__(self, group: ExchangeGroup, exchange: TensorExchange, tensors: slice, part: UnsentSplits) -> None:
         Awaitable.__init__(self)  # not the base's, which starts exchanges
         self._group, self._exchange, self._tensors = group, exchange, tensors
-        self._pg, self._device, self._workers = pg, device, pg.size()
-        self._input, self._keys, self._splits, self._stagger = input, keys, splits, stagger
-        self._input_splits = dict(zip(labels, input_splits, strict=True))
-        self._output_splits = dict(zip(labels, output_splits, strict=True))
-        self._stride_per_rank = stride_per_rank
-        self._recat = _get_recat(splits[pg.rank()], len(splits), stagger, device, stride_per_rank)
-        self._awaitables: list[Any] = []
+        self._kind, self._keys, self._has_one_stride = part.kind, part.keys, part.has_one_stride
+        splits, self._stagger = part.all_to_all._splits, part.all_to_all._stagger
+        self._workers = part.group.size()
+        # The names of what torchrec looks at.
+        self._input_splits = dict(zip(part.labels, part.splits, strict=True))
+        self._output_splits = dict(zip(part.labels, part.output_splits, strict=True))
+        self._stride_per_rank = part.stride_per_rank
+        self._recat = _get_recat(
+            splits[part.group.rank()], len(splits), self._stagger, part.device, self._stride_per_rank
+        )
 
     def _wait_impl(self) -> KeyedJaggedTensor:
-        self._output_tensors = self._group.finish_tensors(self._exchange)[self._tensors]
-        return super()._wait_impl()
+        return self._kind.dist_init(
+            keys=self._keys,
+            tensors=self._group.finish_tensors(self._exchange)[self._tensors],
+            variable_stride_per_key=not self._has_one_stride,
+            num_workers=self._workers,
+            recat=self._recat,
+            stride_per_rank=self._stride_per_rank,
+            stagger=self._stagger,
+        )
 
 
-def send(parts: Sequence[UnsentSplits], group: ExchangeGroup) -> dict[int, KJTAllToAllTensorsAwaitable]:
-    """Starts the exchange of the data of settled parts, over one group; by their identity."""
-    arguments = [part.arguments() for part in parts]
-    tensors = [tensor for each in arguments for tensor in each["input_tensors"]]
-    if not tensors or group.size == 1 or group.device.type != "cpu":
-        made = [KJTAllToAllTensorsAwaitable(**each) for each in arguments]
-        return {id(part): each for part, each in zip(parts, made, strict=True)}
-    sent = [split for part in parts for split in part.splits]
-    received = [split for part in parts for split in part.output_splits]
-    exchange = group.start_tensors(tensors, sent, received)
+def packed(parts: Sequence[UnsentSplits], group: ExchangeGroup) -> TensorExchange | None:
+    """The exchange of the data of parts over one group, which need not stay as it is any longer; None where each part is
+    sent alone."""
+    if group.size == 1 or group.device.type != "cpu":
+        return None
+    tensors = [tensor for part in parts for tensor in part.tensors()]
+    if not tensors:
+        return None
+    exchange = group.packed(tensors, [split for part in parts for split in part.splits])
+    for part in parts:
+        part.forget_features()
+    return exchange
+
+
+def send(
+    parts: Sequence[UnsentSplits], group: ExchangeGroup, exchange: TensorExchange | None
+) -> dict[int, KJTAllToAllTensorsAwaitable]:
+    """Starts the exchange of the data of settled parts; by their identity."""
+    if exchange is None:
+        return {id(part): part.send_alone() for part in parts}
+    group.start_tensors(exchange, [split for part in parts for split in part.output_splits])
     exchanged: dict[int, KJTAllToAllTensorsAwaitable] = {}
     begin = 0
-    for part, each in zip(parts, arguments, strict=True):
-        end = begin + len(each["input_tensors"])
-        exchanged[id(part)] = ExchangedTensors(group, exchange, slice(begin, end), **each)
+    for part in parts:
+        end = begin + len(part.labels)
+        exchanged[id(part)] = ExchangedTensors(group, exchange, slice(begin, end), part)
         begin = end
     return exchanged
 

@@ -24,7 +24,9 @@ def compare(rank: int, world_size: int, seed: int) -> None:
         sent = [of_type[rank] for of_type in counts]
         received = [[row[rank] for row in of_type] for of_type in counts]
         tensors = [torch.randint(0, 2, (sum(n),)).to(dtype) for n, dtype in zip(sent, types, strict=True)]
-        arrived = group.finish_tensors(group.start_tensors(tensors, sent, received))
+        exchange = group.packed([tensor.clone() for tensor in tensors], sent)
+        group.start_tensors(exchange, received)
+        arrived = group.finish_tensors(exchange)
         for tensor, out, into, got in zip(tensors, sent, received, arrived, strict=True):
             expected = tensor.new_empty(sum(into))
             dist.all_to_all_single(expected, tensor, into, out)
@@ -42,12 +44,15 @@ def test_tensors_of_one_exchange_are_those_of_single_ones(world_size, backend):
 def lose_a_rank(rank: int, world_size: int) -> None:
     group = ExchangeGroup(dist.group.WORLD, torch.device(DEVICE))
     with pytest.raises(RuntimeError, match="tensor 0 has 2 rows"):
-        group.start_tensors([torch.zeros(2)], [[1, 2]], [[1, 1]])
+        group.packed([torch.zeros(2)], [[1, 2]])
+    exchange = group.packed([torch.zeros(2)], [[1, 1]])
+    with pytest.raises(RuntimeError, match="tensor 0 has splits"):
+        group.start_tensors(exchange, [[2, 1], [1, 2]][rank : rank + 1])
     assert not group.has_failed
     if rank == 1:
         group.give_up(ValueError("broken"), "stage")
         return
-    exchange = group.start_tensors([torch.zeros(2)], [[1, 1]], [[1, 1]])
+    group.start_tensors(exchange, [[1, 1]])
     for _ in range(2):
         with pytest.raises(RuntimeError):
             group.finish_tensors(exchange)
