@@ -27,10 +27,16 @@ class RowExchange {
   std::vector<int64_t> finish();
 
  private:
+  // Used again for rows of the same length.
+  struct Tensors {
+    at::Tensor rows;  // on the CPU
+    at::Tensor sent;
+    at::Tensor received;
+  };
+
   Group group_;
   c10::Device device_;
-  at::Tensor sent_;  // on the CPU; again for rows of the same length, as received_ is
-  at::Tensor received_;
+  Tensors tensors_;
   WorkPtr work_;
 };
 
