@@ -35,9 +35,14 @@ void GradReducer::prepareForward(bool requireSync, const std::string& change) {
     }
     if (!change.empty()) change_ = change;
     if (!change_.empty()) isFinished_ = false;  // it is to be told also where no gradient comes
-    if (!inRound_) return;
+    if (!inRound_ || expectsMore()) return;
   }
   finishRound(RoundEnd::kAbandoned);
+}
+
+bool GradReducer::expectsMore() const {
+  if (options_.endsWithBackward || isExplicit_ || !hasArrivals_) return false;
+  return isCounting_ || readyCount_ == 0;
 }
 
 void GradReducer::holdParameters() {
@@ -184,12 +189,21 @@ void GradReducer::checkHasMemory() const {
 void GradReducer::zeroGrads() {
   std::lock_guard lock(mutex_);
   checkHasMemory();
+  noteReset();
   gradients_.zero();
   isFinished_ = false;
 }
 
+void GradReducer::noteReset() {
+  if (options_.endsWithBackward || !inRound_ || !hasArrivals_) return;
+  note(
+      "gradients were reset before finish_grad_sync() was called for the last batch (did it raise?): expected that "
+      "call first. These are not to be used");
+}
+
 void GradReducer::forgetGrads() {
   std::lock_guard lock(mutex_);
+  noteReset();
   gradients_.forget();
   isFinished_ = false;
 }

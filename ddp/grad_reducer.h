@@ -184,6 +184,9 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   void resetRound();
   void clearRound();
   void takeTimeline();
+  // A round that a call ends may have several backwards: whether more gradients are to come, for all that is known.
+  bool expectsMore() const;
+  void noteReset();  // of gradients, which is too early in such a round
   void lookForChange();
   void checkUsable() const;
   void checkHasMemory() const;
@@ -226,6 +229,7 @@ class GradReducer : public std::enable_shared_from_this<GradReducer> {
   std::size_t readyCount_ = 0;
   UnusedParameters unused_;   // as the options say, unless the graph was said to be static later
   bool isCounting_ = false;   // this round finds out what is expected
+  bool hasCounted_ = false;   // one has
   bool hasArrivals_ = false;  // the round is driven by gradients, whose order it shows
   std::string finding_;       // in this round, of the checks or of gradients that cannot be added
   std::string change_;        // of the model, since it was wrapped

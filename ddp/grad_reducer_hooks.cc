@@ -53,10 +53,8 @@ void GradReducer::onGradReady(int parameter, const at::Tensor& brought) {
   if (!isUsed) return;
   const int arrived = ++arrived_[parameter];
   if (!isCounting_ && arrived > expected_[parameter]) {
-    note("parameter '" + named.name +
-         "' got its gradient twice in one backward that synchronizes: is it used by several reentrant checkpoints? Use "
-         "checkpoint(..., use_reentrant=False), or, where every backward is alike, static_graph=True or "
-         "_set_static_graph()");
+    note(hasCounted_ ? describeMore(named.name, expected_[parameter], options_.endsWithBackward)
+                     : describeTwice(named.name));
     gradients_.drop(parameter);
     return;
   }

@@ -103,8 +103,8 @@ void GradReducer::failRound(const std::string& trouble) {
 }
 
 std::vector<int> GradReducer::markRest(RoundEnd end) {
-  // Only a backward that has come to its end shows what one brings.
-  const bool counts = isCounting_ && hasArrivals_ && end != RoundEnd::kAbandoned;
+  // Only one that has come to its end, and was none of several that failed, shows what one brings.
+  const bool counts = isCounting_ && hasArrivals_ && end != RoundEnd::kAbandoned && finding_.empty();
   const bool notesUse = unused_ == UnusedParameters::kErrorInUsedGroup;
   std::vector<int> unused;
   c10::NoGradGuard noGrad;
@@ -122,8 +122,12 @@ std::vector<int> GradReducer::markRest(RoundEnd end) {
     if (counts) expected_[p] = std::max(arrived_[p], 1);
     markReady(parameter);
   }
-  if (counts) isCounting_ = false;
-  if (end == RoundEnd::kAbandoned) hasArrivals_ = false;  // what came of it shows no order
+  if (counts) {
+    isCounting_ = false;
+    hasCounted_ = true;
+  }
+  // What came of it shows no order: it was cut short, or nothing was ready before its end.
+  if (counts || end == RoundEnd::kAbandoned) hasArrivals_ = false;
   return unused;
 }
 
@@ -272,7 +276,9 @@ std::string GradReducer::troubleOf(const std::vector<int>& unused, RoundEnd end)
   const std::string self = nameOfThis() + ": ";
   if (end == RoundEnd::kAbandoned) {
     const std::string ending = options_.endsWithBackward ? "finalize_backward()" : "finish_grad_sync()";
-    return self + describeAbandoned(parameters_, unused, endsWithBackward_ ? "" : ending);
+    const bool hasAll = !options_.endsWithBackward && hasCounted_ && unused.empty();
+    return self + describeAbandoned(parameters_, unused, endsWithBackward_ ? "" : ending) +
+           (hasAll ? ". The gradients that the first batch had were all there" : "");
   }
   if (!change_.empty()) return self + change_;
   if (!finding_.empty()) return self + finding_;

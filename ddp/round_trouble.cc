@@ -38,6 +38,22 @@ std::string troubleWith(const ModelParameter& parameter, const at::Tensor& broug
   return "the gradient of parameter '" + parameter.name + "' was removed by a hook before it could be reduced";
 }
 
+std::string describeTwice(const std::string& name) {
+  return "parameter '" + name +
+         "' got its gradient twice in one backward that synchronizes: is it used by several reentrant checkpoints? Use "
+         "checkpoint(..., use_reentrant=False), or, where every backward is alike, static_graph=True or "
+         "_set_static_graph()";
+}
+
+std::string describeMore(const std::string& name, int counted, bool endsWithBackward) {
+  return "parameter '" + name + "' got more gradients than the " + std::to_string(counted) +
+         " that it had in the first " +
+         (endsWithBackward
+              ? "backward that synchronizes: static_graph=True expects every backward to be like that one"
+              : "batch that was reduced: overlap_grad_reduce=True expects every batch to be like that one, "
+                "in all backwards outside of no_sync()");
+}
+
 std::string describeAbandoned(const std::vector<ModelParameter>& parameters, const std::vector<int>& unused,
                               const std::string& ending) {
   if (!ending.empty()) {
@@ -82,11 +98,13 @@ std::string describeUntrained(const std::vector<std::optional<int>>& byRank, int
   if (named > kMaxNames) text += " and " + std::to_string(named - kMaxNames) + " more had some";
   if (named == 0) text = "a rank of another optimizer instance had " + std::to_string(most);
   return text + ", all others " + std::to_string(fewest) +
-         " forwards since the backward before whose outputs need no gradient, though they were in training, outside of "
-         "torch.no_grad() and no_sync(). No backward comes to these, and no average is made where the other ranks make "
-         "theirs: those of now may be of different steps, and are not to be used. Expected torch.no_grad() around what "
-         "is not trained on, and else outputs that need a gradient (e.g. with 0 * parameter.sum() added), or "
-         "start_grad_sync() and finish_grad_sync() in the place of the backward";
+         " forwards since the backward before whose outputs need no gradient, though the wrapper was called in "
+         "training, outside of torch.no_grad() and no_sync() (what the module does inside itself, as detach(), is not "
+         "seen). No backward comes to these, and no average is made where the other ranks make theirs: those of now "
+         "may be of different steps, and are not to be used. Where such a forward is not to be trained on (an agent "
+         "acts, samples are drawn), expected the wrapper to be called inside torch.no_grad(), or model.module in its "
+         "place. Where a batch has nothing to train on, expected outputs that need a gradient (e.g. with "
+         "0 * parameter.sum() added), or start_grad_sync() and finish_grad_sync() in the place of the backward";
 }
 
 }  // namespace farandole::ddp

@@ -13,6 +13,10 @@ namespace farandole::ddp {
 // A gradient that came cannot count; empty where it can, or where it is for its place to see.
 std::string troubleWith(const ModelParameter& parameter, const at::Tensor& brought);
 
+// More gradients came to a parameter in a round than one, or than the round that has counted them had.
+std::string describeTwice(const std::string& name);
+std::string describeMore(const std::string& name, int counted, bool endsWithBackward);
+
 // A forward came before its end: that of the backward, or, by the wrapper's name, of the call that ends it.
 std::string describeAbandoned(const std::vector<ModelParameter>& parameters, const std::vector<int>& unused,
                               const std::string& ending);

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
+import torch.distributed as dist
 
+from farandole import _C
 from farandole.ddp._ignored import named_buffers
+from farandole.ddp._lone_calls import told_when_long
 from farandole.ddp._members import Members
 
 
@@ -30,3 +33,20 @@ class Buffers:
 
     def _walk(self) -> list[torch.Tensor]:
         return [buffer for _, buffer in named_buffers(self._module, self._ignored)]
+
+
+def broadcast(groups: Sequence[dist.ProcessGroup], buffers: list[torch.Tensor], source: int) -> None:
+    """A collective of each of these groups."""
+    for group in groups:
+        _C.broadcast_tensors(group, buffers, source)
+
+
+def broadcast_for_evaluation(groups: Sequence[dist.ProcessGroup], buffers: list[torch.Tensor], source: int) -> None:
+    """So, where the forward has no gradients: one rank may be alone with it."""
+    if not buffers or all(group.size() == 1 for group in groups):
+        return
+    with told_when_long(
+        f"a forward of the wrapper without gradients gives the buffers of rank {source} of the group to all, so that all "
+        "ranks have to call it: what one rank alone evaluates it calls by model.module"
+    ):
+        broadcast(groups, buffers, source)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import torch
 import torch.distributed as dist
 
+from farandole.ddp._lone_calls import named
 from farandole.ddp._runs import GradShard, Run, give_back
 from farandole.ddp._wrapper import DistributedDataParallel
 
@@ -156,9 +157,13 @@ def zeros_in(runs: Sequence[Run | GradShard], left_out: Collection[torch.Tensor]
 def over_ranks(totals: torch.Tensor, norm_type: float, groups: Sequence[dist.ProcessGroup | None]) -> torch.Tensor:
     """The norms of all ranks together, from what each has by ``total_norms``: a collective of each of these groups."""
     op = dist.ReduceOp.MAX if norm_type == torch.inf else dist.ReduceOp.SUM
-    for group in groups:
-        if group is not None and group.size() > 1:
-            dist.all_reduce(totals, op, group=group)
+    with named(
+        "clip_grad_norm_(), grad_norm() and count_zeros() are collectives: expected the call on all ranks, of "
+        "model_parallel_group too, at the same place in their step"
+    ):
+        for group in groups:
+            if group is not None and group.size() > 1:
+                dist.all_reduce(totals, op, group=group)
     return totals if norm_type == torch.inf else totals ** (1.0 / norm_type)
 
 

@@ -12,6 +12,7 @@ from farandole.ddp import _optimizer_state as saved
 from farandole.ddp import _state_hooks as state_hooks
 from farandole.ddp import _state_loading as loading
 from farandole.ddp._agreement import Facts
+from farandole.ddp._lone_calls import named
 from farandole.ddp._runs import Run
 from farandole.ddp._whole import WholeParameters
 from farandole.ddp._wrapper import DistributedDataParallel
@@ -85,7 +86,11 @@ class SavesState:
         """As :meth:`state_dict`, with whole tensors, flat, of all parameters on every rank. A collective."""
         # Experts differ also where nothing is sharded.
         is_local = not self._is_sharded and not self._expert_suffix
-        return saved.gather(self.state_dict(), None if is_local else self._models[0].replicas.group)
+        part = self.state_dict()
+        with named(
+            "full_state_dict() is a collective: expected the call on all ranks, whichever saves what it returns"
+        ):
+            return saved.gather(part, None if is_local else self._models[0].replicas.group)
 
     def _initialize(self) -> None:
         is_made = saved.initialize(self._inner, self._runs, self._has_stepped)

@@ -15,7 +15,7 @@ from farandole import _C
 from farandole._default_device import default_device
 from farandole.ddp._abandonment import AbandonsGroup
 from farandole.ddp._agreement import refusing_together
-from farandole.ddp._buffers import Buffers
+from farandole.ddp._buffers import Buffers, broadcast, broadcast_for_evaluation
 from farandole.ddp._changes import ParameterWatch
 from farandole.ddp._comm_hook import TakesCommHook
 from farandole.ddp._compiled import calls_may_be_compiled
@@ -356,6 +356,8 @@ class DistributedDataParallel(
 
     def _sync_buffers(self, source: int = 0) -> None:
         buffers = self._shared_buffers.now()
-        for group in (self.replicas.instances, self.replicas.group):
-            if group is not None:
-                _C.broadcast_tensors(group, buffers, source)
+        groups = [group for group in (self.replicas.instances, self.replicas.group) if group is not None]
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            broadcast(groups, buffers, source)
+        else:
+            broadcast_for_evaluation(groups, buffers, source)

@@ -128,10 +128,11 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
         """Waits for the reduction, and makes it where none is under way; nothing where all is reduced already.
 
         Args:
-            force_all_reduce: with the distributed optimizer each rank gets all of the gradients, not its part alone.
+            force_all_reduce: with the distributed optimizer each rank gets all of the gradients, not its part alone. So
+                where the attribute of that name is True, which Megatron-LM's training loop sets before it saves them.
         """
         self._reducer.finish_sync()
-        if force_all_reduce and value_of(self.ddp_config, "use_distributed_optimizer"):
+        if (force_all_reduce or self.force_all_reduce) and value_of(self.ddp_config, "use_distributed_optimizer"):
             self._gather_gradients()
 
     def _gather_gradients(self) -> None:
@@ -210,9 +211,9 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
             f"copying or pickling a {type(self).__name__} of Megatron's: copy its module and wrap the copy"
         )
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Of the module that is wrapped: no name begins with ``module.``."""
-        return self.module.state_dict(*args, **kwargs)
+    def state_dict(self, prefix: str = "", keep_vars: bool = False, destination: Any = None) -> Any:
+        """Of the module that is wrapped: no name begins with ``module.``. Arguments have Megatron-core's order."""
+        return self.module.state_dict(prefix=prefix, keep_vars=keep_vars, destination=destination)
 
     def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> Any:
         """The module's own function of that name."""
@@ -246,6 +247,7 @@ def _options(config: Any, ddp_config: Any, bucket_size: int | None) -> _C.Reduce
     options.bucket_size = bucket_size
     options.is_bucketed = bucket_size is not None
     options.overlaps = value_of(ddp_config, "overlap_grad_reduce")
+    options.is_graph_static = options.overlaps  # the first batch counts what each parameter gets
     options.grad_dtype = torch.float32 if value_of(ddp_config, "grad_reduce_in_fp32") else None
     options.is_sharded = value_of(ddp_config, "use_distributed_optimizer")
     options.accumulates_in_float = value_of(ddp_config, "reduce_scatter_with_fp32_accumulation")

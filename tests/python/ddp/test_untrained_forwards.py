@@ -12,11 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_models import BACKENDS
+from torch.nn.parallel import DistributedDataParallel as TorchDdp
 
 from farandole import megatron
 from farandole.ddp import DistributedDataParallel, DistributedOptimizer
 from megatron_api.data_parallel_support import collection_of
-from support.devices import seeded
+from support.devices import backend_for, seeded
 from support.processes import await_all, run_ranks
 
 _TOLD = r"rank 1 of the group had 1, all others 0 forwards since the backward before whose outputs need no gradient"
@@ -146,6 +147,55 @@ def test_what_one_rank_alone_does_without_gradients_or_without_a_backward_is_not
     seed = random.randrange(2**30)
     print(f"seed {seed}")
     run_ranks(_looks_alone, 2, backend, timeout=60, seed=seed)
+
+
+class _Agent(torch.nn.Module):
+    """Acts without a graph of its own accord, and is trained on what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer = torch.nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor, acts: bool = False) -> torch.Tensor:
+        if acts:
+            with torch.no_grad():
+                return self.layer(x).argmax(-1)
+        return self.layer(x).square().mean()
+
+
+_ACTS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "by the wrapper": lambda model, x: model(x, acts=True),
+    "by the module": lambda model, x: model.module(x, acts=True),
+    "without gradients": torch.no_grad()(lambda model, x: model(x, acts=True)),
+}
+
+
+def _acts(rank: int, world_size: int) -> None:
+    """Of three ways of one rank's agent two are right; the error of the other names both."""
+    gloo = dist.new_group(backend=backend_for("gloo"))
+    for name, act in _ACTS.items():
+        model, theirs = DistributedDataParallel(_Agent()), TorchDdp(_Agent(), process_group=gloo)
+        for step in range(3):
+            for one in (model, theirs):
+                one.zero_grad()
+                for _ in range(step if rank == 1 else 0):
+                    act(one, _batch(rank, 40 + step))
+                loss = one(_batch(rank, step))
+                if one is model and step > 0 and name == "by the wrapper":
+                    with pytest.raises(
+                        RuntimeError, match=r"\(an agent acts, .* inside torch\.no_grad\(\), or model\.module"
+                    ):
+                        loss.backward()
+                else:
+                    loss.backward()
+            for mine, expected in zip(model.parameters(), theirs.parameters(), strict=True):
+                assert torch.equal(mine.grad, expected.grad), f"{name} {step}"
+    await_all(rank, world_size)
+
+
+def test_an_agent_that_acts_on_one_rank_alone_is_told_how():
+    run_ranks(_acts, 2, BACKENDS[-1], timeout=60)
 
 
 FORMS: dict[str, Callable[[torch.Tensor], Any]] = {

@@ -1,7 +1,8 @@
-"""What the tests of farandole.megatron's data parallelism share: random models, and groups that both sides take."""
+"""What the tests of farandole.megatron's data parallelism share: random models, groups that both sides take, both sides."""
 
 from __future__ import annotations
 
+import copy
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from farandole import megatron
+from support.megatrons import import_distributed
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
@@ -60,3 +64,40 @@ class Network(nn.Module):
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return x.float().square().sum()
+
+
+def both(module: Any, options: dict[str, Any], collection: Any, per_token: bool = False, **more: Any) -> list[Any]:
+    """Megatron-core's wrapper and ours, around copies of the module."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    theirs = import_distributed()
+    config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1, calculate_per_token_loss=per_token)
+    wrapped = []
+    for api in (theirs, megatron):
+        # Megatron-core writes into its config.
+        ddp_config = api.DistributedDataParallelConfig(**options)
+        ours = copy_of(module)
+        wrapped.append(api.DistributedDataParallel(config, ddp_config, ours, pg_collection=collection, **more))
+    return wrapped
+
+
+def copy_of(module: Any) -> Any:
+    copied = copy.deepcopy(module)
+    for mine, other in zip(copied.parameters(), module.parameters()):
+        mine.__dict__.update(other.__dict__)
+    return copied
+
+
+def parts(theirs: Any, ours: Any, sharded: bool) -> Any:
+    """Pairs of what a rank has of the gradients: all, or its part of each bucket."""
+    if not sharded:
+        yield from ((a.main_grad, b.main_grad) for a, b in zip(theirs.params_with_grad, ours.params_with_grad))
+        return
+    position = {parameter: i for i, parameter in enumerate(theirs.params_with_grad)}
+    our_buckets = {slot[0]: bucket for bucket in ours._reducer.buckets() for slot in bucket.slots}
+    for groups, data in ((theirs.bucket_groups, ours.replicas), (theirs.expert_parallel_bucket_groups, ours.experts)):
+        size, rank = data.group.size(), data.group.rank()
+        for group in groups:
+            for bucket in group.buckets:
+                mine = our_buckets[position[bucket.params_list[0]]]
+                yield bucket.grad_data.chunk(size)[rank], mine.grads.chunk(size)[rank]

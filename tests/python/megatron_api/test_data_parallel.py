@@ -19,28 +19,6 @@ from support.megatrons import cases, check_version, environment_of, every_megatr
 from support.processes import await_all, run_ranks
 
 
-def _both(module: Any, options: dict[str, Any], collection: Any, per_token: bool = False, **more: Any) -> list[Any]:
-    """Megatron-core's wrapper and ours, around copies of the module."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    theirs = import_distributed()
-    config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1, calculate_per_token_loss=per_token)
-    wrapped = []
-    for api in (theirs, megatron):
-        # Megatron-core writes into its config.
-        ddp_config = api.DistributedDataParallelConfig(**options)
-        ours = _copy(module)
-        wrapped.append(api.DistributedDataParallel(config, ddp_config, ours, pg_collection=collection, **more))
-    return wrapped
-
-
-def _copy(module: Any) -> Any:
-    copied = copy.deepcopy(module)
-    for mine, other in zip(copied.parameters(), module.parameters()):
-        mine.__dict__.update(other.__dict__)
-    return copied
-
-
 def _their_layout(model: Any) -> list[tuple[Any, ...]]:
     rows = []
     for parameter in model.params_with_grad:
@@ -75,7 +53,7 @@ def _layouts(rank: int, world_size: int, version: str, cases: int, seed: int) ->
         }
         collection = support.collection_of(world(), rng.choice([alone, world()]), rng.choice([0, 0, 1]))
         disable = rng.random() < 0.1
-        theirs, ours = _both(module, options, collection, disable_bucketing=disable)
+        theirs, ours = support.both(module, options, collection, disable_bucketing=disable)
         context = f"seed {seed}, case {case}: {options} {disable}"
         assert _our_layout(ours) == _their_layout(theirs), context
         assert ours.bucket_size == theirs.bucket_size, context
@@ -101,21 +79,6 @@ def _step(model: Any, batches: list[torch.Tensor], explicit: bool, force: bool) 
     if explicit:
         model.start_grad_sync()
     model.finish_grad_sync(force_all_reduce=force)
-
-
-def _parts(theirs: Any, ours: Any, sharded: bool) -> Any:
-    """Pairs of what a rank has of the gradients: all, or its part of each bucket."""
-    if not sharded:
-        yield from ((a.main_grad, b.main_grad) for a, b in zip(theirs.params_with_grad, ours.params_with_grad))
-        return
-    position = {parameter: i for i, parameter in enumerate(theirs.params_with_grad)}
-    our_buckets = {slot[0]: bucket for bucket in ours._reducer.buckets() for slot in bucket.slots}
-    for groups, data in ((theirs.bucket_groups, ours.replicas), (theirs.expert_parallel_bucket_groups, ours.experts)):
-        size, rank = data.group.size(), data.group.rank()
-        for group in groups:
-            for bucket in group.buckets:
-                mine = our_buckets[position[bucket.params_list[0]]]
-                yield bucket.grad_data.chunk(size)[rank], mine.grads.chunk(size)[rank]
 
 
 def _train(rank: int, world_size: int, version: str, cases: int, seed: int) -> None:
@@ -144,7 +107,7 @@ def _train(rank: int, world_size: int, version: str, cases: int, seed: int) -> N
         options["reduce_scatter_with_fp32_accumulation"] = in_float
         collection = support.collection_of(world(), rng.choice([alone, world()]))
         context = f"seed {seed}, case {case}: {dtype} {per_token} {options}"
-        theirs, ours = _both(support.Network(rng, dtype), options, collection, per_token)
+        theirs, ours = support.both(support.Network(rng, dtype), options, collection, per_token)
         for step in range(3):
             count = rng.randint(1, 3)
             # Megatron-core's first step must find out how many gradients there are, and reduces at its end.
@@ -154,13 +117,13 @@ def _train(rank: int, world_size: int, version: str, cases: int, seed: int) -> N
             batches = [torch.randn(3, 4, generator=generator).to(dtype) for _ in range(count)]
             for model in (theirs, ours):
                 _step(model, batches, explicit, force)
-            for other, mine in _parts(theirs, ours, sharded and not force):
+            for other, mine in support.parts(theirs, ours, sharded and not force):
                 assert other.dtype == mine.dtype, context
                 assert torch.equal(other, mine), f"{context}, step {step}: {other.flatten()[:5]} {mine.flatten()[:5]}"
             factor = torch.tensor(1.0) / 3
             for model in (theirs, ours):
                 model.scale_gradients(factor)
-            for other, mine in _parts(theirs, ours, sharded):
+            for other, mine in support.parts(theirs, ours, sharded):
                 assert torch.equal(other, mine), context
             assert all(p.grad is None and p.grad_added_to_main_grad is False for p in ours.params_with_grad)
     await_all(rank, world_size)
@@ -186,7 +149,7 @@ def _again(rank: int, world_size: int, version: str, cases: int, seed: int) -> N
         module = support.Network(rng, torch.float64)
         for parameter in module.parameters():
             parameter.allreduce = True
-        theirs, ours = _both(module, options, support.collection_of(world(), None), per_token)
+        theirs, ours = support.both(module, options, support.collection_of(world(), None), per_token)
         plain = copy.deepcopy(module)
         total: list[torch.Tensor] = []
         for step in range(3):
@@ -196,7 +159,7 @@ def _again(rank: int, world_size: int, version: str, cases: int, seed: int) -> N
             if not per_token or step == 0:
                 ours(batch).backward()
                 ours.finish_grad_sync()
-                for other, mine in _parts(theirs, ours, False):
+                for other, mine in support.parts(theirs, ours, False):
                     assert torch.equal(other, mine), (context, step)
                 total = [parameter.main_grad.clone() for parameter in theirs.params_with_grad]
                 continue

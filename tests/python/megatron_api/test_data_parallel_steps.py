@@ -220,3 +220,22 @@ def _groups(rank: int, world_size: int) -> None:
 @needs_megatron
 def test_groups_are_those_given_or_those_of_the_parallel_state_that_is_initialized():
     run_ranks(_groups, 2, "gloo")
+
+
+def _saved(rank: int, world_size: int) -> None:
+    """As Megatron-LM's training loop does before it saves gradients; and names of weights by a prefix."""
+    model = _wrap(_Branches(), support.collection_of(world(), None), use_distributed_optimizer=True, bucket_size=1)
+    for is_forced in (True, False):
+        model.zero_grad_buffer()
+        model.force_all_reduce = is_forced
+        model(1.0 + rank, both=True).backward()
+        model.finish_grad_sync()
+        mine = [parameter.main_grad.tolist() for parameter in model.params_with_grad]
+        assert (mine == [[1.5] * 3] * 2) == is_forced
+    assert list(model.state_dict("model.", True)) == ["model.used", "model.left_out"]
+    assert model.state_dict(keep_vars=True)["used"] is model.module.used
+    await_all(rank, world_size)
+
+
+def test_what_a_training_loop_says_before_it_saves_gradients_and_weights():
+    run_ranks(_saved, 2, "farandole")  # gloo gives all to all in any case
