@@ -114,6 +114,7 @@ WorkPtr ProcessGroupFarandole::allreduce(Tensors& tensors, const ::c10d::Allredu
 }
 
 WorkPtr ProcessGroupFarandole::allreduce_coalesced(Tensors& tensors, const ::c10d::AllreduceCoalescedOptions& opts) {
+  const LeavingByError leaving(*openBatch_);
   TORCH_CHECK_VALUE(!tensors.empty(), "all_reduce_coalesced: tensors is empty; expected one or more");
   std::vector<Reducing> reducings;
   reducings.reserve(tensors.size());
@@ -150,7 +151,7 @@ WorkPtr ProcessGroupFarandole::reduce(Tensors& tensors, const ::c10d::ReduceOpti
 
 WorkPtr ProcessGroupFarandole::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                          const ::c10d::AllgatherOptions& opts) {
-  Tensors given = withoutGaps(inputs);
+  Tensors given = asListed(inputs);
   const at::Tensor& input = checkSingleDense("all_gather", "tensor", given);
   const Tensors& list = checkSingleList("all_gather", "tensor_list", outputs);
   const ListedOutputs arriving(list, input);
@@ -206,6 +207,7 @@ WorkPtr ProcessGroupFarandole::allgather_coalesced(std::vector<Tensors>& outputs
 
 WorkPtr ProcessGroupFarandole::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                const ::c10d::AllgatherOptions& opts) {
+  const LeavingByError leaving(*openBatch_);
   Tensors given = inOrder(inputs);
   checkFlats("all_gather_into_tensor_coalesced", "outputs", outputs, "inputs", given, size_);
   std::vector<Apart> parts;
@@ -222,7 +224,7 @@ WorkPtr ProcessGroupFarandole::allgather_into_tensor_coalesced(Tensors& outputs,
 
 WorkPtr ProcessGroupFarandole::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                                       const ::c10d::GatherOptions& opts) {
-  Tensors given = withoutGaps(inputs);
+  Tensors given = asListed(inputs);
   const at::Tensor& input = checkSingleDense("gather", "tensor", given);
   checkRank("gather", "dst", opts.rootRank, size_);
   Tensors list;
@@ -266,11 +268,12 @@ WorkPtr ProcessGroupFarandole::gather_into_tensor(at::Tensor& output, at::Tensor
 
 WorkPtr ProcessGroupFarandole::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                        const ::c10d::ScatterOptions& opts) {
-  const at::Tensor& output = checkSingleDense("scatter", "tensor", outputs);
+  const ListedOutputs arriving = ListedOutputs::inOrder(checkSingleDense("scatter", "tensor", outputs));
+  const at::Tensor& output = arriving.places()[0];
   checkRank("scatter", "src", opts.rootRank, size_);
   Tensors list;
   if (rank_ == opts.rootRank) {
-    list = withoutGaps(checkSingleList("scatter", "scatter_list", inputs));
+    list = asListed(checkSingleList("scatter", "scatter_list", inputs));
     checkList("scatter", "scatter_list", list, size_, output);
     checkSameSize("scatter", "scatter_list", list, output);
   } else {
@@ -280,24 +283,29 @@ WorkPtr ProcessGroupFarandole::scatter(Tensors& outputs, std::vector<Tensors>& i
   auto slices = slicesOf(list);
   const Slice own = sliceOf(output);
   readApart(list, slices, {&own, 1}, rank_);
-  return runCollective(OpType::SCATTER, "farandole:scatter", opts, outputs, list,
-                       [&](CollectiveCalls& calls) { calls.scatter(static_cast<int>(opts.rootRank), own, slices); });
+  return runCollective(OpType::SCATTER, "farandole:scatter", opts, outputs, list, [&](CollectiveCalls& calls) {
+    calls.scatter(static_cast<int>(opts.rootRank), own, slices);
+    arriving.deliver(calls);
+  });
 }
 
 WorkPtr ProcessGroupFarandole::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                               const ::c10d::ReduceScatterOptions& opts) {
-  const at::Tensor& output = checkSingleDense("reduce_scatter", "output", outputs);
-  const Tensors list = withoutGaps(checkSingleList("reduce_scatter", "input_list", inputs));
+  const ListedOutputs arriving = ListedOutputs::inOrder(checkSingleDense("reduce_scatter", "output", outputs));
+  const at::Tensor& output = arriving.places()[0];
+  const Tensors list = asListed(checkSingleList("reduce_scatter", "input_list", inputs));
   checkList("reduce_scatter", "input_list", list, size_, output);
-  TORCH_CHECK_VALUE(list[rank_].numel() == output.numel(), "reduce_scatter: input_list[", rank_, "] has ",
-                    list[rank_].numel(), " elements; expected ", output.numel(), " as output");
+  checkOwn("reduce_scatter", "input_list", list[rank_].numel(), "output", output.numel());
   const Reducing reducing = reducingFor("reduce_scatter", opts.reduceOp, output);
   Tensors data = premultiplied(opts.reduceOp, list);
   auto slices = slicesOf(data);
   const Slice own = sliceOf(output);
   readApart(data, slices, {&own, 1}, rank_);
   return runCollective(OpType::REDUCE_SCATTER, "farandole:reduce_scatter", opts, outputs, data,
-                       [&](CollectiveCalls& calls) { calls.reduceScatter(reducing, own, slices, Layout::kList); });
+                       [&](CollectiveCalls& calls) {
+                         calls.reduceScatter(reducing, own, slices, Layout::kList);
+                         arriving.deliver(calls);
+                       });
 }
 
 WorkPtr ProcessGroupFarandole::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
@@ -317,6 +325,7 @@ WorkPtr ProcessGroupFarandole::_reduce_scatter_base(at::Tensor& output, at::Tens
 
 WorkPtr ProcessGroupFarandole::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                const ::c10d::ReduceScatterOptions& opts) {
+  const LeavingByError leaving(*openBatch_);
   const Tensors given = inOrder(inputs);
   checkFlats("reduce_scatter_tensor_coalesced", "inputs", given, "outputs", outputs, size_);
   std::vector<Reducing> reducings;
@@ -349,6 +358,8 @@ WorkPtr ProcessGroupFarandole::alltoall_base(at::Tensor& output, at::Tensor& inp
                     "; expected ", input.device(), " as input");
   const auto outputs = splitSlices("all_to_all_single", "output", output, outputSplits, size_);
   auto inputs = splitSlices("all_to_all_single", "input", input, inputSplits, size_);
+  const auto numOf = [&](const Slice& part) { return static_cast<std::int64_t>(part.bytes / input.element_size()); };
+  checkOwn("all_to_all_single", "input", numOf(inputs[rank_]), "output", numOf(outputs[rank_]));
   at::Tensor given = input;
   readApart(given, inputs, outputs, rank_);
   return runCollective(OpType::ALLTOALL_BASE, "farandole:all_to_all", opts, {output}, {given},
@@ -357,12 +368,11 @@ WorkPtr ProcessGroupFarandole::alltoall_base(at::Tensor& output, at::Tensor& inp
 
 WorkPtr ProcessGroupFarandole::alltoall(Tensors& outputs, Tensors& inputs, const ::c10d::AllToAllOptions& opts) {
   TORCH_CHECK_VALUE(!inputs.empty(), "all_to_all: input_tensor_list is empty; expected one tensor for each rank");
-  // Lists that arrive elsewhere need no order that all ranks have.
-  const bool hasPlaces = inputs[0].defined() && inputs[0].is_cpu();
-  Tensors given = hasPlaces ? inOrder(inputs) : withoutGaps(inputs);
+  Tensors given = asListed(inputs);
   checkList("all_to_all", "input_tensor_list", given, size_, given[0]);
   const ListedOutputs arriving(outputs, given[0]);
   checkList("all_to_all", "output_tensor_list", arriving.places(), size_, given[0]);
+  checkOwn("all_to_all", "input_tensor_list", given[rank_].numel(), "output_tensor_list", outputs[rank_].numel());
   const auto to = slicesOf(arriving.places());
   auto from = slicesOf(given);
   readApart(given, from, to, rank_);

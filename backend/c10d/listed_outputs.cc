@@ -55,6 +55,14 @@ ListedOutputs::ListedOutputs(const std::vector<at::Tensor>& list, const at::Tens
   }
 }
 
+ListedOutputs ListedOutputs::inOrder(const at::Tensor& output) {
+  ListedOutputs outputs({output});
+  if (output.is_cpu() && !output.is_contiguous()) {
+    outputs.moveTo(outputs.places_[0], at::empty(output.sizes(), output.options()));
+  }
+  return outputs;
+}
+
 ListedOutputs ListedOutputs::inPlace(const char* operation, const std::vector<at::Tensor>& list,
                                      const std::vector<std::size_t>& indices) {
   ListedOutputs outputs(list);

@@ -20,6 +20,8 @@ class ListedOutputs {
  public:
   // `like`: what this rank gives. Anything that is wrong with the list is left to the checks.
   ListedOutputs(const std::vector<at::Tensor>& list, const at::Tensor& like);
+  // Of one tensor that has been checked, for what comes in order from lists.
+  static ListedOutputs inOrder(const at::Tensor& output);
   // Of tensors that have been checked and are reduced in place: where those of these indices overlap, their values.
   static ListedOutputs inPlace(const char* operation, const std::vector<at::Tensor>& list,
                                const std::vector<std::size_t>& indices);

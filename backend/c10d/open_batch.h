@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -31,6 +32,7 @@ struct Batch {
   std::vector<BatchEntry> entries;
   std::vector<c10::intrusive_ptr<::c10d::Work>> collectives;
   std::shared_ptr<WorkOfBatch> work;
+  std::exception_ptr refusal = nullptr;  // of the first operation that is wrong
 };
 
 // The batch that is open on a group, if there is one. It may be outlived by the works of its members, and outlive the
@@ -52,6 +54,22 @@ class OpenBatch : public std::enable_shared_from_this<OpenBatch> {
   std::uint64_t numOpened_ = 0;
   std::thread::id thread_;
   std::atomic<bool> isOpen_{false};
+};
+
+// Who is refused within a batch leaves it by the exception, and will not end it: then this drops it.
+class LeavingByError {
+ public:
+  explicit LeavingByError(OpenBatch& batches) : batches_(batches), numBefore_(std::uncaught_exceptions()) {}
+  ~LeavingByError() {
+    if (std::uncaught_exceptions() == numBefore_) return;
+    if (const Batch* const batch = batches_.find()) batches_.drop(batch->number);
+  }
+  LeavingByError(const LeavingByError&) = delete;
+  LeavingByError& operator=(const LeavingByError&) = delete;
+
+ private:
+  OpenBatch& batches_;
+  const int numBefore_;
 };
 
 }  // namespace farandole::backend

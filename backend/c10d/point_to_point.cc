@@ -20,17 +20,6 @@ void checkTag(const char* operation, int tag) {
   TORCH_CHECK_VALUE(tag >= 0, operation, ": tag is ", tag, "; expected 0 or more");
 }
 
-// Who is refused within a batch leaves it by the exception, and will not end it.
-template <typename Check>
-void checkOrDrop(OpenBatch& batches, const Batch* batch, const Check& check) {
-  try {
-    check();
-  } catch (...) {
-    if (batch != nullptr) batches.drop(batch->number);
-    throw;
-  }
-}
-
 }  // namespace
 
 WorkPtr ProcessGroupFarandole::send(Tensors& tensors, int dstRank, int tag) {
@@ -44,17 +33,24 @@ WorkPtr ProcessGroupFarandole::recv(Tensors& tensors, int srcRank, int tag) {
 WorkPtr ProcessGroupFarandole::pointToPoint(Direction direction, Tensors& tensors, int peer, int tag) {
   const bool isSend = direction == Direction::kSend;
   const char* const name = isSend ? "send" : "recv";
-  Batch* const batch = openBatch_->find();
-  checkOrDrop(*openBatch_, batch, [&] {
+  const auto check = [&] {
     checkSingle(name, "tensor", tensors);
     checkRank(name, isSend ? "dst" : "src", peer, size_);
     checkTag(name, tag);
-  });
-  if (batch != nullptr) {
+  };
+  if (Batch* const batch = openBatch_->find()) {
     const std::uint64_t key = hooks_->keyIfTold();
-    batch->entries.push_back({direction, tensors[0], peer, tag, key});
+    // The end of the batch tells: c10d, which has begun it in its own books, would go on noting the group's later
+    // collectives there, for good and without calling them, if anybody threw before that.
+    try {
+      check();
+      batch->entries.push_back({direction, tensors[0], peer, tag, key});
+    } catch (...) {
+      if (batch->refusal == nullptr) batch->refusal = std::current_exception();
+    }
     return c10::make_intrusive<BatchMemberWork>(rank_, batch->work, key);
   }
+  check();
   if (tensors[0].is_cuda()) {
     auto works = postOnCuda({{direction, tensors[0], peer, tag}}, "", nullptr);
     return std::move(works.begin()->second);
@@ -68,15 +64,13 @@ WorkPtr ProcessGroupFarandole::pointToPoint(Direction direction, Tensors& tensor
 }
 
 WorkPtr ProcessGroupFarandole::recvAnysource(Tensors& tensors, int tag) {
-  const Batch* const batch = openBatch_->find();
-  checkOrDrop(*openBatch_, batch, [&] {
-    checkSingle("recv", "tensor", tensors);
-    checkTag("recv", tag);
-    TORCH_CHECK_VALUE(!tensors[0].is_cuda() || cudaMessages_ != nullptr,
-                      "recv: src is any rank; expected a rank for a tensor on CUDA, or FARANDOLE_CUDA_MESSAGES=ucx");
-    TORCH_CHECK_VALUE(batch == nullptr,
-                      "recv: src is any rank inside a batch; expected a rank, a batch is ordered by peer");
-  });
+  const LeavingByError leaving(*openBatch_);
+  checkSingle("recv", "tensor", tensors);
+  checkTag("recv", tag);
+  TORCH_CHECK_VALUE(!tensors[0].is_cuda() || cudaMessages_ != nullptr,
+                    "recv: src is any rank; expected a rank for a tensor on CUDA, or FARANDOLE_CUDA_MESSAGES=ucx");
+  TORCH_CHECK_VALUE(openBatch_->find() == nullptr,
+                    "recv: src is any rank inside a batch; expected a rank, a batch is ordered by peer");
   if (tensors[0].is_cuda()) {
     auto works = postOnUcx({{Direction::kRecv, tensors[0], collective::kAnySource, tag}}, "", nullptr);
     return std::move(works.begin()->second);
@@ -96,6 +90,7 @@ void ProcessGroupFarandole::startCoalescing() { openBatch_->open(); }
 
 WorkPtr ProcessGroupFarandole::endCoalescing() {
   Batch batch = openBatch_->take();
+  if (batch.refusal != nullptr) std::rethrow_exception(batch.refusal);
   std::vector<WorkPtr> works = std::move(batch.collectives);
   const auto report = batch.entries.empty() ? nullptr : PartsReport::of(hooks_->follow());
   for (auto& [peer, work] : postBatch(std::move(batch.entries), "", report)) works.push_back(std::move(work));

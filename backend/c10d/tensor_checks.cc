@@ -70,6 +70,12 @@ std::vector<at::Tensor> inOrder(const std::vector<at::Tensor>& tensors) {
   return each(tensors, [](const at::Tensor& tensor) { return inOrder(tensor); });
 }
 
+std::vector<at::Tensor> asListed(const std::vector<at::Tensor>& tensors) {
+  return each(tensors, [](const at::Tensor& tensor) {
+    return tensor.defined() && tensor.is_cpu() ? inOrder(tensor) : withoutGaps(tensor);
+  });
+}
+
 void checkTensor(const char* operation, const char* argument, const at::Tensor& tensor) {
   checkStrided(operation, argument, tensor);
   TORCH_CHECK_VALUE(tensor.is_contiguous(), operation, ": ", argument, " of shape ", tensor.sizes(), " has strides ",
@@ -109,6 +115,11 @@ void checkList(const char* operation, const char* argument, const std::vector<at
     TORCH_CHECK_VALUE(hasOrderOf(tensor, like), operation, ": ", argument, " has a tensor of strides ",
                       tensor.strides(), "; expected ", like.strides(), " as the other argument, or contiguous tensors");
   }
+}
+
+void checkOwn(const char* operation, const char* given, std::int64_t numGiven, const char* into, std::int64_t numInto) {
+  TORCH_CHECK_VALUE(numGiven == numInto, operation, ": ", given, " has ", numGiven,
+                    " elements for this rank itself; expected ", numInto, " as ", into);
 }
 
 void checkRank(const char* operation, const char* argument, std::int64_t rank, int size) {

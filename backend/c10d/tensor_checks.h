@@ -28,11 +28,16 @@ std::vector<at::Tensor> withoutGaps(const std::vector<at::Tensor>& tensors);
 // The same where its dimensions must be in order, too.
 at::Tensor inOrder(const at::Tensor& tensor);
 std::vector<at::Tensor> inOrder(const std::vector<at::Tensor>& tensors);
+// Of lists: in order on the CPU, where tensors of one list, or of one rank, may have another order than those beside
+// them; on CUDA without gaps.
+std::vector<at::Tensor> asListed(const std::vector<at::Tensor>& tensors);
 // Whether its memory holds its values in the order of `like`: both contiguous, or with the same strides.
 bool hasOrderOf(const at::Tensor& tensor, const at::Tensor& like);
 // Tensors of the dtype of `like`, `count` of them: all contiguous, or all with the strides of `like`.
 void checkList(const char* operation, const char* argument, const std::vector<at::Tensor>& tensors, std::size_t count,
                const at::Tensor& like);
+// What a rank gives itself is copied, with nobody else to compare the sizes.
+void checkOwn(const char* operation, const char* given, std::int64_t numGiven, const char* into, std::int64_t numInto);
 void checkRank(const char* operation, const char* argument, std::int64_t rank, int size);
 // One flat tensor that holds `size` times what `part` holds.
 void checkFlat(const char* operation, const char* argument, const at::Tensor& flat, const at::Tensor& part, int size);

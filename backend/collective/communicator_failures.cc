@@ -141,10 +141,10 @@ void Communicator::failAll(const Status& status, int culprit) {
 }
 
 void Communicator::closeToMessages() {
-  std::vector<transport::PeerId> peers;
-  peers.reserve(members_.size());
-  for (const Member& member : members_) peers.push_back(connections_.find(member.address));
-  engine().transport().closeGroup(members_[rank_].group, peers);
+  std::vector<std::string_view> addresses;
+  addresses.reserve(members_.size());
+  for (const Member& member : members_) addresses.emplace_back(member.address);
+  engine().transport().closeGroup(members_[rank_].group, addresses);
 }
 
 Status Communicator::whyClosed(int rank, const Status& status) const {

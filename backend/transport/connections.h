@@ -25,12 +25,6 @@ class Connections {
     return peer;
   }
 
-  // kAnyPeer where there is no connection. With the transport held.
-  PeerId find(const std::string& address) const {
-    const auto known = peers_.find(address);
-    return known == peers_.end() ? kAnyPeer : known->second;
-  }
-
   // The peer is dead or out of reach (Transport::drop); whoever comes to its address later is connected anew. With the
   // transport held.
   void drop(PeerId peer, const Status& why) {

@@ -107,8 +107,8 @@ class Transport {
   // The group of this number (p2p/message_tag.h) is over: what has come for it and was not received is dropped, and so
   // is what still comes, until the number is opened again. A send that waits for its receive there ends: with
   // kPeerLeft where the receiver answers, and then of point-to-point messages only; else as if it had been received.
-  // `members` are the peers by their rank in the group, as far as they are known; kAnyPeer where not.
-  virtual void closeGroup(std::uint32_t, const std::vector<PeerId>&) {}
+  // `members`: their addresses by their rank in the group. This process need not be connected to them.
+  virtual void closeGroup(std::uint32_t, const std::vector<std::string_view>&) {}
   // Before others are told this number for a group; all are open at first. Nothing is left of what came for it before.
   virtual void openGroup(std::uint32_t) {}
 

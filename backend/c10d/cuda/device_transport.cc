@@ -48,7 +48,7 @@ void DeviceTransport::drop(PeerId peer, const Status& why) {
   inner_->drop(peer, why);
 }
 
-void DeviceTransport::closeGroup(std::uint32_t group, const std::vector<PeerId>& members) {
+void DeviceTransport::closeGroup(std::uint32_t group, const std::vector<std::string_view>& members) {
   const DeviceVisit visit(cuda_, device_);
   inner_->closeGroup(group, members);
 }

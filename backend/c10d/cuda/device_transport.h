@@ -34,7 +34,7 @@ class DeviceTransport final : public transport::Transport {
   void noteReceived(transport::PeerId from, std::size_t bytes) override;
   void cancel(transport::Request& request) override;
   void drop(transport::PeerId peer, const Status& why) override;
-  void closeGroup(std::uint32_t group, const std::vector<transport::PeerId>& members) override;
+  void closeGroup(std::uint32_t group, const std::vector<std::string_view>& members) override;
   void openGroup(std::uint32_t group) override;
   void look(std::chrono::steady_clock::time_point now) override;
   bool progress() override;

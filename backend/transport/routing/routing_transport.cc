@@ -161,14 +161,13 @@ void RoutingTransport::leave() {
   if (network_ != nullptr) network_->leave();
 }
 
-void RoutingTransport::closeGroup(std::uint32_t group, const std::vector<PeerId>& members) {
+void RoutingTransport::closeGroup(std::uint32_t group, const std::vector<std::string_view>& members) {
   if (local_ != nullptr) local_->closeGroup(group, {});  // which knows its peers
   if (network_ == nullptr) return;
-  std::vector<PeerId> there;
+  std::vector<std::string_view> there;
   there.reserve(members.size());
-  for (const PeerId member : members) {
-    const bool isThere = member != kAnyPeer && routeTo(member).transport == network_.get();
-    there.push_back(isThere ? routeTo(member).peer : kAnyPeer);
+  for (const std::string_view member : members) {
+    there.push_back(member.starts_with(kNetwork) ? member.substr(1) : std::string_view{});
   }
   network_->closeGroup(group, there);
 }

@@ -59,7 +59,7 @@ class RoutingTransport final : public Transport {
   }
   void nudge(PeerId peer) override { routeTo(peer).transport->nudge(routeTo(peer).peer); }
   void leave() override;
-  void closeGroup(std::uint32_t group, const std::vector<PeerId>& members) override;
+  void closeGroup(std::uint32_t group, const std::vector<std::string_view>& members) override;
   void openGroup(std::uint32_t group) override;
   void signal() override { (local_ != nullptr ? local_ : network_)->signal(); }
   void look(std::chrono::steady_clock::time_point now) override {

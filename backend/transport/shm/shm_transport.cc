@@ -173,7 +173,7 @@ void ShmTransport::arrive(Link& link, std::uint64_t tag, const std::byte* data, 
 }
 
 // Of collectives what is still with its sender stays there: those who call them tell each other better why they end.
-void ShmTransport::closeGroup(std::uint32_t group, const std::vector<PeerId>& /*members*/) {
+void ShmTransport::closeGroup(std::uint32_t group, const std::vector<std::string_view>& /*members*/) {
   closedGroups_[group] = true;
   const auto isDropped = [&](const Unexpected& message) {
     return p2p::groupOf(message.tag) == group && (message.remote == nullptr || p2p::isPointToPoint(message.tag));

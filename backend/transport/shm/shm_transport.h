@@ -70,7 +70,7 @@ class ShmTransport final : public Transport {
   Status readMemory(PeerId peer, void* to, const void* from, std::size_t bytes) override;
   void nudge(PeerId peer) override { ring(links_[static_cast<std::uint32_t>(peer)]); }
   void leave() override;
-  void closeGroup(std::uint32_t group, const std::vector<PeerId>& members) override;
+  void closeGroup(std::uint32_t group, const std::vector<std::string_view>& members) override;
   void openGroup(std::uint32_t group) override;
   void signal() override;
   std::string describe(PeerId peer) const override;

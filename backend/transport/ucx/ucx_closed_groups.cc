@@ -20,8 +20,18 @@ void dropped(void* handle, ucs_status_t, const ucp_tag_recv_info_t*, void*) { uc
 
 }  // namespace
 
-void UcxTransport::closeGroup(std::uint32_t group, const std::vector<PeerId>& members) {
-  closedGroups_.push_front({group, members});
+void UcxTransport::closeGroup(std::uint32_t group, const std::vector<std::string_view>& members) {
+  std::vector<PeerId> peers;
+  peers.reserve(members.size());
+  for (const std::string_view address : members) {
+    if (address.size() <= sizeof(Token)) {
+      peers.push_back(kAnyPeer);
+      continue;
+    }
+    const Peer* const known = findPeer(address);
+    peers.push_back((known != nullptr ? *known : addPeer(address)).id);
+  }
+  closedGroups_.push_front({group, std::move(peers)});
   if (closedGroups_.size() > kMostClosed) closedGroups_.pop_back();
   nextClosed_ = 0;
   if (!isProgressing_) dropLateMessages();

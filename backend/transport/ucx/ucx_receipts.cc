@@ -57,6 +57,8 @@ void UcxTransport::noteReceived(PeerId from, std::size_t bytes) {
 
 void UcxTransport::tellReceived(Peer& peer) {
   const std::size_t bytes = std::exchange(peer.received, 0);
+  // Who has only ever sent, and for groups that are over.
+  if (peer.isUntouched()) (void)open(peer.endpoints[0]);
   const auto isUsable = [](const Endpoint& one) { return one.handle != nullptr && one.failure.isOk(); };
   const auto endpoint = std::ranges::find_if(peer.endpoints, isUsable);
   if (endpoint == peer.endpoints.end()) return;  // it is gone

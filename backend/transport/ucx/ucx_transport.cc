@@ -103,16 +103,28 @@ Result<PeerId> UcxTransport::connect(std::string_view address) {
   if (address.size() <= sizeof(Token)) {
     return Status::invalidArgument("the address of " + std::to_string(address.size()) + " bytes is none of UCX");
   }
-  const PeerId id{static_cast<std::uint32_t>(peers_.size())};
-  Peer& peer = peers_.emplace_back(*this, id, address);
-  if (Status status = open(peer.endpoints[0]); !status) {
-    peers_.pop_back();
-    return status;
-  }
+  Peer* const known = findPeer(address);
+  Peer& peer = known != nullptr && known->isUntouched() ? *known : addPeer(address);
+  FARANDOLE_RETURN_IF_ERROR(open(peer.endpoints[0]));
+  return peer.id;
+}
+
+UcxTransport::Token UcxTransport::tokenOf(std::string_view address) {
   Token token;
   std::memcpy(&token, address.data(), sizeof token);
-  byToken_[token] = &peer;
-  return id;
+  return token;
+}
+
+UcxTransport::Peer* UcxTransport::findPeer(std::string_view address) {
+  const auto known = byToken_.find(tokenOf(address));
+  return known == byToken_.end() ? nullptr : known->second;
+}
+
+UcxTransport::Peer& UcxTransport::addPeer(std::string_view address) {
+  const PeerId id{static_cast<std::uint32_t>(peers_.size())};
+  Peer& peer = peers_.emplace_back(*this, id, address);
+  byToken_[tokenOf(address)] = &peer;
+  return peer;
 }
 
 Status UcxTransport::open(Endpoint& endpoint) {

@@ -54,7 +54,7 @@ class UcxTransport final : public Transport {
   // connections are made with the first message, which may be the last one.
   void leave() override;
   // Of the latest of them what still comes is looked for; of those before, it is dropped when their number is opened.
-  void closeGroup(std::uint32_t group, const std::vector<PeerId>& members) override;
+  void closeGroup(std::uint32_t group, const std::vector<std::string_view>& members) override;
   void openGroup(std::uint32_t group) override;
   void signal() override { ucp_worker_signal(worker_); }
   void look(std::chrono::steady_clock::time_point now) override;
@@ -63,6 +63,8 @@ class UcxTransport final : public Transport {
  private:
   // Names a transport to its peers: an address is one of these, and UCX's.
   using Token = std::uint64_t;
+
+  static Token tokenOf(std::string_view address);
 
   struct Peer;
   struct Endpoint {
@@ -77,6 +79,8 @@ class UcxTransport final : public Transport {
     const ucp_address_t* ucxAddress() const {
       return reinterpret_cast<const ucp_address_t*>(address.data() + sizeof(Token));
     }
+    // Nobody has connected to it, or tried to.
+    bool isUntouched() const { return failure.isOk() && endpoints[0].failure.isOk() && endpoints[0].handle == nullptr; }
 
     UcxTransport& transport;
     const PeerId id;
@@ -95,6 +99,8 @@ class UcxTransport final : public Transport {
         unexpectedBytes_(unexpectedBytes) {}
   Status open(UcxMemory memory);
 
+  Peer* findPeer(std::string_view address);
+  Peer& addPeer(std::string_view address);
   Status open(Endpoint& endpoint);
   // Of the endpoint that carries such messages, with its handle.
   Result<ucp_ep_h> endpointFor(Peer& peer, std::uint64_t tag);

@@ -89,6 +89,10 @@ class UnexpectedMessages : public TransportConformance {
       EXPECT_TRUE(sent.status || sent.status.code() == StatusCode::kPeerLeft) << sent.status.toString();
     }
   }
+  void closeOfB(std::uint32_t group) {
+    const std::string address = a_->address();
+    b_->closeGroup(group, {address});
+  }
   // Of the group; so that the sender is ahead of nobody.
   void expectNothingKept(std::uint32_t group) {
     Received received;
@@ -279,7 +283,7 @@ TEST_P(UnexpectedMessages, NothingIsLostOrOutOfOrderHoweverFarOneIsAhead) {
 TEST_P(UnexpectedMessages, OnesOfAGroupThatIsOverAreDropped) {
   for (std::uint32_t group = 1; group <= 3; ++group) {
     sendAhead(tagOf(group, 1));
-    b_->closeGroup(group, {a_of_b_});
+    closeOfB(group);
     expectAllEnd();
     expectNothingKept(group);
   }
@@ -287,7 +291,7 @@ TEST_P(UnexpectedMessages, OnesOfAGroupThatIsOverAreDropped) {
 
 TEST_P(UnexpectedMessages, OnesThatComeForAGroupThatIsOverAreDropped) {
   for (std::uint32_t group = 1; group <= 3; ++group) {
-    b_->closeGroup(group, {a_of_b_});
+    closeOfB(group);
     sendAhead(tagOf(group, 1));
     send(tagOf(group, 2), 100'000, 1);
     expectAllEnd();
@@ -295,10 +299,32 @@ TEST_P(UnexpectedMessages, OnesThatComeForAGroupThatIsOverAreDropped) {
   }
 }
 
+TEST_P(UnexpectedMessages, OnesThatAreDroppedCountForASenderToWhomNobodyConnected) {
+  auto make = GetParam().makeFactory();
+  a_ = make();
+  b_ = make();
+  const Result<PeerId> peer = a_->connect(b_->address());
+  ASSERT_TRUE(peer);
+  b_of_a_ = *peer;
+  for (std::uint32_t group = 1; group <= 3; ++group) {
+    sendAhead(tagOf(group, 1));
+    closeOfB(group);
+    expectAllEnd();
+  }
+  const Sent& small = send(tagOf(99, 1), 8, 1);
+  EXPECT_TRUE(progressUntil([&] { return small.done; }, 2s));
+  const Result<PeerId> back = b_->connect(a_->address());
+  ASSERT_TRUE(back);
+  a_of_b_ = *back;
+  expectReceived(tagOf(99, 1), 8, 1);
+  send(tagOf(99, 1), 8, 2, true);
+  expectReceived(tagOf(99, 1), 8, 2, true);
+}
+
 TEST_P(UnexpectedMessages, ANumberThatIsOpenedAgainBeginsWithoutMessages) {
   sendAhead(tagOf(1, 1));
   b_->openGroup(1);
-  b_->closeGroup(1, {a_of_b_});
+  closeOfB(1);
   sendAhead(tagOf(1, 1));
   b_->openGroup(1);
   expectAllEnd();
@@ -318,7 +344,8 @@ TEST_P(UnexpectedMessages, OnesToItselfOfAGroupThatIsOverAreDropped) {
     sent.data = contentOf(bytes, 0);
     a_->send(*self, tagOf(1, 1), sent.data.data(), bytes, sent);
   }
-  a_->closeGroup(1, {*self});
+  const std::string own = a_->address();
+  a_->closeGroup(1, {own});
   expectAllEnd();
   Sent& sent = sends_.emplace_back();
   sent.data = contentOf(8, 0);

@@ -53,6 +53,12 @@ def _misuse(rank, world_size):
          lambda: dist.all_to_all_single(torch.zeros(4), x, [2, 2], [1, 2])),
         (ValueError, r"has 5 rows; expected a multiple of the 2 ranks",
          lambda: dist.all_to_all_single(torch.zeros(5), torch.zeros(5))),
+        (ValueError, r"all_to_all: input_tensor_list has 0 elements for this rank itself; expected 4 as output_tensor_list",
+         lambda: dist.all_to_all([x, x.clone()], [x[: 0 if peer == rank else 4] for peer in range(2)])),
+        (ValueError, r"all_to_all: input_tensor_list has 4 elements for this rank itself; expected 1 as output_tensor_list",
+         lambda: dist.all_to_all([x[: 1 if peer == rank else 4].clone() for peer in range(2)], [x, x.clone()])),
+        (ValueError, r"all_to_all_single: input has 3 elements for this rank itself; expected 2 as output",
+         lambda: dist.all_to_all_single(torch.zeros(4), x, [2, 2], [3, 1] if rank == 0 else [1, 3])),
         (ValueError, r"timeout is -1 day, 23:59:55; expected 0 or more",
          lambda: dist.new_group(timeout=datetime.timedelta(seconds=-5))),
     ]  # fmt: skip

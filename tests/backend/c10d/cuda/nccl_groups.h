@@ -2,7 +2,12 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <mutex>
 #include <random>
+#include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include "backend/c10d/cuda/cuda_environment.h"
@@ -35,6 +40,7 @@ class NcclGroupTest : public ::testing::Test {
   }
   void TearDown() override {
     groups_.clear();
+    awaitThreads();
     EXPECT_EQ(cluster_->live().communicators, 0);
     const auto violations = cluster_->violations();
     EXPECT_EQ(violations, std::vector<std::string>{});
@@ -53,8 +59,12 @@ class NcclGroupTest : public ::testing::Test {
     const auto talks = TestTalk::all(kSize, seed);
     for (int rank = 0; rank < kSize; ++rank) groups_.push_back(make(store, "group", rank, kSize, talks[rank]));
   }
-  static std::shared_ptr<CudaGroup> make(const c10::intrusive_ptr<::c10d::Store>& store, const std::string& name,
-                                         int rank, int size, std::shared_ptr<TestTalk> talk) {
+  std::shared_ptr<CudaGroup> make(const c10::intrusive_ptr<::c10d::Store>& store, const std::string& name, int rank,
+                                  int size, std::shared_ptr<TestTalk> talk) {
+    {
+      std::lock_guard lock(mutex_);
+      talks_.push_back(talk);
+    }
     CudaGroup::Setup setup;
     setup.store = store;
     setup.talk = std::move(talk);
@@ -67,6 +77,17 @@ class NcclGroupTest : public ::testing::Test {
     auto made = CudaGroup::make(setup);
     EXPECT_TRUE(made) << made.status().toString();
     return *made;
+  }
+
+  // A thread that was connecting when its group was aborted holds what is the group's on the device a little longer,
+  // and gives it back to the cluster that is there by then: it has to be this one. The group's talk goes last.
+  void awaitThreads() {
+    const auto isThere = [](const std::weak_ptr<TestTalk>& talk) { return !talk.expired(); };
+    const auto end = std::chrono::steady_clock::now() + 20s;
+    while (std::ranges::any_of(talks_, isThere) && std::chrono::steady_clock::now() < end) {
+      std::this_thread::sleep_for(1ms);
+    }
+    EXPECT_FALSE(std::ranges::any_of(talks_, isThere));
   }
 
   template <typename Body>
@@ -103,6 +124,8 @@ class NcclGroupTest : public ::testing::Test {
   }
 
   std::uint64_t seed_ = 0;
+  std::mutex mutex_;
+  std::vector<std::weak_ptr<TestTalk>> talks_;
   std::atomic<int> calls_{0};
   std::unique_ptr<SimulatedCluster> cluster_;
   transport::DeviceRuntime runtime_;
