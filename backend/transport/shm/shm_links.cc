@@ -1,4 +1,5 @@
 // How processes find each other, wake each other up, and notice each other's end.
+#include <poll.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/random.h>
@@ -9,7 +10,9 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
+#include <thread>
 
 #include "backend/transport/departure.h"
 #include "backend/transport/shm/shm_transport.h"
@@ -23,6 +26,9 @@ constexpr char kKnock = 'k';
 constexpr char kMemory = 'm';
 constexpr char kRefusal = 'r';
 constexpr std::string_view kAddressPrefix = "shm:";
+// So long a process that leaves waits for room, and so often it looks.
+constexpr std::chrono::seconds kPatience{2};
+constexpr std::chrono::microseconds kLook{200};
 
 void drainEvents(int descriptor) {
   std::uint64_t count;
@@ -39,6 +45,12 @@ Status noDescriptorsLeft() {
 Status refused() {
   return {StatusCode::kPeerLeft,
           "its process could not connect to this one, for want of file descriptors or memory there"};
+}
+
+// Of a descriptor that watches a process.
+bool hasEnded(int process) {
+  pollfd end{process, POLLIN, 0};
+  return poll(&end, 1, 0) > 0;
 }
 
 // Whether it can be heard is the peer's affair.
@@ -75,10 +87,33 @@ Status ShmTransport::open() {
 ShmTransport::~ShmTransport() { leave(); }
 
 void ShmTransport::leave() {
+  if (!hasLeft_) tellReceived();
   hasLeft_ = true;
   for (const Link& link : links_) {
     say(link.outSocket, kGoodbye);
     say(link.inSocket, kGoodbye);
+  }
+}
+
+// Who has sent waits for word of it, for which there may be no room yet: it may have had no turn for long.
+void ShmTransport::tellReceived() {
+  const auto end = std::chrono::steady_clock::now() + kPatience;
+  while (numBacklogged_ > 0) {
+    bool isRoomAwaited = false;
+    for (Link& link : links_) {
+      if (!link.failure || link.isGone || hasEnded(link.process.get())) continue;
+      bool isFull = false;
+      // Past what else waits here, of which nobody is to be told any more.
+      numBacklogged_ -= std::erase_if(link.backlog, [&](const Queued& queued) {
+        if (isFull || queued.fields.kind != CellKind::kFinished) return false;
+        isFull = !write(link, queued);
+        return !isFull;
+      });
+      wake(link);
+      isRoomAwaited |= isFull;
+    }
+    if (!isRoomAwaited || std::chrono::steady_clock::now() > end) return;
+    std::this_thread::sleep_for(kLook);
   }
 }
 

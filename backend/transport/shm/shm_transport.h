@@ -194,6 +194,7 @@ class ShmTransport final : public Transport {
   void handle(Link& link, const Cell& cell);
   bool flush(Link& link);
   bool flushBacklogs();
+  void tellReceived();
 
   // Large messages (shm_rendezvous.cc).
   Queued makeOffer(Link& link, std::uint64_t tag, const std::byte* data, std::size_t bytes, Request& request);

@@ -4,8 +4,11 @@
 #include <poll.h>
 
 #include <algorithm>
+#include <deque>
 #include <numeric>
 #include <random>
+#include <thread>
+#include <vector>
 
 #include "backend/p2p/message_tag.h"
 
@@ -176,6 +179,33 @@ TEST_P(TransportConformance, WhoLeavesTakesNoPeerForDead) {
   const auto end = std::chrono::steady_clock::now() + 100ms;
   while (std::chrono::steady_clock::now() < end) a_->progress();
   EXPECT_TRUE(deaths.empty()) << deaths.front();
+}
+
+// More words of it than there is room for at once, to a sender that has no turn meanwhile.
+TEST_P(TransportConformance, WhatWasReceivedIsToldByWhoLeavesThen) {
+  constexpr std::size_t kBytes = 64 << 10, kMessages = 600;
+  const std::vector<char> sent(kBytes, 'x');
+  std::vector<char> received(kBytes);
+  std::deque<Tracked> sends(kMessages), receives(kMessages);
+  const auto areDone = [](const std::deque<Tracked>& all) {
+    return std::ranges::all_of(all, [](const Tracked& one) { return one.done; });
+  };
+  for (std::size_t i = 0; i < kMessages; ++i) a_->send(b_of_a_, i, sent.data(), kBytes, sends[i]);
+  progressUntil([] { return false; }, 200ms);
+  for (std::size_t i = 0; i < kMessages; ++i) {
+    b_->recv(a_of_b_, i, p2p::kExactMask, received.data(), kBytes, receives[i]);
+  }
+  const auto end = std::chrono::steady_clock::now() + 200ms;
+  while (!areDone(receives) && std::chrono::steady_clock::now() < end) b_->progress();
+  ASSERT_TRUE(progressUntil([&] { return areDone(receives); }));  // where it takes both
+  std::thread leaving([&] { b_.reset(); });
+  const auto limit = std::chrono::steady_clock::now() + 10s;
+  while (!areDone(sends) && std::chrono::steady_clock::now() < limit) a_->progress();
+  leaving.join();
+  for (const Tracked& one : sends) {
+    ASSERT_TRUE(one.done);
+    ASSERT_TRUE(one.status) << one.status.toString();
+  }
 }
 
 TEST_P(TransportConformance, RefusesAnAddressThatIsNone) {
