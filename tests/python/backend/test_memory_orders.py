@@ -23,26 +23,23 @@ def _ordered(tensor, rng):
     return tensor.permute(dims).contiguous().permute([dims.index(i) for i in range(4)])
 
 
-def _call(name, group, root, single, listed, is_async):
+def _call(name, root, single, listed, is_async):
     """`single` and `listed`: the tensor and the list of the call, of all_to_all two lists."""
     rank = dist.get_rank()
     on_root = listed if rank == root else None
     work = {
-        "all_gather": lambda: dist.all_gather(listed, single, group=group, async_op=is_async),
-        "gather": lambda: dist.gather(single, on_root, root, group=group, async_op=is_async),
-        "scatter": lambda: dist.scatter(single, on_root, root, group=group, async_op=is_async),
-        "reduce_scatter": lambda: dist.reduce_scatter(single, listed, group=group, async_op=is_async),
-        "all_to_all": lambda: dist.all_to_all(listed, single, group=group, async_op=is_async),
+        "all_gather": lambda: dist.all_gather(listed, single, async_op=is_async),
+        "gather": lambda: dist.gather(single, on_root, root, async_op=is_async),
+        "scatter": lambda: dist.scatter(single, on_root, root, async_op=is_async),
+        "reduce_scatter": lambda: dist.reduce_scatter(single, listed, async_op=is_async),
+        "all_to_all": lambda: dist.all_to_all(listed, single, async_op=is_async),
     }[name]()
     if is_async:
         work.wait()
 
 
 def _run(rank, world_size, seed):
-    """How often gloo has the same values, where it takes such lists."""
     rng = random.Random(seed)
-    gloo = dist.new_group(backend="gloo")
-    same = {name: 0 for name in NAMES}
     for case in range(100):
         name, is_async = rng.choice(NAMES), rng.random() < 0.5
         root, shape = rng.randrange(world_size), rng.choice([(2, 3, 4, 5), (1, 2, 1, 3), (3, 7, 20, 20)])
@@ -61,19 +58,14 @@ def _run(rank, world_size, seed):
         kept = [tensor.clone() for tensor in given]
         into = [_ordered(tensor, own) for tensor in into]
         strides = [tensor.stride() for tensor in into]
-        theirs = [tensor.clone() for tensor in into]
-        for group, outputs in ((dist.group.WORLD, into), (gloo, theirs)):
-            if name == "all_to_all":
-                single, listed = given, outputs
-            else:
-                single, listed = (given[0], outputs) if name in ("all_gather", "gather") else (outputs[0], given)
-            if group is not gloo or name != "all_to_all":
-                _call(name, group, root, single, listed, is_async)
+        if name == "all_to_all":
+            single, listed = given, into
+        else:
+            single, listed = (given[0], into) if name in ("all_gather", "gather") else (into[0], given)
+        _call(name, root, single, listed, is_async)
         where = f"seed {seed} case {case}: {name} of {shape}"
         assert all(map(torch.equal, into, expected)), where
         assert [tensor.stride() for tensor in into] == strides and all(map(torch.equal, given, kept)), where
-        same[name] += all(map(torch.equal, into, theirs))
-    return same
 
 
 @only_on_cpu("a list on a GPU has one order")
@@ -81,4 +73,5 @@ def _run(rank, world_size, seed):
 @pytest.mark.parametrize("hosts", [(0, 0), (0, 1), (0, 0, 0)], ids=str)
 def test_lists_of_several_memory_orders_arrive_as_their_values(hosts):
     seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
     run_ranks(_run, len(hosts), "farandole", enter=PretendHost(hosts), timeout=60, seed=seed)
