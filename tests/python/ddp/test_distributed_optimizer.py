@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_models import BACKENDS, fewer
-from optimizer_oracle import OPTIMIZERS, Oracle, SmallModel, batch_of, groups_of
+from optimizer_oracle import OPTIMIZERS, Oracle, SmallModel, batch_of, draw, groups_of
 
 from farandole.ddp import DistributedDataParallel, DistributedOptimizer
 from support.devices import DEVICE
@@ -25,9 +25,9 @@ def _pair(
 ) -> tuple[random.Random, DistributedDataParallel, DistributedOptimizer, Oracle]:
     rng = random.Random(seed)
     drawn = rng.choice([torch.float64, torch.float32, torch.bfloat16])
-    make = rng.choice(OPTIMIZERS)
     in_fp32 = dtype is None and (drawn == torch.bfloat16 or (rng.random() < 0.3 and drawn == torch.float32))
     dtype = dtype or drawn
+    make = draw(rng, dtype)
     settings = {
         "bucket_size": rng.choice([1, 300, 2000, None]),
         "overlap_grad_reduce": rng.random() < 0.5,

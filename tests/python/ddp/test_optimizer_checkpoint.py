@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ddp_models import BACKENDS
-from optimizer_oracle import OPTIMIZERS, Oracle, SmallModel, batch_of, groups_of
+from optimizer_oracle import OPTIMIZERS, Oracle, SmallModel, batch_of, draw, groups_of
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -34,7 +34,7 @@ BEFORE, AFTER = 5, 5
 def _make(seed: int, bucket_size: int | None) -> tuple[DistributedDataParallel, DistributedOptimizer, Oracle]:
     rng = random.Random(seed)
     dtype = rng.choice([torch.float64, torch.bfloat16])
-    make = rng.choice(OPTIMIZERS)
+    make = draw(rng, dtype)
     in_fp32 = dtype == torch.bfloat16
     model = DistributedDataParallel(
         SmallModel(seed, dtype),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddp.optimizer_oracle import OPTIMIZERS, Oracle, SmallModel, batch_of, groups_of
+from ddp.optimizer_oracle import OPTIMIZERS, Oracle, SmallModel, batch_of, draw, groups_of
 from farandole.ddp import DistributedDataParallel, DistributedOptimizer
 from gpu.replicas import Alone, assert_close, batches, layers, loss_of
 from support.gpus import needs_gpu, run_on_gpus
@@ -43,7 +43,7 @@ def _replica(seed, dtype, make, overlaps, device):
 def _train_by_every_overlap(rank, world_size, seed, dtype, device="cuda"):
     for number, overlaps in enumerate(OVERLAPS):
         rng = random.Random(seed + number)
-        make, accumulate, max_norm = rng.choice(OPTIMIZERS), rng.randint(1, 2), rng.choice([None, 0.1, 10.0])
+        make, accumulate, max_norm = draw(rng, dtype), rng.randint(1, 2), rng.choice([None, 0.1, 10.0])
         model, optimizer, oracle = _replica(seed, dtype, make, overlaps, device)
         for step in range(STEPS):
             where = f"seed {seed}, {overlaps}, step {step}, rank {rank}"
