@@ -7,24 +7,10 @@ namespace farandole::ddp {
 namespace {
 
 constexpr int64_t kPage = 4096;
-constexpr int64_t kMostAdapted = 31 << 20;  // glibc's malloc goes no further than 32 MiB
-
-// As the first free of a block of this size does it: malloc keeps what is freed, up to twice as much, and returns to
-// the system what is beyond. Untouched memory costs nothing. Where the environment sets malloc's thresholds it does
-// nothing.
-void tellMalloc() {
-  static const bool isTold = [] {
-    at::empty({kMostAdapted}, at::kByte);
-    return true;
-  }();
-  (void)isTold;
-}
 
 at::Tensor bufferFor(int64_t bytes) { return at::empty((bytes + bytes / 4) / kPage * kPage + kPage, at::kByte); }
 
 }  // namespace
-
-StagingMemory::StagingMemory() { tellMalloc(); }
 
 at::Tensor StagingMemory::take(int64_t bytes) {
   const std::lock_guard lock(mutex_);

@@ -12,12 +12,8 @@ namespace farandole::ddp {
 // it would lie in another place each time, and what these allocate with it, in memory that no cache has. Any thread.
 //
 // As many buffers as were ever in use at the same time, with a quarter to spare.
-//
-// The first one lets glibc's malloc keep up to 62 MiB that the process frees. Gradients of some megabytes went back to
-// the system and were faulted in again, in each step or in none, by what lay behind them in the heap.
 class StagingMemory {
  public:
-  StagingMemory();
   // Bytes of a buffer that nothing else has. It is taken again once no tensor of its storage is left.
   at::Tensor take(int64_t bytes);
 

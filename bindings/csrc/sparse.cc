@@ -6,6 +6,7 @@
 #include "bindings/csrc/step_contexts.h"
 #include "pipeline/sparse/accumulation_window.h"
 #include "pipeline/sparse/batch_pipeline.h"
+#include "pipeline/sparse/freed_memory.h"
 
 namespace py = pybind11;
 using namespace pybind11::literals;
@@ -141,6 +142,8 @@ void bindSparse(py::module_& module) {
 
   bindStepContexts(module);
   bindStepChecks(module);
+
+  module.def("keep_freed_memory", &sparse::keepFreedMemory);
 
   py::class_<sparse::AccumulationWindow>(module, "AccumulationWindow")
       .def(py::init<std::int64_t>(), py::arg("size"))

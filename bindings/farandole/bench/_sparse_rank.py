@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +16,7 @@ from farandole.bench._ranks import Rank
 PLAIN, OURS, TORCHREC = "plain loop", "farandole", "torchrec over gloo"
 PEERS = (PLAIN, OURS, TORCHREC)
 BACKENDS = ("farandole", "gloo")
+_BATCHES = 64  # different ones
 
 
 class _PlainLoop:
@@ -46,13 +49,37 @@ def _pipeline(rank: Rank, peer: str, ahead: int) -> Any:
     return TrainPipelineSparseDist(model, optimizer, cpu, process_group=group, strict=True)
 
 
-def run_steps(rank: Rank, peer: str, samples: int, ahead: int, count: int, warm_up: int) -> float:
-    """Runs on all ranks: the seconds of a step with a batch of so many samples, of a model and a pipeline of its own: what
-    a pipeline has chosen by measured times is for such batches. ``ahead``: modules between the batch and the tables."""
+class _Endless:
+    """Batches over and over, until they are ended."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self._batches = itertools.cycle(batches)
+        self.has_ended = False
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        if self.has_ended:
+            raise StopIteration
+        return next(self._batches)
+
+
+def begin(rank: Rank, peer: str, samples: int, ahead: int, warm_up: int) -> None:
+    """Runs on all ranks: a model and a pipeline for batches of so many samples; what it chooses by measured times is for
+    these. ``ahead``: modules between the batch and the tables."""
     from farandole.bench import _sparse_model
 
     pipeline = _pipeline(rank, peer, ahead)
-    batches = iter(_sparse_model.make_batches(rank.rank, samples, warm_up + count + 3))
+    batches = _Endless(_sparse_model.make_batches(rank.rank, samples, _BATCHES))
+    rank.state["sparse"] = pipeline, batches
+    for _ in range(warm_up):
+        pipeline.progress(batches)
+
+
+def run_steps(rank: Rank, warm_up: int, count: int) -> float:
+    """Runs on all ranks, between begin() and end(): the seconds of a step."""
+    pipeline, batches = rank.state["sparse"]
     for _ in range(warm_up):
         pipeline.progress(batches)
     dist.barrier(rank.groups["farandole"])
@@ -60,16 +87,13 @@ def run_steps(rank: Rank, peer: str, samples: int, ahead: int, count: int, warm_
     for _ in range(count):
         pipeline.progress(batches)
     dist.barrier(rank.groups["farandole"])
-    taken = (time.perf_counter() - start) / count
-    for _ in batches:
-        pass
-    _drain(pipeline, batches)
-    return taken
+    return (time.perf_counter() - start) / count
 
 
-def _drain(pipeline: Any, batches: Iterator[Any]) -> None:
-    while not isinstance(pipeline, _PlainLoop):
-        try:
+def end(rank: Rank) -> None:
+    """Runs on all ranks: computes what is in flight."""
+    pipeline, batches = rank.state.pop("sparse")
+    batches.has_ended = True
+    with contextlib.suppress(StopIteration):
+        while True:
             pipeline.progress(batches)
-        except StopIteration:
-            return

@@ -22,8 +22,9 @@ _CASES = {
     "256 samples, a module ahead": (256, 1),
     "2048 samples": (2048, 0),
 }
-_STEPS = 60  # per round
+_BLOCKS, _STEPS = 6, 15  # of each peer per round, in turns
 _WARM_UP = 64  # in which a pipeline compares its threads
+_BLOCK_WARM_UP = 3  # after other peers have had the caches
 _SECONDS = {"10 ms": 0.01, "50 ms": 0.05}  # of a stage that sleeps
 _SLEEPING_STEPS = 12  # per round
 _LONGEST_STAGE = 1.03  # most that a step may take of it
@@ -46,7 +47,10 @@ def measure(settings: Settings, pair: RankPair) -> Report:
             compared = ratio(f"step / that of {other.peer}", ours, other)
             report.ratios.append(compared)
             report.targets.append(Target(f"{case}: {compared.name}", compared.median(), limit, at_most=True))
-    report.notes.append("each round starts two processes for the plain loop, two for farandole and two for torchrec")
+    report.notes.append(
+        "each round starts two processes for the plain loop, two for farandole and two for torchrec, which take turns of "
+        f"{settings.count(_STEPS)} steps"
+    )
     return report
 
 
@@ -56,19 +60,28 @@ def _in_fresh_processes(settings: Settings, series: dict[str, list[Series]]) -> 
     orders = itertools.cycle(itertools.permutations(on_rank.PEERS))
 
     def one_round() -> list[list[Sample]]:
-        count, order = settings.count(_STEPS), next(orders)
-        slower: dict[tuple[str, str], float] = {}
+        order = next(orders)
         with contextlib.ExitStack() as stack:
             started = {peer: stack.enter_context(Ranks(RANKS, on_rank.BACKENDS)) for peer in order}
-            for (case, (samples, ahead)), peer in itertools.product(_CASES.items(), order):
-                of_ranks = started[peer].call(
-                    on_rank.run_steps, peer=peer, samples=samples, ahead=ahead, count=count, warm_up=_WARM_UP
-                )
-                slower[case, peer] = max(of_ranks)
-        steps = (slower[one.case, one.peer] for one in itertools.chain.from_iterable(series.values()))
-        return [[Sample(step, step)] for step in steps]
+            blocks = {case: _in_turns(settings, started, *sizes) for case, sizes in _CASES.items()}
+        return [blocks[one.case][one.peer] for one in itertools.chain.from_iterable(series.values())]
 
     return [*itertools.chain.from_iterable(series.values())], one_round
+
+
+def _in_turns(settings: Settings, started: dict[str, Ranks], samples: int, ahead: int) -> dict[str, list[Sample]]:
+    for peer, ranks in started.items():
+        ranks.call(on_rank.begin, peer=peer, samples=samples, ahead=ahead, warm_up=_WARM_UP)
+    blocks: dict[str, list[Sample]] = {peer: [] for peer in started}
+    peers = [*started]
+    for _ in range(_BLOCKS):
+        for peer in peers:
+            of_ranks = started[peer].call(on_rank.run_steps, warm_up=_BLOCK_WARM_UP, count=settings.count(_STEPS))
+            blocks[peer].append(Sample(max(of_ranks), max(of_ranks)))
+        peers.reverse()
+    for ranks in started.values():
+        ranks.call(on_rank.end)
+    return blocks
 
 
 def _measure_sleeping(settings: Settings, pair: RankPair, report: Report) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from farandole._C import NoGrad, ProfilerRange
+from farandole._C import NoGrad, ProfilerRange, keep_freed_memory
 from farandole.sparse._arguments import refuse_no_bool, refuse_no_example, refuse_others_optimizer
 from farandole.sparse._attachment import Attachment, attach
 from farandole.sparse._base import TrainPipelineBase
@@ -113,6 +113,8 @@ class TrainPipelineSparseDist(TrainPipelineBase[In, Out]):
             execute_all_batches=execute_all_batches,
             **options,
         )
+        if self._device.type == "cpu":
+            keep_freed_memory()
         self._strict = strict
         self._tracing = tracing
         self._example_batch = example_batch

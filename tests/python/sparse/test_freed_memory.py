@@ -13,10 +13,11 @@ from support.sanitizers import SANITIZED
 STEPS = """
 import resource, sys
 import torch
-from farandole._C import StagingMemory
+from farandole.sparse import TrainPipelineSparseDist
 
 if sys.argv[1] == "pipeline":
-    StagingMemory()
+    model = torch.nn.Linear(1, 1)
+    TrainPipelineSparseDist(model, torch.optim.SGD(model.parameters()), "cpu")
 
 
 def step():
