@@ -1,7 +1,9 @@
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 #include "backend/c10d/errors.h"
+#include "backend/c10d/joint_work.h"
 #include "backend/c10d/listed_outputs.h"
 #include "backend/c10d/memory_apart.h"
 #include "backend/c10d/premultiplication.h"
@@ -51,6 +53,19 @@ c10::intrusive_ptr<CollectiveWork> ProcessGroupFarandole::makeCollective(OpType 
   return c10::make_intrusive<CollectiveWork>(communicator_, workOptions(type, title, timeout));
 }
 
+template <typename Make>
+WorkPtr ProcessGroupFarandole::toldByBatch(const Make& make) {
+  if (openBatch_->find() == nullptr) return make();
+  try {
+    return make();
+  } catch (...) {
+    Batch* const batch = openBatch_->find();
+    if (batch == nullptr) throw;
+    if (batch->refusal == nullptr) batch->refusal = std::current_exception();
+    return c10::make_intrusive<JointWork>(rank_, OpType::COALESCED, std::vector<WorkPtr>{});  // its caller may wait
+  }
+}
+
 Reducing ProcessGroupFarandole::reducingFor(const char* operation, const ::c10d::ReduceOp& op,
                                             const at::Tensor& tensor) {
   if (tensor.is_cuda()) return CudaGroup::reducing(operation, op, tensor.scalar_type());
@@ -96,11 +111,13 @@ WorkPtr ProcessGroupFarandole::runProgram(OpType type, const char* title, const 
 }
 
 WorkPtr ProcessGroupFarandole::broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& opts) {
-  const at::Tensor& tensor = checkSingleDense("broadcast", "tensor", tensors);
-  checkRank("broadcast", "src", opts.rootRank, size_);
-  checkRootTensor("broadcast", opts.rootTensor);
-  return runCollective(OpType::BROADCAST, "farandole:broadcast", opts, tensors, {}, [&](CollectiveCalls& calls) {
-    calls.broadcast(static_cast<int>(opts.rootRank), sliceOf(tensor));
+  return toldByBatch([&]() -> WorkPtr {
+    const at::Tensor& tensor = checkSingleDense("broadcast", "tensor", tensors);
+    checkRank("broadcast", "src", opts.rootRank, size_);
+    checkRootTensor("broadcast", opts.rootTensor);
+    return runCollective(OpType::BROADCAST, "farandole:broadcast", opts, tensors, {}, [&](CollectiveCalls& calls) {
+      calls.broadcast(static_cast<int>(opts.rootRank), sliceOf(tensor));
+    });
   });
 }
 
@@ -113,56 +130,40 @@ WorkPtr ProcessGroupFarandole::allreduce(Tensors& tensors, const ::c10d::Allredu
                        [&](CollectiveCalls& calls) { calls.allReduce(reducing, sliceOf(tensor)); });
 }
 
-WorkPtr ProcessGroupFarandole::allreduce_coalesced(Tensors& tensors, const ::c10d::AllreduceCoalescedOptions& opts) {
-  const LeavingByError leaving(*openBatch_);
-  TORCH_CHECK_VALUE(!tensors.empty(), "all_reduce_coalesced: tensors is empty; expected one or more");
-  std::vector<Reducing> reducings;
-  reducings.reserve(tensors.size());
-  for (const at::Tensor& tensor : tensors) {
-    checkDense("all_reduce_coalesced", "tensors", tensor);
-    reducings.push_back(reducingFor("all_reduce_coalesced", opts.reduceOp, tensor));
-  }
-  const std::vector<std::size_t> listed = firstMentions(tensors);
-  const ListedOutputs reduced = ListedOutputs::inPlace("all_reduce_coalesced", tensors, listed);
-  const Tensors& places = reduced.places();
-  for (const std::size_t i : listed) premultiply(opts.reduceOp, places[i]);
-  return runCollective(OpType::ALLREDUCE_COALESCED, "farandole:all_reduce_coalesced", opts, tensors, places,
-                       [&](CollectiveCalls& calls) {
-                         for (const std::size_t i : listed) calls.allReduce(reducings[i], sliceOf(places[i]));
-                         reduced.deliver(calls);
-                       });
-}
-
 WorkPtr ProcessGroupFarandole::reduce(Tensors& tensors, const ::c10d::ReduceOptions& opts) {
-  const at::Tensor& tensor = checkSingleDense("reduce", "tensor", tensors);
-  checkRank("reduce", "dst", opts.rootRank, size_);
-  checkRootTensor("reduce", opts.rootTensor);
-  const Reducing reducing = reducingFor("reduce", opts.reduceOp, tensor);
-  at::Tensor data = tensor;
-  if (rank_ == opts.rootRank) {
-    premultiply(opts.reduceOp, data);
-  } else {
-    data = premultiplied(opts.reduceOp, data);
-  }
-  return runCollective(OpType::REDUCE, "farandole:reduce", opts, tensors, {data}, [&](CollectiveCalls& calls) {
-    calls.reduce(reducing, static_cast<int>(opts.rootRank), sliceOf(data));
+  return toldByBatch([&]() -> WorkPtr {
+    const at::Tensor& tensor = checkSingleDense("reduce", "tensor", tensors);
+    checkRank("reduce", "dst", opts.rootRank, size_);
+    checkRootTensor("reduce", opts.rootTensor);
+    const Reducing reducing = reducingFor("reduce", opts.reduceOp, tensor);
+    at::Tensor data = tensor;
+    if (rank_ == opts.rootRank) {
+      premultiply(opts.reduceOp, data);
+    } else {
+      data = premultiplied(opts.reduceOp, data);
+    }
+    return runCollective(OpType::REDUCE, "farandole:reduce", opts, tensors, {data}, [&](CollectiveCalls& calls) {
+      calls.reduce(reducing, static_cast<int>(opts.rootRank), sliceOf(data));
+    });
   });
 }
 
 WorkPtr ProcessGroupFarandole::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                                          const ::c10d::AllgatherOptions& opts) {
-  Tensors given = asListed(inputs);
-  const at::Tensor& input = checkSingleDense("all_gather", "tensor", given);
-  const Tensors& list = checkSingleList("all_gather", "tensor_list", outputs);
-  const ListedOutputs arriving(list, input);
-  checkList("all_gather", "tensor_list", arriving.places(), size_, input);
-  checkFlat("all_gather", "tensor_list of this rank", list[rank_], input, 1);
-  const auto slices = slicesOf(arriving.places());
-  auto own = slicesOf(given);
-  readApart(given, own, slices, rank_);
-  return runCollective(OpType::ALLGATHER, "farandole:all_gather", opts, list, given, [&](CollectiveCalls& calls) {
-    calls.allGather(own[0], slices, Layout::kList);
-    arriving.deliver(calls);
+  return toldByBatch([&]() -> WorkPtr {
+    Tensors given = asListed(inputs);
+    const at::Tensor& input = checkSingleDense("all_gather", "tensor", given);
+    const Tensors& list = checkSingleList("all_gather", "tensor_list", outputs);
+    const ListedOutputs arriving(list, input);
+    checkList("all_gather", "tensor_list", arriving.places(), size_, input);
+    checkFlat("all_gather", "tensor_list of this rank", list[rank_], input, 1);
+    const auto slices = slicesOf(arriving.places());
+    auto own = slicesOf(given);
+    readApart(given, own, slices, rank_);
+    return runCollective(OpType::ALLGATHER, "farandole:all_gather", opts, list, given, [&](CollectiveCalls& calls) {
+      calls.allGather(own[0], slices, Layout::kList);
+      arriving.deliver(calls);
+    });
   });
 }
 
@@ -179,72 +180,31 @@ WorkPtr ProcessGroupFarandole::_allgather_base(at::Tensor& output, at::Tensor& i
                        [&](CollectiveCalls& calls) { calls.allGather(own[0], slices, Layout::kFlat); });
 }
 
-WorkPtr ProcessGroupFarandole::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
-                                                   const ::c10d::AllgatherOptions& opts) {
-  // c10d's layout: outputs[i][j] is what rank i gave as its input j.
-  const auto size = static_cast<std::size_t>(size_);
-  TORCH_CHECK_VALUE(outputs.size() == size, "all_gather_coalesced: output lists number ", outputs.size(), "; expected ",
-                    size_, ", one for each rank");
-  Tensors given = inOrder(inputs);
-  Tensors all;
-  for (const Tensors& list : outputs) {
-    checkFlats("all_gather_coalesced", "output", list, "input", given, 1);
-    all.insert(all.end(), list.begin(), list.end());
-  }
-  std::vector<Apart> parts;
-  parts.reserve(given.size());
-  for (std::size_t j = 0; j < given.size(); ++j) {
-    std::vector<Slice> slices(size);
-    for (std::size_t i = 0; i < size; ++i) slices[i] = sliceOf(outputs[i][j]);
-    parts.push_back({std::move(slices), {sliceOf(given[j])}});
-  }
-  readAllApart(given, parts, rank_);
-  return runCollective(OpType::ALLGATHER_COALESCED, "farandole:all_gather_coalesced", opts, all, given,
-                       [&](CollectiveCalls& calls) {
-                         for (const Apart& part : parts) calls.allGather(part.parts[0], part.outputs, Layout::kList);
-                       });
-}
-
-WorkPtr ProcessGroupFarandole::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                                               const ::c10d::AllgatherOptions& opts) {
-  const LeavingByError leaving(*openBatch_);
-  Tensors given = inOrder(inputs);
-  checkFlats("all_gather_into_tensor_coalesced", "outputs", outputs, "inputs", given, size_);
-  std::vector<Apart> parts;
-  parts.reserve(given.size());
-  for (std::size_t i = 0; i < given.size(); ++i) {
-    parts.push_back({equalSlices(outputs[i], size_), {sliceOf(given[i])}});
-  }
-  readAllApart(given, parts, rank_);
-  return runCollective(OpType::_ALLGATHER_BASE, "farandole:all_gather_into_tensor_coalesced", opts, outputs, given,
-                       [&](CollectiveCalls& calls) {
-                         for (const Apart& part : parts) calls.allGather(part.parts[0], part.outputs, Layout::kFlat);
-                       });
-}
-
 WorkPtr ProcessGroupFarandole::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                                       const ::c10d::GatherOptions& opts) {
-  Tensors given = asListed(inputs);
-  const at::Tensor& input = checkSingleDense("gather", "tensor", given);
-  checkRank("gather", "dst", opts.rootRank, size_);
-  Tensors list;
-  if (rank_ == opts.rootRank) {
-    list = checkSingleList("gather", "gather_list", outputs);
-  } else {
-    TORCH_CHECK_VALUE(outputs.empty(), "gather: gather_list is given on rank ", rank_, "; expected on rank ",
-                      opts.rootRank, " only");
-  }
-  const ListedOutputs arriving(list, input);
-  if (rank_ == opts.rootRank) {
-    checkList("gather", "gather_list", arriving.places(), size_, input);
-    checkSameSize("gather", "gather_list", list, input);
-  }
-  const auto slices = slicesOf(arriving.places());
-  auto own = slicesOf(given);
-  readApart(given, own, slices, rank_);
-  return runCollective(OpType::GATHER, "farandole:gather", opts, list, given, [&](CollectiveCalls& calls) {
-    calls.gather(static_cast<int>(opts.rootRank), own[0], slices);
-    arriving.deliver(calls);
+  return toldByBatch([&]() -> WorkPtr {
+    Tensors given = asListed(inputs);
+    const at::Tensor& input = checkSingleDense("gather", "tensor", given);
+    checkRank("gather", "dst", opts.rootRank, size_);
+    Tensors list;
+    if (rank_ == opts.rootRank) {
+      list = checkSingleList("gather", "gather_list", outputs);
+    } else {
+      TORCH_CHECK_VALUE(outputs.empty(), "gather: gather_list is given on rank ", rank_, "; expected on rank ",
+                        opts.rootRank, " only");
+    }
+    const ListedOutputs arriving(list, input);
+    if (rank_ == opts.rootRank) {
+      checkList("gather", "gather_list", arriving.places(), size_, input);
+      checkSameSize("gather", "gather_list", list, input);
+    }
+    const auto slices = slicesOf(arriving.places());
+    auto own = slicesOf(given);
+    readApart(given, own, slices, rank_);
+    return runCollective(OpType::GATHER, "farandole:gather", opts, list, given, [&](CollectiveCalls& calls) {
+      calls.gather(static_cast<int>(opts.rootRank), own[0], slices);
+      arriving.deliver(calls);
+    });
   });
 }
 
@@ -268,44 +228,48 @@ WorkPtr ProcessGroupFarandole::gather_into_tensor(at::Tensor& output, at::Tensor
 
 WorkPtr ProcessGroupFarandole::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                        const ::c10d::ScatterOptions& opts) {
-  const ListedOutputs arriving = ListedOutputs::inOrder(checkSingleDense("scatter", "tensor", outputs));
-  const at::Tensor& output = arriving.places()[0];
-  checkRank("scatter", "src", opts.rootRank, size_);
-  Tensors list;
-  if (rank_ == opts.rootRank) {
-    list = asListed(checkSingleList("scatter", "scatter_list", inputs));
-    checkList("scatter", "scatter_list", list, size_, output);
-    checkSameSize("scatter", "scatter_list", list, output);
-  } else {
-    TORCH_CHECK_VALUE(inputs.empty(), "scatter: scatter_list is given on rank ", rank_, "; expected on rank ",
-                      opts.rootRank, " only");
-  }
-  auto slices = slicesOf(list);
-  const Slice own = sliceOf(output);
-  readApart(list, slices, {&own, 1}, rank_);
-  return runCollective(OpType::SCATTER, "farandole:scatter", opts, outputs, list, [&](CollectiveCalls& calls) {
-    calls.scatter(static_cast<int>(opts.rootRank), own, slices);
-    arriving.deliver(calls);
+  return toldByBatch([&]() -> WorkPtr {
+    const ListedOutputs arriving = ListedOutputs::inOrder(checkSingleDense("scatter", "tensor", outputs));
+    const at::Tensor& output = arriving.places()[0];
+    checkRank("scatter", "src", opts.rootRank, size_);
+    Tensors list;
+    if (rank_ == opts.rootRank) {
+      list = asListed(checkSingleList("scatter", "scatter_list", inputs));
+      checkList("scatter", "scatter_list", list, size_, output);
+      checkSameSize("scatter", "scatter_list", list, output);
+    } else {
+      TORCH_CHECK_VALUE(inputs.empty(), "scatter: scatter_list is given on rank ", rank_, "; expected on rank ",
+                        opts.rootRank, " only");
+    }
+    auto slices = slicesOf(list);
+    const Slice own = sliceOf(output);
+    readApart(list, slices, {&own, 1}, rank_);
+    return runCollective(OpType::SCATTER, "farandole:scatter", opts, outputs, list, [&](CollectiveCalls& calls) {
+      calls.scatter(static_cast<int>(opts.rootRank), own, slices);
+      arriving.deliver(calls);
+    });
   });
 }
 
 WorkPtr ProcessGroupFarandole::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                               const ::c10d::ReduceScatterOptions& opts) {
-  const ListedOutputs arriving = ListedOutputs::inOrder(checkSingleDense("reduce_scatter", "output", outputs));
-  const at::Tensor& output = arriving.places()[0];
-  const Tensors list = asListed(checkSingleList("reduce_scatter", "input_list", inputs));
-  checkList("reduce_scatter", "input_list", list, size_, output);
-  checkOwn("reduce_scatter", "input_list", list[rank_].numel(), "output", output.numel());
-  const Reducing reducing = reducingFor("reduce_scatter", opts.reduceOp, output);
-  Tensors data = premultiplied(opts.reduceOp, list);
-  auto slices = slicesOf(data);
-  const Slice own = sliceOf(output);
-  readApart(data, slices, {&own, 1}, rank_);
-  return runCollective(OpType::REDUCE_SCATTER, "farandole:reduce_scatter", opts, outputs, data,
-                       [&](CollectiveCalls& calls) {
-                         calls.reduceScatter(reducing, own, slices, Layout::kList);
-                         arriving.deliver(calls);
-                       });
+  return toldByBatch([&]() -> WorkPtr {
+    const ListedOutputs arriving = ListedOutputs::inOrder(checkSingleDense("reduce_scatter", "output", outputs));
+    const at::Tensor& output = arriving.places()[0];
+    const Tensors list = asListed(checkSingleList("reduce_scatter", "input_list", inputs));
+    checkList("reduce_scatter", "input_list", list, size_, output);
+    checkOwn("reduce_scatter", "input_list", list[rank_].numel(), "output", output.numel());
+    const Reducing reducing = reducingFor("reduce_scatter", opts.reduceOp, output);
+    Tensors data = premultiplied(opts.reduceOp, list);
+    auto slices = slicesOf(data);
+    const Slice own = sliceOf(output);
+    readApart(data, slices, {&own, 1}, rank_);
+    return runCollective(OpType::REDUCE_SCATTER, "farandole:reduce_scatter", opts, outputs, data,
+                         [&](CollectiveCalls& calls) {
+                           calls.reduceScatter(reducing, own, slices, Layout::kList);
+                           arriving.deliver(calls);
+                         });
+  });
 }
 
 WorkPtr ProcessGroupFarandole::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
@@ -323,62 +287,43 @@ WorkPtr ProcessGroupFarandole::_reduce_scatter_base(at::Tensor& output, at::Tens
                        [&](CollectiveCalls& calls) { calls.reduceScatter(reducing, own, slices, Layout::kFlat); });
 }
 
-WorkPtr ProcessGroupFarandole::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                                               const ::c10d::ReduceScatterOptions& opts) {
-  const LeavingByError leaving(*openBatch_);
-  const Tensors given = inOrder(inputs);
-  checkFlats("reduce_scatter_tensor_coalesced", "inputs", given, "outputs", outputs, size_);
-  std::vector<Reducing> reducings;
-  reducings.reserve(outputs.size());
-  for (const at::Tensor& output : outputs) {
-    reducings.push_back(reducingFor("reduce_scatter_tensor_coalesced", opts.reduceOp, output));
-  }
-  Tensors data = premultiplied(opts.reduceOp, given);
-  std::vector<Apart> parts;
-  parts.reserve(data.size());
-  for (std::size_t i = 0; i < data.size(); ++i) parts.push_back({{sliceOf(outputs[i])}, equalSlices(data[i], size_)});
-  readAllApart(data, parts, rank_);
-  return runCollective(OpType::_REDUCE_SCATTER_BASE, "farandole:reduce_scatter_tensor_coalesced", opts, outputs, data,
-                       [&](CollectiveCalls& calls) {
-                         for (std::size_t i = 0; i < parts.size(); ++i) {
-                           calls.reduceScatter(reducings[i], parts[i].outputs[0], parts[i].parts, Layout::kFlat);
-                         }
-                       });
-}
-
 WorkPtr ProcessGroupFarandole::alltoall_base(at::Tensor& output, at::Tensor& input,
                                              std::vector<std::int64_t>& outputSplits,
                                              std::vector<std::int64_t>& inputSplits,
                                              const ::c10d::AllToAllOptions& opts) {
-  checkTensor("all_to_all_single", "output", output);
-  checkTensor("all_to_all_single", "input", input);
-  TORCH_CHECK_TYPE(output.scalar_type() == input.scalar_type(), "all_to_all_single: output has dtype ",
-                   output.scalar_type(), "; expected ", input.scalar_type(), " as input");
-  TORCH_CHECK_VALUE(output.device() == input.device(), "all_to_all_single: output is on device ", output.device(),
-                    "; expected ", input.device(), " as input");
-  const auto outputs = splitSlices("all_to_all_single", "output", output, outputSplits, size_);
-  auto inputs = splitSlices("all_to_all_single", "input", input, inputSplits, size_);
-  const auto numOf = [&](const Slice& part) { return static_cast<std::int64_t>(part.bytes / input.element_size()); };
-  checkOwn("all_to_all_single", "input", numOf(inputs[rank_]), "output", numOf(outputs[rank_]));
-  at::Tensor given = input;
-  readApart(given, inputs, outputs, rank_);
-  return runCollective(OpType::ALLTOALL_BASE, "farandole:all_to_all", opts, {output}, {given},
-                       [&](CollectiveCalls& calls) { calls.allToAll(outputs, inputs); });
+  return toldByBatch([&]() -> WorkPtr {
+    checkTensor("all_to_all_single", "output", output);
+    checkTensor("all_to_all_single", "input", input);
+    TORCH_CHECK_TYPE(output.scalar_type() == input.scalar_type(), "all_to_all_single: output has dtype ",
+                     output.scalar_type(), "; expected ", input.scalar_type(), " as input");
+    TORCH_CHECK_VALUE(output.device() == input.device(), "all_to_all_single: output is on device ", output.device(),
+                      "; expected ", input.device(), " as input");
+    const auto outputs = splitSlices("all_to_all_single", "output", output, outputSplits, size_);
+    auto inputs = splitSlices("all_to_all_single", "input", input, inputSplits, size_);
+    const auto numOf = [&](const Slice& part) { return static_cast<std::int64_t>(part.bytes / input.element_size()); };
+    checkOwn("all_to_all_single", "input", numOf(inputs[rank_]), "output", numOf(outputs[rank_]));
+    at::Tensor given = input;
+    readApart(given, inputs, outputs, rank_);
+    return runCollective(OpType::ALLTOALL_BASE, "farandole:all_to_all", opts, {output}, {given},
+                         [&](CollectiveCalls& calls) { calls.allToAll(outputs, inputs); });
+  });
 }
 
 WorkPtr ProcessGroupFarandole::alltoall(Tensors& outputs, Tensors& inputs, const ::c10d::AllToAllOptions& opts) {
-  TORCH_CHECK_VALUE(!inputs.empty(), "all_to_all: input_tensor_list is empty; expected one tensor for each rank");
-  Tensors given = asListed(inputs);
-  checkList("all_to_all", "input_tensor_list", given, size_, given[0]);
-  const ListedOutputs arriving(outputs, given[0]);
-  checkList("all_to_all", "output_tensor_list", arriving.places(), size_, given[0]);
-  checkOwn("all_to_all", "input_tensor_list", given[rank_].numel(), "output_tensor_list", outputs[rank_].numel());
-  const auto to = slicesOf(arriving.places());
-  auto from = slicesOf(given);
-  readApart(given, from, to, rank_);
-  return runCollective(OpType::ALLTOALL, "farandole:all_to_all", opts, outputs, given, [&](CollectiveCalls& calls) {
-    calls.allToAll(to, from);
-    arriving.deliver(calls);
+  return toldByBatch([&]() -> WorkPtr {
+    TORCH_CHECK_VALUE(!inputs.empty(), "all_to_all: input_tensor_list is empty; expected one tensor for each rank");
+    Tensors given = asListed(inputs);
+    checkList("all_to_all", "input_tensor_list", given, size_, given[0]);
+    const ListedOutputs arriving(outputs, given[0]);
+    checkList("all_to_all", "output_tensor_list", arriving.places(), size_, given[0]);
+    checkOwn("all_to_all", "input_tensor_list", given[rank_].numel(), "output_tensor_list", outputs[rank_].numel());
+    const auto to = slicesOf(arriving.places());
+    auto from = slicesOf(given);
+    readApart(given, from, to, rank_);
+    return runCollective(OpType::ALLTOALL, "farandole:all_to_all", opts, outputs, given, [&](CollectiveCalls& calls) {
+      calls.allToAll(to, from);
+      arriving.deliver(calls);
+    });
   });
 }
 

@@ -137,6 +137,7 @@ void checkFlat(const char* operation, const char* argument, const at::Tensor& fl
 
 void checkFlats(const char* operation, const char* argument, const std::vector<at::Tensor>& flats,
                 const char* partArgument, const std::vector<at::Tensor>& parts, int size) {
+  TORCH_CHECK_VALUE(!parts.empty(), operation, ": ", partArgument, " is empty; expected one tensor or more");
   TORCH_CHECK_VALUE(flats.size() == parts.size(), operation, ": ", argument, " has ", flats.size(),
                     " tensors; expected ", parts.size(), " as ", partArgument);
   for (std::size_t i = 0; i < flats.size(); ++i) {
@@ -172,6 +173,11 @@ std::vector<Slice> splitSlices(const char* operation, const char* argument, cons
   }
   TORCH_CHECK_VALUE(splits.size() == static_cast<std::size_t>(size), operation, ": ", argument, " has ", splits.size(),
                     " split sizes; expected ", size, ", one for each rank");
+  // Each by itself first: a sum of any numbers may wrap around to what is expected.
+  for (const std::int64_t split : splits) {
+    TORCH_CHECK_VALUE(split >= 0 && split <= rows, operation, ": ", argument, " has split size ", split,
+                      "; expected 0 to its ", rows, " rows");
+  }
   const std::int64_t sum = std::accumulate(splits.begin(), splits.end(), std::int64_t{0});
   TORCH_CHECK_VALUE(sum == rows, operation, ": the split sizes of ", argument, " sum to ", sum, "; expected its ", rows,
                     " rows");
@@ -180,7 +186,6 @@ std::vector<Slice> splitSlices(const char* operation, const char* argument, cons
   std::vector<Slice> slices;
   std::byte* at = whole.data;
   for (const std::int64_t split : splits) {
-    TORCH_CHECK_VALUE(split >= 0, operation, ": ", argument, " has split size ", split, "; expected 0 or more");
     slices.push_back({at, rowBytes * split});
     at += rowBytes * split;
   }

@@ -10,10 +10,11 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr std::size_t kMostClosed = 256;
-// Each look for a group's messages walks past all that UCX keeps of others.
+// Each look for a group's messages walks past all that UCX keeps of others. Most comes for those that were closed last.
+constexpr std::size_t kLatestPerLook = 4;
 constexpr std::size_t kGroupsPerLook = 8;
-// How long the transport is held for what is dropped; the next look goes on.
+// How long the transport is held for further ones, and for what is dropped; the next look goes on.
+constexpr auto kMostForLooks = std::chrono::milliseconds(1);
 constexpr auto kMostAtOnce = std::chrono::milliseconds(10);
 
 void dropped(void* handle, ucs_status_t, const ucp_tag_recv_info_t*, void*) { ucp_request_free(handle); }
@@ -31,40 +32,53 @@ void UcxTransport::closeGroup(std::uint32_t group, const std::vector<std::string
     const Peer* const known = findPeer(address);
     peers.push_back((known != nullptr ? *known : addPeer(address)).id);
   }
-  closedGroups_.push_front({group, std::move(peers)});
-  if (closedGroups_.size() > kMostClosed) closedGroups_.pop_back();
-  nextClosed_ = 0;
+  closedGroups_.push_front({group, shared(std::move(peers))});
+  ++nextClosed_;  // it has moved on
   if (!isProgressing_) dropLateMessages();
 }
 
+// Groups that are made over and over have the same members.
+UcxTransport::Members UcxTransport::shared(std::vector<PeerId> members) const {
+  const auto same =
+      std::ranges::find_if(closedGroups_, [&](const ClosedGroup& one) { return *one.members == members; });
+  if (same != closedGroups_.end()) return same->members;
+  return std::make_shared<const std::vector<PeerId>>(std::move(members));
+}
+
 void UcxTransport::openGroup(std::uint32_t group) {
-  ClosedGroup closed{group, {}};
-  if (const auto known = std::ranges::find(closedGroups_, group, &ClosedGroup::group); known != closedGroups_.end()) {
-    closed = std::move(*known);
-    closedGroups_.erase(known);
-  }
+  const auto known = std::ranges::find(closedGroups_, group, &ClosedGroup::group);
+  const ClosedGroup closed = known != closedGroups_.end() ? *known : ClosedGroup{group, shared({})};
+  if (known != closedGroups_.end()) closedGroups_.erase(known);
   (void)dropMessages(closed, Clock::time_point::max());
 }
 
 void UcxTransport::dropLateMessages() {
-  const Clock::time_point until = Clock::now() + kMostAtOnce;
-  dropOldest(until);
-  for (std::size_t left = std::min(closedGroups_.size(), kGroupsPerLook); left > 0; --left) {
-    nextClosed_ %= closedGroups_.size();
+  const Clock::time_point begun = Clock::now();
+  const Clock::time_point until = begun + kMostAtOnce;
+  if (!dropOldest(until)) return;
+  const std::size_t latest = std::min(closedGroups_.size(), kLatestPerLook);
+  for (std::size_t i = 0; i < latest; ++i) {
+    if (!dropMessages(closedGroups_[i], until)) return;
+  }
+  for (std::size_t looked = latest; looked < closedGroups_.size(); ++looked) {
+    if (looked >= kGroupsPerLook && Clock::now() - begun > kMostForLooks) return;
+    if (nextClosed_ >= closedGroups_.size()) nextClosed_ = latest;
     if (!dropMessages(closedGroups_[nextClosed_], until)) return;
     ++nextClosed_;
   }
 }
 
-// Those that have been there longest are found without walking past others.
-void UcxTransport::dropOldest(Clock::time_point until) {
+// Those that have been there longest are found without walking past others. False when that is all there was, or the
+// time is over.
+bool UcxTransport::dropOldest(Clock::time_point until) {
   while (Clock::now() < until) {
     ucp_tag_recv_info_t info;
-    if (ucp_tag_probe_nb(worker_, 0, 0, 0, &info) == nullptr) return;
+    if (ucp_tag_probe_nb(worker_, 0, 0, 0, &info) == nullptr) return false;
     const auto closed = std::ranges::find(closedGroups_, p2p::groupOf(info.sender_tag), &ClosedGroup::group);
-    if (closed == closedGroups_.end()) return;
+    if (closed == closedGroups_.end()) return true;
     dropMessage(ucp_tag_probe_nb(worker_, info.sender_tag, p2p::kExactMask, 1, &info), info, *closed);
   }
+  return false;
 }
 
 bool UcxTransport::dropMessages(const ClosedGroup& closed, Clock::time_point until) {
@@ -86,9 +100,8 @@ void UcxTransport::dropMessage(ucp_tag_message_h message, const ucp_tag_recv_inf
   // What its sender is answered may be left pending: whoever sleeps is to arm UCX again.
   if (UCS_PTR_IS_PTR(ucp_tag_msg_recv_nbx(worker_, nullptr, 0, message, &param))) signal();
   const auto source = static_cast<std::size_t>(p2p::sourceOf(info.sender_tag));
-  if (source < closed.members.size() && closed.members[source] != kAnyPeer) {
-    noteReceived(closed.members[source], info.length);
-  }
+  const std::vector<PeerId>& members = *closed.members;
+  if (source < members.size() && members[source] != kAnyPeer) noteReceived(members[source], info.length);
 }
 
 }  // namespace farandole::transport

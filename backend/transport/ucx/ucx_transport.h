@@ -53,7 +53,7 @@ class UcxTransport final : public Transport {
   // Closing the endpoints, or the end of the process, tells the peers. What was sent of devices leaves first: their
   // connections are made with the first message, which may be the last one.
   void leave() override;
-  // Of the latest of them what still comes is looked for; of those before, it is dropped when their number is opened.
+  // What still comes for those that are over is looked for, most often for the latest ones.
   void closeGroup(std::uint32_t group, const std::vector<std::string_view>& members) override;
   void openGroup(std::uint32_t group) override;
   void signal() override { ucp_worker_signal(worker_); }
@@ -125,12 +125,14 @@ class UcxTransport final : public Transport {
   static void receiptSent(void* handle, ucs_status_t status, void* user);
 
   // Closed groups (ucx_closed_groups.cc).
+  using Members = std::shared_ptr<const std::vector<PeerId>>;  // by their rank
   struct ClosedGroup {
     std::uint32_t group;
-    std::vector<PeerId> members;
+    Members members;
   };
+  Members shared(std::vector<PeerId> members) const;
   void dropLateMessages();
-  void dropOldest(std::chrono::steady_clock::time_point until);
+  bool dropOldest(std::chrono::steady_clock::time_point until);
   // False when the time was over first.
   bool dropMessages(const ClosedGroup& closed, std::chrono::steady_clock::time_point until);
   void dropMessage(ucp_tag_message_h message, const ucp_tag_recv_info_t& info, const ClosedGroup& closed);
@@ -154,8 +156,8 @@ class UcxTransport final : public Transport {
   Request* lastDone_ = nullptr;
   PeerFailed peerFailed_;
   bool isAnyBroken_ = false;              // of a peer that has not failed
-  std::deque<ClosedGroup> closedGroups_;  // the latest ones, of which the last one is first
-  std::size_t nextClosed_ = 0;            // to be looked at
+  std::deque<ClosedGroup> closedGroups_;  // whose number has not been taken again; the latest one is first
+  std::size_t nextClosed_ = 0;            // to be looked at, of those that are not the latest
 };
 
 }  // namespace farandole::transport

@@ -299,6 +299,19 @@ TEST_P(UnexpectedMessages, OnesThatComeForAGroupThatIsOverAreDropped) {
   }
 }
 
+// Its sender is ahead of nobody, however many groups have ended since.
+TEST_P(UnexpectedMessages, OnesThatComeForAGroupThatWasOverLongAgoAreDropped) {
+  constexpr std::uint32_t kLongAgo = 3;
+  for (std::uint32_t group = 1; group <= kLongAgo; ++group) closeOfB(group);
+  for (std::uint32_t group = 1000; group < p2p::kMaxGroups; ++group) closeOfB(group);
+  send(tagOf(98, 1), 8, 0);  // what has been there longest is wanted yet
+  for (std::uint32_t group = 1; group <= kLongAgo; ++group) {
+    sendAhead(tagOf(group, 1));
+    expectAllEnd();
+    expectNothingKept(group);
+  }
+}
+
 TEST_P(UnexpectedMessages, OnesThatAreDroppedCountForASenderToWhomNobodyConnected) {
   auto make = GetParam().makeFactory();
   a_ = make();

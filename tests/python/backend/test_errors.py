@@ -51,6 +51,8 @@ def _misuse(rank, world_size):
          lambda: pg._allgather_base(torch.zeros(3), x)),
         (ValueError, r"split sizes of input sum to 3; expected its 4 rows",
          lambda: dist.all_to_all_single(torch.zeros(4), x, [2, 2], [1, 2])),
+        (ValueError, r"all_gather_coalesced: input_tensor_list is empty; expected one tensor or more",
+         lambda: backend.allgather_coalesced([[], []], [])),
         (ValueError, r"has 5 rows; expected a multiple of the 2 ranks",
          lambda: dist.all_to_all_single(torch.zeros(5), torch.zeros(5))),
         (ValueError, r"all_to_all: input_tensor_list has 0 elements for this rank itself; expected 4 as output_tensor_list",
@@ -73,6 +75,20 @@ def _misuse(rank, world_size):
 
 def test_misuse_names_argument_value_and_expectation():
     assert all(run_ranks(_misuse, 2, "farandole"))
+
+
+def _splits_wrap_around(rank, world_size):
+    huge = (1 << 63) - 1
+    for splits in ([huge, huge, 8], [6, huge, huge], [-1, 7, 0]):
+        for outputs, inputs, argument in ((splits, [2] * 3, "output"), ([2] * 3, splits, "input")):
+            with pytest.raises(ValueError, match=f"{argument} has split size (-1|{huge}); expected 0 to its 6 rows"):
+                dist.all_to_all_single(torch.zeros(6), torch.zeros(6), outputs, inputs)
+            _still_works(rank, world_size)
+    return True
+
+
+def test_split_sizes_whose_sum_wraps_around_are_refused():
+    assert all(run_ranks(_splits_wrap_around, 3, "farandole"))
 
 
 def _sizes_differ(rank, world_size):

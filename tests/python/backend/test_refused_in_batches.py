@@ -94,3 +94,46 @@ def _coalesced(rank, world_size):
 @pytest.mark.filterwarnings("ignore")
 def test_a_wrong_coalesced_collective_leaves_no_batch_open():
     assert all(run_ranks(_coalesced, 2, "farandole", timeout=60))
+
+
+# Those that torch calls at once, where it collects others until the end of the batch.
+AT_ONCE = {
+    r"broadcast: tensor of shape \[4\] has strides \[2\]": lambda a: dist.broadcast(torch.zeros(8)[::2], 0, async_op=a),
+    r"reduce: tensor of shape \[3\] has strides \[0\]": lambda a: dist.reduce(torch.zeros(1).expand(3), 0, async_op=a),
+    r"all_gather: tensor_list has 3 tensors; expected 2": lambda a: dist.all_gather(
+        [torch.zeros(4) for _ in range(3)], torch.zeros(4), async_op=a
+    ),
+    r"gather: tensor of shape \[4\] has no memory": lambda a: dist.gather(
+        _without_memory(), [torch.zeros(4)] * 2 if dist.get_rank() == 0 else None, async_op=a
+    ),
+    r"scatter: tensor of shape \[4\] has strides \[2\]": lambda a: dist.scatter(
+        torch.zeros(8)[::2], [torch.zeros(4)] * 2 if dist.get_rank() == 0 else None, async_op=a
+    ),
+    r"reduce_scatter: input_list has 1 tensors; expected 2": lambda a: dist.reduce_scatter(
+        torch.zeros(4), [torch.zeros(4)], async_op=a
+    ),
+    r"all_to_all: input_tensor_list has 5 elements for this rank itself; expected 4": lambda a: dist.all_to_all(
+        [torch.zeros(4) for _ in range(2)], [torch.zeros(5) for _ in range(2)], async_op=a
+    ),
+    r"split sizes of input sum to 5; expected its 6 rows": lambda a: dist.all_to_all_single(
+        torch.zeros(6), torch.zeros(6), [3, 3], [2, 3], async_op=a
+    ),
+}
+
+
+def _called_at_once(rank, world_size):
+    for wanted, call in AT_ONCE.items():
+        for is_async in (False, True):
+            before = torch.full((2,), rank + 1.0)
+            with pytest.raises(ValueError, match=wanted), dist._coalescing_manager(device=torch.device("cpu")):
+                dist.broadcast(before, 1)
+                call(is_async)
+                dist.isend(torch.zeros(2), 1 - rank)  # is dropped with the batch
+            assert before.tolist() == [2.0] * 2
+            _expect_usable(rank, world_size)
+    return True
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_wrong_collective_within_a_batch_is_told_at_its_end_and_later_ones_are_not_lost():
+    assert all(run_ranks(_called_at_once, 2, "farandole", timeout=60))
