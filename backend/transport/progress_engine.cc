@@ -70,10 +70,8 @@ ProgressEngine::ProgressEngine(std::unique_ptr<Transport> transport, net::EventL
       tick_(loop.context()),
       deadlineTimer_(loop.context()),
       tickInterval_(kTick) {
-  Descriptor own(fcntl(transport_->eventFd(), F_DUPFD_CLOEXEC, 0));
-  if (!own) throw std::system_error(errno, std::generic_category(), "fcntl(F_DUPFD_CLOEXEC)");
-  descriptor_.assign(own.get());
-  own.release();
+  unwatched_ = Descriptor(fcntl(transport_->eventFd(), F_DUPFD_CLOEXEC, 0));
+  if (!unwatched_) throw std::system_error(errno, std::generic_category(), "fcntl(F_DUPFD_CLOEXEC)");
   transport_->watchWaiter(hasWaiter_);
   transport_->onPeerFailed([this](PeerId peer, const Status& status) {
     for (Listener* listener : listeners_) listener->peerFailed(peer, status);

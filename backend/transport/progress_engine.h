@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "backend/net/event_loop.h"
+#include "backend/transport/descriptor.h"
 #include "backend/transport/inline_mutex.h"
 #include "backend/transport/transport.h"
 
@@ -149,6 +150,7 @@ class ProgressEngine {
   // Whether somebody has to look though nobody waits.
   bool isWorkLeft() const;
 
+  void watchFromLoop();
   void sleepFromLoop();
   void onEventFromLoop();
   void startTickFromLoop();
@@ -194,8 +196,9 @@ class ProgressEngine {
   std::mutex sleepMutex_;
   std::condition_variable sleepCondition_;
 
-  // The loop's.
+  // The loop's. The transport's descriptor is with asio while the loop sleeps on it, else in `unwatched_`.
   boost::asio::posix::stream_descriptor descriptor_;
+  Descriptor unwatched_;
   boost::asio::steady_timer tick_;
   boost::asio::steady_timer deadlineTimer_;
   Clock::duration tickInterval_;

@@ -2,10 +2,12 @@
 
 #include <gtest/gtest.h>
 #include <sched.h>
+#include <sys/resource.h>
 
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <future>
 #include <thread>
 #include <vector>
 
@@ -135,6 +137,42 @@ TEST_F(ProgressEngineTest, ASleepingWaiterWakesForAMessageThatComesLate) {
   EXPECT_TRUE(b_.wait(received.done, Clock::now() + 20s));
   late.join();
   EXPECT_EQ(in, 9);
+}
+
+// How often the calling thread has slept.
+std::uint64_t sleepsOfThisThread() {
+  rusage used{};
+  getrusage(RUSAGE_THREAD, &used);
+  return static_cast<std::uint64_t>(used.ru_nvcsw);
+}
+
+TEST_F(ProgressEngineTest, ATickingLoopIsNotWokenByWhatWakesTheOwner) {
+  const auto sleepsOfLoop = [&] {
+    std::promise<std::uint64_t> sleeps;
+    loopB_.post([&] { sleeps.set_value(sleepsOfThisThread()); });
+    return sleeps.get_future().get();
+  };
+  int in = 0;
+  Flagged received;
+  recv(1, in, received);
+  std::thread owner([&] { b_.wait(received.done, kNoDeadline); });
+  const auto signal = [&] {
+    std::this_thread::sleep_for(200us);
+    ProgressEngine::Access access(b_);
+    access.transport().signal();
+  };
+  for (int i = 0; i < 100; ++i) signal();  // the first one finds an owner, so that the loop ticks
+  const auto start = Clock::now();
+  const std::uint64_t before = sleepsOfLoop();
+  for (int i = 0; i < 1000; ++i) signal();
+  const std::uint64_t slept = sleepsOfLoop() - before;
+  const auto ticks = (Clock::now() - start) / 4ms;
+  const int value = 3;
+  Flagged sent;
+  send(1, value, sent);
+  owner.join();
+  EXPECT_EQ(in, 3);
+  EXPECT_LT(slept, 3 * ticks + 20);
 }
 
 // By the sum of many: a loop that looks by timer is late by up to 4 ms.
