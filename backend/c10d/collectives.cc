@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <exception>
 #include <utility>
 
 #include "backend/c10d/errors.h"
@@ -61,7 +60,7 @@ WorkPtr ProcessGroupFarandole::toldByBatch(const Make& make) {
   } catch (...) {
     Batch* const batch = openBatch_->find();
     if (batch == nullptr) throw;
-    if (batch->refusal == nullptr) batch->refusal = std::current_exception();
+    batch->noteRefusal();
     return c10::make_intrusive<JointWork>(rank_, OpType::COALESCED, std::vector<WorkPtr>{});  // its caller may wait
   }
 }

@@ -33,6 +33,12 @@ struct Batch {
   std::vector<c10::intrusive_ptr<::c10d::Work>> collectives;
   std::shared_ptr<WorkOfBatch> work;
   std::exception_ptr refusal = nullptr;  // of the first operation that is wrong
+
+  // By who has caught it. The end of the batch throws it: c10d, which has begun the batch in its own books, would go on
+  // noting the group's later collectives there, for good and without calling them, if anybody threw before that.
+  void noteRefusal() {
+    if (refusal == nullptr) refusal = std::current_exception();
+  }
 };
 
 // The batch that is open on a group, if there is one. It may be outlived by the works of its members, and outlive the

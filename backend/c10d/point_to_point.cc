@@ -40,13 +40,11 @@ WorkPtr ProcessGroupFarandole::pointToPoint(Direction direction, Tensors& tensor
   };
   if (Batch* const batch = openBatch_->find()) {
     const std::uint64_t key = hooks_->keyIfTold();
-    // The end of the batch tells: c10d, which has begun it in its own books, would go on noting the group's later
-    // collectives there, for good and without calling them, if anybody threw before that.
     try {
       check();
       batch->entries.push_back({direction, tensors[0], peer, tag, key});
     } catch (...) {
-      if (batch->refusal == nullptr) batch->refusal = std::current_exception();
+      batch->noteRefusal();
     }
     return c10::make_intrusive<BatchMemberWork>(rank_, batch->work, key);
   }

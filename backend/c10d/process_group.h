@@ -219,7 +219,7 @@ class ProcessGroupFarandole final : public ::c10d::Backend, public RepeatedMessa
   WorkPtr sumOnCuda(SparseSum sum, const ::c10d::AllreduceOptions& opts);
   WorkPtr runProgram(::c10d::OpType type, const char* title, const Call& call, Tensors results, Tensors kept,
                      const BuildProgram& build);
-  // What `make` makes, but that in an open batch the end of that throws for it, as for messages (see pointToPoint).
+  // What `make` makes, but that in an open batch the end of that throws for it, as for messages (Batch::noteRefusal).
   template <typename Make>
   WorkPtr toldByBatch(const Make& make);
   // Throws where the device of the tensor cannot reduce so.
