@@ -62,7 +62,11 @@ bool RingWriter::write(const CellFields& fields, std::span<const std::byte> data
     const std::uint64_t begin = payloadBegin(data.size());
     cell.inlineBytes = Cell::kOutOfLine;
     cell.payload = static_cast<std::uint32_t>(begin & (shape_.payloadBytes - 1));
-    copyToClaimed(payload_ + cell.payload, data.data(), data.size());
+    if (data.size() <= kMostAskedAhead) {
+      copyToClaimed(payload_ + cell.payload, data.data(), data.size());
+    } else {
+      std::memcpy(payload_ + cell.payload, data.data(), data.size());
+    }
     payloadWritten_ = begin + wholeLines(data.size());
     cell.payloadEnd = payloadWritten_;
   }

@@ -88,6 +88,9 @@ class RingWriter {
   // Over zeroed memory of ringBytes(shape).
   RingWriter(std::byte* memory, RingShape shape);
 
+  // Of more data than this lines are not asked for ahead (copyToClaimed).
+  static constexpr std::size_t kMostAskedAhead = 16 << 10;
+
   // False when there is no room now. The reader will then say so when there is.
   bool write(const CellFields& fields, std::span<const std::byte> data);
   // The same of a cell with so many bytes; who looks `again` by itself is not told.
