@@ -189,18 +189,22 @@ Status MeetingPlace::enterRound() {
 
 Result<MeetingPlace::Blob> MeetingPlace::read(const std::string& board, int rank) {
   const std::string key = keyOf(board, rank);
-  for (Pauses pauses; !round_.store()->check({key}); pauses.take()) {
+  const auto isThere = [&] { return round_.store()->check({key}); };
+  for (Pauses pauses; !isThere(); pauses.take()) {
     if (rank_ == 0 && round_.welcome()) pauses.restart();
     FARANDOLE_RETURN_IF_ERROR(givenUp());
     if (rank_ == 0 && pauses.areLong()) {
       if (Status twice = onceEach(); !twice) {
         // Who has heard of the end, or been met, may have come again since.
         FARANDOLE_RETURN_IF_ERROR(givenUp());
-        if (!round_.store()->check({key})) return twice;
+        if (!isThere()) return twice;
         break;
       }
     }
-    FARANDOLE_RETURN_IF_ERROR(health());
+    if (Status gone = health(); !gone) {
+      if (!isThere()) return gone;
+      break;  // who has met all may leave before the others have seen it
+    }
     if (std::chrono::steady_clock::now() >= deadline_) return timedOut(rank);
   }
   return round_.store()->get(key);

@@ -11,8 +11,10 @@ using std::chrono::milliseconds;
 Status StoreGathering::await(std::chrono::steady_clock::time_point deadline, const std::function<Status()>& health) {
   const std::string all = key_ + "/all";
   if (store_.add(key_ + "/here", 1) == size_) store_.set(all, std::vector<std::uint8_t>{1});
-  for (milliseconds pause{1}; !store_.check({all}); pause = std::min(2 * pause, milliseconds(50))) {
-    FARANDOLE_RETURN_IF_ERROR(health());
+  const auto haveCome = [&] { return store_.check({all}); };
+  for (milliseconds pause{1}; !haveCome(); pause = std::min(2 * pause, milliseconds(50))) {
+    if (Status gone = health(); !gone)
+      return haveCome() ? Status::ok() : gone;  // who knows that all have come may leave
     if (std::chrono::steady_clock::now() >= deadline) {
       return Status::timeout(std::to_string(store_.add(key_ + "/here", 0)) + " of " + std::to_string(size_) +
                              " ranks have come in time");

@@ -112,3 +112,55 @@ def _miss_late(rank, world_size, port):
             _init(rank, world_size, port)
         return _live(rank, world_size, port, 2)
     return _miss_one(rank, world_size, port, again=True)
+
+
+class _LateNews(dist.Store):
+    """A store whose answer that rank 0 has not come yet arrives when that one has come, met all and left."""
+
+    def __init__(self, store):
+        super().__init__()
+        self.store = store
+        self.is_late = False
+
+    def check(self, keys):
+        if not self.is_late or not keys[0].endswith("network/0"):
+            return self.store.check(keys)
+        self.is_late = False
+        self.store.wait(["left"])
+        time.sleep(0.5)  # until this process has heard of it
+        return False
+
+    def set(self, key, value):
+        self.store.set(key, value)
+
+    def get(self, key):
+        return self.store.get(key)
+
+    def add(self, key, amount):
+        return self.store.add(key, amount)
+
+    def delete_key(self, key):
+        return self.store.delete_key(key)
+
+    def compare_set(self, key, expected, desired):
+        return self.store.compare_set(key, expected, desired)
+
+    def wait(self, keys, timeout=None):
+        self.store.wait(keys) if timeout is None else self.store.wait(keys, timeout)
+
+
+def _meet_and_leave(rank, world_size, port):
+    store = dist.TCPStore("127.0.0.1", port)
+    late = _LateNews(store)
+    dist.init_process_group("farandole", store=late if rank == 1 else store, rank=rank, world_size=world_size)
+    late.is_late = True
+    dist.new_group()
+    dist.destroy_process_group()
+    if rank == 0:
+        store.set("left", "")
+    return late.is_late
+
+
+def test_a_group_is_made_though_who_has_met_all_has_left_already(port):
+    # Over UCX alone who has met all needs nobody any more.
+    assert run_ranks(_meet_and_leave, 2, None, env={"FARANDOLE_TRANSPORT": "ucx"}, port=port) == [True, False]
