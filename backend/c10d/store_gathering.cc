@@ -13,8 +13,8 @@ Status StoreGathering::await(std::chrono::steady_clock::time_point deadline, con
   if (store_.add(key_ + "/here", 1) == size_) store_.set(all, std::vector<std::uint8_t>{1});
   const auto haveCome = [&] { return store_.check({all}); };
   for (milliseconds pause{1}; !haveCome(); pause = std::min(2 * pause, milliseconds(50))) {
-    if (Status gone = health(); !gone)
-      return haveCome() ? Status::ok() : gone;  // who knows that all have come may leave
+    // Who knows that all have come may leave before the others do.
+    if (Status gone = health(); !gone) return haveCome() ? Status::ok() : gone;
     if (std::chrono::steady_clock::now() >= deadline) {
       return Status::timeout(std::to_string(store_.add(key_ + "/here", 0)) + " of " + std::to_string(size_) +
                              " ranks have come in time");
