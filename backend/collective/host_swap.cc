@@ -10,7 +10,7 @@ namespace {
 
 // Of a part from here on nothing is in the caches anyhow when it is next looked at: what is taken and kept goes past
 // them (8 MiB for each 1.6 ms -> 1.4, 32 MiB 7.7 -> 6.3; 2 MiB 0.2 -> 0.35), and what is put in is not held up by
-// asking ahead for the lines of the window (8 MiB for each, on a Zen 5: 1.28 ms -> 1.11).
+// asking ahead for the lines of the window (8 MiB for each, on a Zen 5: 1.24 ms -> 1.15).
 constexpr std::size_t kStreamedPartBytes = 8 << 20;
 
 // A swap in its turn. Each way ends with the turn's last step.

@@ -139,15 +139,6 @@ class _LateNews(dist.Store):
     def add(self, key, amount):
         return self.store.add(key, amount)
 
-    def delete_key(self, key):
-        return self.store.delete_key(key)
-
-    def compare_set(self, key, expected, desired):
-        return self.store.compare_set(key, expected, desired)
-
-    def wait(self, keys, timeout=None):
-        self.store.wait(keys) if timeout is None else self.store.wait(keys, timeout)
-
 
 def _meet_and_leave(rank, world_size, port):
     store = dist.TCPStore("127.0.0.1", port)
