@@ -26,15 +26,12 @@ constexpr std::size_t kSlot = HostSegment::kSlotBytes;
 constexpr Rule onHost(CollectiveKind operation, Range bytes, Range ranks, Algorithm algorithm) {
   return {operation, bytes, ranks, kOne, kSeveral, algorithm};
 }
-constexpr Rule onHostThatReads(CollectiveKind operation, Range bytes, Range ranks, Algorithm algorithm) {
-  return {operation, bytes, ranks, kOne, kSeveral, algorithm, /*whereReadingIsCheap=*/true};
-}
 
 // On one host: in slots everybody reads all data, one meeting instead of two and `size` times the reading. Of two ranks
 // each otherwise reduces its half where the other one has put it (from Python 8 KiB 6.9 us either way, 16 KiB 9.2 in
 // slots against 7.6, 32 KiB 10.9 against 9.3). Of gather and scatter one rank is idle while the other one reads: a
-// large message is copied by both. Two ranks that swap measure where reading is cheap. Those for two hosts were
-// measured over TCP (docs/design.md, Collectives), those for more are estimates.
+// large message is copied by both. Two ranks that swap measure. Those for two hosts were measured over TCP
+// (docs/design.md, Collectives), those for more are estimates.
 constexpr std::array kRules = {
     onHost(kAllReduce, upTo(8 << 10), kTwo, kSlots),
     onHost(kAllReduce, upTo(32 << 10), Range{3, kAny.last}, kSlots),
@@ -44,15 +41,13 @@ constexpr std::array kRules = {
     onHost(kReduce, kAny, kAny, kWindows),
     onHost(kBroadcast, upTo(kSlot), kAny, kSlots),
     onHost(kBroadcast, kAny, kAny, kMessages),
-    onHostThatReads(kAllGather, Range{2 * kSmallestRead, kAny.last}, kTwo, kMeasured),
-    onHost(kAllGather, upTo(2 * kSlot), kTwo, kSlots),
-    onHost(kAllGather, kAny, kTwo, kWindows),
+    onHost(kAllGather, upTo(2 * kSmallestRead - 1), kTwo, kSlots),
+    onHost(kAllGather, kAny, kTwo, kMeasured),
     onHost(kAllGather, kAny, kAny, kMemory),
     onHost(kReduceScatter, upTo(2 * kSlot), kTwo, kSlots),
     onHost(kReduceScatter, kAny, kAny, kWindows),
-    onHostThatReads(kAllToAll, Range{kSmallestRead, kAny.last}, kTwo, kMeasured),
-    onHost(kAllToAll, upTo(kSlot), kTwo, kSlots),
-    onHost(kAllToAll, kAny, kTwo, kWindows),
+    onHost(kAllToAll, upTo(kSmallestRead - 1), kTwo, kSlots),
+    onHost(kAllToAll, kAny, kTwo, kMeasured),
     onHost(kAllToAll, kAny, kAny, kMemory),
     onHost(kGather, upTo((512 << 10) - 1), kAny, kMemory),
     onHost(kGather, kAny, kAny, kMessages),
@@ -96,8 +91,7 @@ std::string describeRange(const Range& range, const char* one, const char* sever
 std::string describeRule(const Rule& rule) {
   return std::string(toString(rule.operation)) + ": " + describeRange(rule.bytes, "byte", "bytes") + ", " +
          describeRange(rule.ranks, "rank", "ranks") + ", " + describeRange(rule.hosts, "host", "hosts") + ", " +
-         describeRange(rule.mostPerHost, "rank", "ranks") + " on a host: " + std::string(toString(rule.algorithm)) +
-         (rule.whereReadingIsCheap ? ", where reading is cheap" : "");
+         describeRange(rule.mostPerHost, "rank", "ranks") + " on a host: " + std::string(toString(rule.algorithm));
 }
 
 }  // namespace
@@ -122,8 +116,7 @@ Algorithm AlgorithmTable::choose(CollectiveKind operation, const Situation& situ
     return rule.operation == operation && rule.bytes.contains(situation.bytes) &&
            rule.ranks.contains(static_cast<std::size_t>(situation.ranks)) &&
            rule.hosts.contains(static_cast<std::size_t>(situation.hosts)) &&
-           rule.mostPerHost.contains(static_cast<std::size_t>(situation.mostPerHost)) &&
-           (situation.readsCheaply || !rule.whereReadingIsCheap);
+           rule.mostPerHost.contains(static_cast<std::size_t>(situation.mostPerHost));
   };
   if (const auto rule = std::ranges::find_if(overriding_, fits); rule != overriding_.end()) return rule->algorithm;
   const auto rule = std::ranges::find_if(kRules, fits);

@@ -30,7 +30,7 @@ enum class Algorithm : std::uint8_t {
   // kSmallestRead on.
   kMemory,
   kMessages,  // what has no room in the slots is sent
-  kMeasured,  // of two ranks: kSlots, or kMemory where that is the faster one at present (SwapWays)
+  kMeasured,  // of two ranks, from kSmallestRead on: whichever way is the fastest one at present (SwapWays)
 };
 
 // What two ranks read, for each: of 16 KiB a slot and reading cost the same.
@@ -43,8 +43,7 @@ struct Situation {
   std::size_t bytes;
   int ranks;
   int hosts;
-  int mostPerHost;            // ranks on the host that has most
-  bool readsCheaply = false;  // ranks that share memory: HostSegment::reading
+  int mostPerHost;  // ranks on the host that has most
 };
 
 // Which algorithm a group uses. Inside a hierarchical collective it is asked again for what
@@ -70,7 +69,6 @@ class AlgorithmTable {
     Range hosts;
     Range mostPerHost;
     Algorithm algorithm;
-    bool whereReadingIsCheap = false;  // only there
   };
 
   AlgorithmTable() = default;

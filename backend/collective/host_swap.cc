@@ -13,6 +13,10 @@ namespace {
 // asking ahead for the lines of the window (8 MiB for each, on a Zen 5: 1.24 ms -> 1.15).
 constexpr std::size_t kStreamedPartBytes = 8 << 20;
 
+std::size_t longestOf(const Swap& swap) { return std::max(swap.output.bytes, swap.input.bytes); }
+
+bool hasRoom(const Swap& swap) { return longestOf(swap) <= HostSegment::kSlotBytes; }
+
 // A swap in its turn. Each way ends with the turn's last step.
 class SwapInTurn {
  public:
@@ -20,24 +24,25 @@ class SwapInTurn {
   SwapInTurn(Program& program, HostSegment& host, HostTurn turn, std::uint64_t steps, const Swap& swap, SwapWays* ways)
       : program_(program), host_(host), turn_(turn), end_(turn.base + steps), swap_(swap), ways_(ways) {}
 
-  void throughSlots() {
-    program_.put(host_.slot(rank(), turn_), swap_.input.data, swap_.input.bytes);
+  // What two ranks have room for in their slots goes through those, all else through windows.
+  void pass(bool claims) { hasRoom(swap_) ? throughSlots(claims) : throughWindows(claims); }
+
+  void throughSlots(bool claims) {
+    put(host_.slot(rank(), turn_), swap_.input, claims);
     program_.signal(end_);  // nobody waits for a slot to be read, but the turn after the next one
     keepAll();
     meet();
-    program_.copyAndClaim(swap_.output.data, host_.slot(1 - rank(), turn_), swap_.output.bytes);
+    take(swap_.output, host_.slot(1 - rank(), turn_), claims);
   }
 
   // Each one's window is for the other.
-  void throughWindows() {
+  void throughWindows(bool claims) {
     const std::size_t longest = longestOf(swap_);
     const std::size_t pieceBytes = host_.windowBytes();
     const std::size_t pieces = numPieces(longest, pieceBytes);
     const bool isStreamed = longest >= kStreamedPartBytes;
     const auto putIn = [&](std::size_t i) {
-      const Slice piece = pieceOf(swap_.input, i, pieceBytes);
-      std::byte* const window = host_.window(rank(), i);
-      isStreamed ? program_.copy(window, piece.data, piece.bytes) : program_.put(window, piece.data, piece.bytes);
+      put(host_.window(rank(), i), pieceOf(swap_.input, i, pieceBytes), claims && !isStreamed);
     };
     const auto keep = [&](std::size_t i) {
       const Slice to = pieceOf(swap_.kept, i, pieceBytes);
@@ -45,15 +50,15 @@ class SwapInTurn {
       isStreamed ? program_.stream(to.data, from, to.bytes) : program_.copy(to.data, from, to.bytes);
       if (i == std::min<std::size_t>(1, pieces - 1)) pause();  // who takes the first comes next
     };
-    const auto take = [&](std::size_t i) {
+    const auto takeOut = [&](std::size_t i) {
       if (i == 0) resume();
       const Slice piece = pieceOf(swap_.output, i, pieceBytes);
       std::byte* const window = host_.window(1 - rank(), i);
-      if (!isStreamed) return program_.copyAndClaim(piece.data, window, piece.bytes);
+      if (!isStreamed) return take(piece, window, claims);
       program_.stream(piece.data, window, piece.bytes);
-      program_.claim(window, piece.bytes);
+      if (claims) program_.claim(window, piece.bytes);
     };
-    passWindows(program_, turn_, pieces, putIn, keep, take);
+    passWindows(program_, turn_, pieces, putIn, keep, takeOut);
     const std::size_t rest = std::min(pieces * pieceBytes, swap_.kept.bytes);
     program_.copy(swap_.kept.data + rest, swap_.keptInput.data + rest, swap_.kept.bytes - rest);
   }
@@ -68,10 +73,14 @@ class SwapInTurn {
     program_.awaitRank(1 - rank(), end_);
   }
 
-  static std::size_t longestOf(const Swap& swap) { return std::max(swap.output.bytes, swap.input.bytes); }
-
  private:
   int rank() const { return host_.index(); }
+  void put(std::byte* to, Slice data, bool claims) {
+    claims ? program_.put(to, data.data, data.bytes) : program_.copy(to, data.data, data.bytes);
+  }
+  void take(Slice to, std::byte* from, bool claims) {
+    claims ? program_.copyAndClaim(to.data, from, to.bytes) : program_.copy(to.data, from, to.bytes);
+  }
   // The own part is copied while the other one may not have come yet.
   void keepAll() { program_.copy(swap_.kept.data, swap_.keptInput.data, swap_.kept.bytes); }
   void meet() {
@@ -94,10 +103,8 @@ class SwapInTurn {
   SwapWays* const ways_;
 };
 
-bool hasRoom(const Swap& swap) { return SwapInTurn::longestOf(swap) <= HostSegment::kSlotBytes; }
-
 std::uint64_t stepsThroughWindows(const HostSegment& host, const Swap& swap) {
-  return Rounds::steps(numPieces(SwapInTurn::longestOf(swap), host.windowBytes()));
+  return Rounds::steps(numPieces(longestOf(swap), host.windowBytes()));
 }
 
 // Which way is known when the turn comes.
@@ -106,15 +113,9 @@ void swapMeasured(Program& program, HostSegment& host, SwapWays& ways, const Con
   const HostTurn turn = beginTurn(program, host, contract, steps);
   host.noteMeeting(turn);  // whichever way
   program.later([&host, &ways, turn, steps, swap](Program& rest) {
-    const bool passes = ways.passes(turn, SwapInTurn::longestOf(swap));
+    const SwapWay way = ways.inTurn(turn, longestOf(swap));
     SwapInTurn one(rest, host, turn, steps, swap, ways.measures() ? &ways : nullptr);
-    if (!passes) {
-      one.byReading();
-    } else if (hasRoom(swap)) {
-      one.throughSlots();
-    } else {
-      one.throughWindows();
-    }
+    way == SwapWay::kReading ? one.byReading() : one.pass(way == SwapWay::kClaiming);
     if (ways.measures()) rest.call([&ways] { ways.end(); });
   });
 }
@@ -130,16 +131,16 @@ void swapOnHost(Program& program, const Topology& topology, Algorithm algorithm,
   HostSegment& host = *topology.wholeSegment();
   contract.given = swap.input.bytes;
   contract.wanted = swap.output.bytes;
-  const bool canRead = host.everybodyReads() && SwapInTurn::longestOf(swap) >= kSmallestRead;
-  if (algorithm == Algorithm::kMeasured && canRead) {
+  const std::size_t longest = longestOf(swap);
+  if (algorithm == Algorithm::kMeasured && longest >= kSmallestRead) {
     return swapMeasured(program, host, *topology.swapWays, contract, swap);
   }
   const auto begin = [&](std::uint64_t steps) {
     return SwapInTurn(program, host, beginTurn(program, host, contract, steps), steps, swap, nullptr);
   };
-  if (algorithm == Algorithm::kMemory && canRead) return begin(2).byReading();
-  if (algorithm != Algorithm::kWindows && hasRoom(swap)) return begin(1).throughSlots();
-  begin(stepsThroughWindows(host, swap)).throughWindows();
+  if (algorithm == Algorithm::kMemory && longest >= kSmallestRead) return begin(2).byReading();
+  if (algorithm != Algorithm::kWindows && hasRoom(swap)) return begin(1).throughSlots(/*claims=*/true);
+  begin(stepsThroughWindows(host, swap)).throughWindows(/*claims=*/true);
 }
 
 }  // namespace farandole::collective

@@ -9,10 +9,7 @@ namespace farandole::collective {
 inline Algorithm choose(const Topology& topology, CollectiveKind operation, std::size_t bytes) {
   static const AlgorithmTable defaults;
   const AlgorithmTable& table = topology.table != nullptr ? *topology.table : defaults;
-  if (topology.wholeSegment() != nullptr) {
-    const bool readsCheaply = topology.segment->reading() == transport::Reading::kCheap;
-    return table.choose(operation, {bytes, topology.size, 1, topology.size, readsCheaply});
-  }
+  if (topology.wholeSegment() != nullptr) return table.choose(operation, {bytes, topology.size, 1, topology.size});
   const HostLayout* const layout = topology.layout;
   return table.choose(operation, {bytes, topology.size, layout != nullptr ? layout->numHosts() : topology.size,
                                   layout != nullptr ? layout->mostRanks() : 1});

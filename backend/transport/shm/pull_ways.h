@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "backend/common/faster_way.h"
+#include "backend/common/fastest_way.h"
 
 namespace farandole::transport {
 
@@ -30,7 +30,7 @@ class PullWays {
 
  private:
   struct Size {
-    FasterWay ways;  // false: to read
+    FastestWay ways;  // 0: to read; 1: to let it pass
     std::uint32_t heard = 0;
     std::uint32_t silence = kSilence;
   };

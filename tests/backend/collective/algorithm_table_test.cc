@@ -105,19 +105,19 @@ TEST(AlgorithmTable, AnOverrideCountsInItsRangeOnly) {
   EXPECT_EQ(table.choose(CollectiveKind::kBroadcast, {4097, 2, 2, 1}), Algorithm::kBinomial);
 }
 
-TEST(AlgorithmTable, TwoRanksThatSwapMeasureWhereReadingIsCheapUnlessSomethingElseIsSet) {
+TEST(AlgorithmTable, TwoRanksThatSwapMuchMeasureUnlessSomethingElseIsSet) {
   const AlgorithmTable plain;
   const AlgorithmTable overridden = AlgorithmTable::withOverrides("all_gather=windows,all_to_all=windows").value();
   for (const CollectiveKind kind : kAllKinds) {
     if (kind == CollectiveKind::kBarrier) continue;
     const bool isSwap = kind == CollectiveKind::kAllGather || kind == CollectiveKind::kAllToAll;
-    const Situation passes{1 << 20, 2, 1, 2};
-    const Situation reads{1 << 20, 2, 1, 2, /*readsCheaply=*/true};
-    EXPECT_EQ(plain.choose(kind, reads), isSwap ? Algorithm::kMeasured : plain.choose(kind, passes)) << toString(kind);
+    for (const std::size_t bytes : {2 * kSmallestRead, std::size_t{1} << 20, std::size_t{1} << 30}) {
+      EXPECT_EQ(plain.choose(kind, {bytes, 2, 1, 2}) == Algorithm::kMeasured, isSwap) << toString(kind);
+      EXPECT_NE(plain.choose(kind, {bytes, 3, 1, 3}), Algorithm::kMeasured) << toString(kind);
+    }
     if (!isSwap) continue;
-    EXPECT_EQ(plain.choose(kind, passes), Algorithm::kWindows);
-    EXPECT_EQ(overridden.choose(kind, reads), Algorithm::kWindows);
-    EXPECT_EQ(plain.choose(kind, {1 << 30, 2, 1, 2, true}), Algorithm::kMeasured);
+    EXPECT_EQ(plain.choose(kind, {kSmallestRead - 1, 2, 1, 2}), Algorithm::kSlots);
+    EXPECT_EQ(overridden.choose(kind, {1 << 20, 2, 1, 2}), Algorithm::kWindows);
   }
 }
 
@@ -150,10 +150,8 @@ TEST(AlgorithmTable, TheDescriptionHasALineForEachRuleAndTellsOverrides) {
   const std::size_t rules = AlgorithmTable::defaultRules().size();
   const auto plain = AlgorithmTable().describe();
   EXPECT_EQ(plain.size(), rules);
-  EXPECT_EQ(std::ranges::count(plain,
-                               "all_to_all: 32768 bytes or more, 2 ranks, 1 host, 2 ranks or more on a host: "
-                               "measured, where reading is cheap"),
-            1);
+  const auto swaps = "all_to_all: any bytes, 2 ranks, 1 host, 2 ranks or more on a host: measured";
+  EXPECT_EQ(std::ranges::count(plain, swaps), 1);
   EXPECT_EQ(plain[0], "all_reduce: up to 8192 bytes, 2 ranks, 1 host, 2 ranks or more on a host: slots");
   const auto lines = AlgorithmTable::withOverrides("all_reduce:64K-=ring,all_gather:-4K=slots").value().describe();
   EXPECT_EQ(lines.size(), rules + 2);

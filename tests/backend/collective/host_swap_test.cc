@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <random>
 
-#include "backend/common/faster_way.h"
+#include "backend/collective/swap_ways.h"
 #include "tests/backend/collective/communicators.h"
 #include "tests/backend/collective/slices.h"
 
@@ -71,11 +71,16 @@ void run(const Group& group, std::mt19937_64& random, std::vector<Swap>& swaps) 
   for (const Swap& swap : swaps) ASSERT_TRUE(swap.hasArrived());
 }
 
-TEST(HostSwap, WhatGoesBothWaysInTurnsArrives) {
+class HostSwapTest : public ::testing::TestWithParam<std::size_t> {
+ protected:
+  bool reads() const { return GetParam() == Group::kReading; }
+};
+
+TEST_P(HostSwapTest, WhatGoesEachWayInTurnsArrives) {
   const std::uint64_t seed = std::random_device{}();
   SCOPED_TRACE("seed " + std::to_string(seed));
   std::mt19937_64 random(seed);
-  Group group(2, Group::kReading);
+  Group group(2, GetParam());
   constexpr std::size_t kSizes[] = {32 << 10, 64 << 10, 65'537, 200'001, 1'000'000};
   for (int round = 0; round < 12; ++round) {
     std::vector<Swap> swaps;
@@ -84,25 +89,30 @@ TEST(HostSwap, WhatGoesBothWaysInTurnsArrives) {
   }
 }
 
-TEST(HostSwap, TheOtherWayIsTriedAfterAPause) {
+TEST_P(HostSwapTest, TheOtherWaysAreTriedAfterAPause) {
   std::mt19937_64 random(1);
-  Group group(2, Group::kReading);
-  const auto toldLast = [&](int rank) { return group[rank]->topology().segment->toldBefore({1 << 30, 0}); };
-  const auto swapOne = [&] {
+  Group group(2, GetParam());
+  std::vector<int> told;  // by swap, what came next
+  const unsigned others = reads() ? 2 : 1;
+  for (unsigned i = 0; i < FastestWay::kFirstPause + others * FastestWay::kTried; ++i) {
     std::vector<Swap> swaps;
     swaps.emplace_back(random, 100'000);
     run(group, random, swaps);
-  };
-  for (unsigned i = 0; i < FasterWay::kFirstPause; ++i) {
-    swapOne();
-    EXPECT_EQ(toldLast(0), 0) << i;
+    const auto toldTo = [&](int rank) { return group[rank]->topology().segment->toldBefore({1 << 30, 0}); };
+    told.push_back(toldTo(0));
+    EXPECT_EQ(toldTo(1), told.back());
   }
-  for (unsigned i = 0; i < FasterWay::kTried; ++i) {
-    swapOne();
-    EXPECT_NE(toldLast(0), 0) << i;
-    EXPECT_EQ(toldLast(1), toldLast(0));
+  std::vector<int> expected(FastestWay::kFirstPause, 0);
+  for (unsigned way = 1; way <= others; ++way) {
+    const int first = told[FastestWay::kFirstPause];
+    expected.insert(expected.end(), FastestWay::kTried, static_cast<int>(way) * first);
   }
+  EXPECT_GT(told.back(), 0);
+  EXPECT_EQ(told, expected);
 }
+
+INSTANTIATE_TEST_SUITE_P(Every, HostSwapTest, ::testing::Values(Group::kReading, Group::kUnreadable),
+                         [](const auto& info) { return info.param == Group::kReading ? "Read" : "Unread"; });
 
 TEST(HostSwap, WhatIsToldInATurnCountsFromTheNextOneOn) {
   auto memory = HostSegment::create(2, HostSegment::kSmallestWindow).value();

@@ -37,14 +37,14 @@ struct Two {
 constexpr int kTimes = 20'000;
 constexpr int kFew = kTimes / 50;
 
-TEST(PullWays, BothFindTheFasterWayAndBackAgain) {
+TEST(PullWays, BothFindTheFastestWayAndBackAgain) {
   Two two{.alike = {100, 150}, .apart = 160};
   auto read = two.exchange(kTimes, 1 << 20);
   EXPECT_LT(read[0], kFew);
   EXPECT_LT(read[1], kFew);
   EXPECT_EQ(two.differed, 0);
   two.alike = {150, 100};
-  two.exchange(2 * FasterWay::kLongestPause, 1 << 20);
+  two.exchange(2 * FastestWay::kLongestPause, 1 << 20);
   read = two.exchange(kTimes, 1 << 20);
   EXPECT_GT(read[0], kTimes - kFew);
   EXPECT_GT(read[1], kTimes - kFew);
