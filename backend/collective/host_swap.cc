@@ -40,9 +40,12 @@ class SwapInTurn {
     const std::size_t longest = longestOf(swap_);
     const std::size_t pieceBytes = host_.windowBytes();
     const std::size_t pieces = numPieces(longest, pieceBytes);
+    // What was read in the turn before is not written in this one, when it has only one piece (all_gather of 256 KiB on
+    // a Zen 5: 3 % less time).
+    const auto windowOf = [&](int index, std::size_t i) { return host_.window(index, turn_.parity + i); };
     const bool isStreamed = longest >= kStreamedPartBytes;
     const auto putIn = [&](std::size_t i) {
-      put(host_.window(rank(), i), pieceOf(swap_.input, i, pieceBytes), claims && !isStreamed);
+      put(windowOf(rank(), i), pieceOf(swap_.input, i, pieceBytes), claims && !isStreamed);
     };
     const auto keep = [&](std::size_t i) {
       const Slice to = pieceOf(swap_.kept, i, pieceBytes);
@@ -53,7 +56,7 @@ class SwapInTurn {
     const auto takeOut = [&](std::size_t i) {
       if (i == 0) resume();
       const Slice piece = pieceOf(swap_.output, i, pieceBytes);
-      std::byte* const window = host_.window(1 - rank(), i);
+      std::byte* const window = windowOf(1 - rank(), i);
       if (!isStreamed) return take(piece, window, claims);
       program_.stream(piece.data, window, piece.bytes);
       if (claims) program_.claim(window, piece.bytes);
