@@ -222,7 +222,7 @@ void reduceScatterOnHost(Program& program, const Topology& topology, const Reduc
   const std::size_t pieces = numPieces(longest, pieceBytes);
   const HostTurn turn = beginTurn(program, host, contract, Rounds::steps(pieces));
   passWindows(
-      program, turn, pieces, putIn, [](std::size_t) {}, reduce);
+      program, turn, pieces, HostSegment::kWindows, putIn, [](std::size_t) {}, reduce);
 }
 
 }  // namespace farandole::collective

@@ -53,16 +53,17 @@ void pipeline(Program& program, HostSegment& host, const Contract& contract, std
 }
 
 // The same where each rank is done with a piece when it has taken, or reduced, its part of it. A window is written
-// again when everybody is done with what was in it; nobody waits for that of the last ones, but the next turn.
-// `meanwhile`: work of this rank's own, while the others may not have come yet. The turn has Rounds::steps(pieces).
+// again, after so many others, when everybody is done with what was in it; nobody waits for that of the last ones, but
+// the next turn. `meanwhile`: work of this rank's own, while the others may not have come yet. The turn has
+// Rounds::steps(pieces).
 template <typename PutIn, typename Meanwhile, typename Take>
-void passWindows(Program& program, HostTurn turn, std::size_t pieces, const PutIn& putIn, const Meanwhile& meanwhile,
-                 const Take& take) {
+void passWindows(Program& program, HostTurn turn, std::size_t pieces, std::size_t windows, const PutIn& putIn,
+                 const Meanwhile& meanwhile, const Take& take) {
   const Rounds rounds{turn};
   program.reserve(pieces * kStepsOfPiece);
   for (std::uint64_t i = 0; i <= pieces; ++i) {
     if (i < pieces) {
-      if (i >= HostSegment::kWindows) program.await(rounds.reduced(i - HostSegment::kWindows));
+      if (i >= windows) program.await(rounds.reduced(i - windows));
       putIn(i);
       program.signal(rounds.putIn(i));
       meanwhile(i);

@@ -165,6 +165,13 @@ class HostSegment {
   std::byte* window(int index, std::size_t piece) const {
     return area(index) + 2 * kSlotBytes + piece % kWindows * windowBytes_;
   }
+  // Of two ranks, who need no results: the same memory, as two windows of twice the length.
+  static constexpr std::size_t kLongWindows = 2;
+  std::size_t longWindowBytes() const { return 2 * windowBytes_; }
+  std::byte* longWindow(int index, std::size_t piece) const {
+    static_assert(kLongWindows * 2 <= kWindows + kWindows / 2);
+    return window(index, 0) + piece % kLongWindows * longWindowBytes();
+  }
   std::byte* result(int index, std::size_t piece) const {
     return area(index) + 2 * kSlotBytes + kWindows * windowBytes_ + piece % kWindows * (windowBytes_ / 2);
   }

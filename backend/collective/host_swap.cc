@@ -15,6 +15,14 @@ constexpr std::size_t kStreamedPartBytes = 8 << 20;
 
 std::size_t longestOf(const Swap& swap) { return std::max(swap.output.bytes, swap.input.bytes); }
 
+bool isStreamed(const Swap& swap) { return longestOf(swap) >= kStreamedPartBytes; }
+
+// What is not streamed passes in longer pieces (on a Zen 5, all_gather of 1 MiB 30.4 us -> 28.3, of 4 MiB 105 -> 100;
+// of 16 MiB, streamed, 1010 -> 1070).
+std::size_t pieceBytesOf(const HostSegment& host, const Swap& swap) {
+  return isStreamed(swap) ? host.windowBytes() : host.longWindowBytes();
+}
+
 bool hasRoom(const Swap& swap) { return longestOf(swap) <= HostSegment::kSlotBytes; }
 
 // A swap in its turn. Each way ends with the turn's last step.
@@ -37,31 +45,34 @@ class SwapInTurn {
 
   // Each one's window is for the other.
   void throughWindows(bool claims) {
-    const std::size_t longest = longestOf(swap_);
-    const std::size_t pieceBytes = host_.windowBytes();
-    const std::size_t pieces = numPieces(longest, pieceBytes);
+    const std::size_t pieceBytes = pieceBytesOf(host_, swap_);
+    const std::size_t pieces = numPieces(longestOf(swap_), pieceBytes);
+    const bool streams = isStreamed(swap_);
     // What was read in the turn before is not written in this one, when it has only one piece (all_gather of 256 KiB on
     // a Zen 5: 3 % less time).
-    const auto windowOf = [&](int index, std::size_t i) { return host_.window(index, turn_.parity + i); };
-    const bool isStreamed = longest >= kStreamedPartBytes;
+    const auto windowOf = [&](int index, std::size_t i) {
+      const std::size_t place = turn_.parity + i;
+      return streams ? host_.window(index, place) : host_.longWindow(index, place);
+    };
     const auto putIn = [&](std::size_t i) {
-      put(windowOf(rank(), i), pieceOf(swap_.input, i, pieceBytes), claims && !isStreamed);
+      put(windowOf(rank(), i), pieceOf(swap_.input, i, pieceBytes), claims && !streams);
     };
     const auto keep = [&](std::size_t i) {
       const Slice to = pieceOf(swap_.kept, i, pieceBytes);
       const std::byte* const from = pieceOf(swap_.keptInput, i, pieceBytes).data;
-      isStreamed ? program_.stream(to.data, from, to.bytes) : program_.copy(to.data, from, to.bytes);
+      streams ? program_.stream(to.data, from, to.bytes) : program_.copy(to.data, from, to.bytes);
       if (i == std::min<std::size_t>(1, pieces - 1)) pause();  // who takes the first comes next
     };
     const auto takeOut = [&](std::size_t i) {
       if (i == 0) resume();
       const Slice piece = pieceOf(swap_.output, i, pieceBytes);
       std::byte* const window = windowOf(1 - rank(), i);
-      if (!isStreamed) return take(piece, window, claims);
+      if (!streams) return take(piece, window, claims);
       program_.stream(piece.data, window, piece.bytes);
       if (claims) program_.claim(window, piece.bytes);
     };
-    passWindows(program_, turn_, pieces, putIn, keep, takeOut);
+    const std::size_t windows = streams ? HostSegment::kWindows : HostSegment::kLongWindows;
+    passWindows(program_, turn_, pieces, windows, putIn, keep, takeOut);
     const std::size_t rest = std::min(pieces * pieceBytes, swap_.kept.bytes);
     program_.copy(swap_.kept.data + rest, swap_.keptInput.data + rest, swap_.kept.bytes - rest);
   }
@@ -107,7 +118,7 @@ class SwapInTurn {
 };
 
 std::uint64_t stepsThroughWindows(const HostSegment& host, const Swap& swap) {
-  return Rounds::steps(numPieces(longestOf(swap), host.windowBytes()));
+  return Rounds::steps(numPieces(longestOf(swap), pieceBytesOf(host, swap)));
 }
 
 // Which way is known when the turn comes.

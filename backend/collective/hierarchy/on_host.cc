@@ -48,7 +48,7 @@ void reduceToOwners(Program& program, HostSegment& host, const Contract& contrac
   const std::size_t pieces = numPieces(longest(inputs), pieceBytes);
   const HostTurn turn = beginTurn(program, host, contract, Rounds::steps(pieces));
   passWindows(
-      program, turn, pieces, putIn, [](std::size_t) {}, reduce);
+      program, turn, pieces, HostSegment::kWindows, putIn, [](std::size_t) {}, reduce);
 }
 
 // In round i a rank takes out piece i - 1, puts in piece i and signals both: a window is
