@@ -84,6 +84,7 @@ TEST_P(HostSwapTest, WhatGoesEachWayInTurnsArrives) {
   constexpr std::size_t kSizes[] = {32 << 10, 64 << 10, 65'537, 200'001, 1'000'000};
   for (int round = 0; round < 12; ++round) {
     std::vector<Swap> swaps;
+    swaps.reserve(20);
     for (int i = 0; i < 20; ++i) swaps.emplace_back(random, kSizes[random() % std::size(kSizes)]);
     ASSERT_NO_FATAL_FAILURE(run(group, random, swaps));
   }
