@@ -36,7 +36,8 @@ void DeviceOperation::awaitLaunch() const {
 
 Result<bool> DeviceOperation::hasRun() const {
   const State state = state_.load(std::memory_order_acquire);
-  if (state != State::kLaunched) return state == State::kEnded;
+  // One that is being ended has not stopped to have run.
+  if (state == State::kQueued || state == State::kEnded || !wasLaunched_) return state == State::kEnded;
   if (end_.isCaptured()) return false;  // to ask would spoil the capture
   auto run = end_.hasRun();
   // After that look: what had run before it was doomed is well.

@@ -14,6 +14,7 @@ namespace {
 using testing::DeviceGroups;
 using testing::joined;
 using testing::OperationPtr;
+using testing::TestDeviceOperation;
 using namespace std::chrono_literals;
 
 constexpr std::size_t kCount = 100;
@@ -50,6 +51,22 @@ TEST(DeviceGroup, CollectivesComeAfterTheCurrentStreamAndWaitingStreamsAfterThem
     EXPECT_EQ(ranks.cluster.live().communicators, 0);
     if (HasFailure()) return;
   }
+}
+
+TEST(DeviceGroup, WhatTheDeviceHasRunIsDoneAlsoWhileItIsBeingEnded) {
+  DeviceGroups ranks(2, 1);
+  std::vector<std::vector<int>> data(2, std::vector<int>(kCount, 1));
+  ranks.each([&](int rank) {
+    const auto operation = ranks.run(rank, false, sumOf(ranks, data[rank]));
+    ASSERT_TRUE(operation->awaitEnd());
+    EXPECT_TRUE(operation->status()) << operation->status().toString();
+    EXPECT_TRUE(operation->wasDoneWhileEnding());
+  });
+  // Without a launch there is nothing of the device's to look at.
+  TestDeviceOperation queued("queued");
+  queued.finish(Status(StatusCode::kTimeout, "late"));
+  EXPECT_FALSE(queued.wasDoneWhileEnding());
+  EXPECT_TRUE(queued.isDone());
 }
 
 TEST(DeviceGroup, TheHostDoesNotWaitForTheDevice) {

@@ -27,6 +27,8 @@ class TestDeviceOperation final : public DeviceOperation {
       : DeviceOperation(DeviceClock::now() + timeout), name_(std::move(name)) {}
   std::string describe() const override { return name_; }
   bool hasBuffers() const { return hasBuffers_; }
+  // What a thread sees that looks while another one ends it.
+  bool wasDoneWhileEnding() const { return wasDoneWhileEnding_; }
   bool awaitEnd(std::chrono::milliseconds limit = 20s) const {
     for (const auto deadline = DeviceClock::now() + limit; !hasEnded(); std::this_thread::sleep_for(1ms)) {
       if (DeviceClock::now() > deadline) return false;
@@ -35,11 +37,12 @@ class TestDeviceOperation final : public DeviceOperation {
   }
 
  protected:
-  void ending(const Status&) override {}
+  void ending(const Status&) override { wasDoneWhileEnding_ = isDone(); }
   void dropBuffers() override { hasBuffers_ = false; }
 
  private:
   const std::string name_;
+  std::atomic<bool> wasDoneWhileEnding_{false};
   std::atomic<bool> hasBuffers_{true};
 };
 using OperationPtr = std::shared_ptr<TestDeviceOperation>;
