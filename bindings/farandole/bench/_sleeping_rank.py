@@ -50,8 +50,8 @@ def sleep_often(rank: Rank, seconds: float, count: int) -> float:
     return (time.monotonic() - start) / count
 
 
-def run_steps(rank: Rank, name: str, plan: str, seconds: float, count: int) -> list[float]:
-    """Runs on all ranks: the seconds of each step, after one that warms up."""
+def run_steps(rank: Rank, name: str, plan: str, seconds: float, count: int) -> list[tuple[float, float]]:
+    """Runs on all ranks: when each step began and ended by the host's clock, in seconds, after one that warms up."""
     if name not in rank.state:
         made = pipelining.Plan.from_csv(plan)
         mine = [index for index, owner in enumerate(made.rank_of_stage) if owner == rank.rank]
@@ -69,5 +69,5 @@ def run_steps(rank: Rank, name: str, plan: str, seconds: float, count: int) -> l
         dist.barrier(rank.groups["farandole"])
         start = time.monotonic()
         schedule.step(batch, target=batch, return_outputs=False)
-        taken.append(time.monotonic() - start)
+        taken.append((start, time.monotonic()))
     return taken[1:]

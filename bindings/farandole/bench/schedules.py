@@ -18,7 +18,7 @@ from farandole.bench._sleeping_rank import run_steps, sleep_often
 
 _RANKS = 4
 _MICROBATCHES = 12
-_SECONDS = 0.01  # of F, I and W each, on a rank
+SECONDS = 0.01  # of F, I and W each, on a rank
 STAGES_PER_RANK = {
     "GPipe": 1,
     "1F1B": 1,
@@ -42,14 +42,14 @@ def measure(settings: Settings, pair: RankPair) -> Report:
     report = Report(
         "schedules",
         f"a step on {_RANKS} ranks, {_MICROBATCHES} microbatches, stages that sleep: F, I and W "
-        f"{_SECONDS * 1e3:.0f} ms each on a rank",
+        f"{SECONDS * 1e3:.0f} ms each on a rank",
         peers_as_rows=True,
     )
     series: dict[str, list[Series]] = {}
     with Ranks(_RANKS, ("farandole",)) as ranks:
         measurements = []
         for name, per_rank in STAGES_PER_RANK.items():
-            plan = pipelining.plan(name, per_rank * _RANKS, _MICROBATCHES, num_ranks=_RANKS)
+            plan = plan_of(name)
             series[name] = [
                 Series("step", name),
                 Series("step", name, "simulated"),
@@ -57,14 +57,14 @@ def measure(settings: Settings, pair: RankPair) -> Report:
             ]
 
             def one_round(
-                name: str = name, plan: pipelining.Plan = plan, seconds: float = _SECONDS / per_rank
+                name: str = name, plan: pipelining.Plan = plan, seconds: float = SECONDS / per_rank
             ) -> list[list[Sample]]:
                 taken = ranks.call(
                     run_steps, name=name, plan=plan.to_csv(), seconds=seconds, count=settings.count(_STEPS)
                 )
                 slept = statistics.mean(ranks.call(sleep_often, seconds=seconds, count=_SLEEPS))
-                predicted = _predict(plan, slept)
-                steps = [max(of_step) for of_step in zip(*taken, strict=True)]
+                predicted = predict(plan, slept)
+                steps = [_from_first_to_last(of_step) for of_step in zip(*taken, strict=True)]
                 values = [(step, predicted, step / predicted) for step in steps]
                 return [[Sample(value, value) for value in column] for column in zip(*values, strict=True)]
 
@@ -82,7 +82,15 @@ def measure(settings: Settings, pair: RankPair) -> Report:
     return report
 
 
-def _predict(plan: pipelining.Plan, seconds: float) -> float:
+def plan_of(name: str) -> pipelining.Plan:
+    return pipelining.plan(name, STAGES_PER_RANK[name] * _RANKS, _MICROBATCHES, num_ranks=_RANKS)
+
+
+def _from_first_to_last(ranks: tuple[tuple[float, float], ...]) -> float:
+    return max(end for _, end in ranks) - min(start for start, _ in ranks)
+
+
+def predict(plan: pipelining.Plan, seconds: float) -> float:
     """The step if F, I and W of each stage take so many seconds."""
     first = (seconds, seconds, 0.0, seconds)
     others = (seconds, 2 * seconds, seconds, seconds)

@@ -6,6 +6,7 @@ import statistics
 import pytest
 import torch
 
+from farandole.bench import schedules
 from farandole.bench.__main__ import SUBJECTS, main
 from farandole.bench._gpus import why_no_gpu
 from farandole.bench._programs import CppPair
@@ -231,9 +232,12 @@ def test_steps_are_measured_beside_what_was_predicted(tmp_path, capsys):
 def test_sleeping_stages_take_no_less_than_was_simulated(tmp_path, capsys):
     report = measure(tmp_path, capsys, "schedules")
     assert report["targets"]
-    ratios = [value for (_, _, quantity), value in medians_of(report).items() if quantity == "ratio"]
-    assert len(ratios) == 10
-    assert all(value >= 0.999 for value in ratios)
+    medians = medians_of(report)
+    for name, per_rank in schedules.STAGES_PER_RANK.items():
+        # With sleeps of the length that was set: those that were measured beside the steps may have been longer.
+        least = schedules.predict(schedules.plan_of(name), schedules.SECONDS / per_rank)
+        assert medians["step", name, "median"] >= least, name
+        assert medians["step", name, "simulated"] >= least, name
 
 
 @pytest.mark.parametrize(
