@@ -145,21 +145,9 @@ observe::FlightRecord GroupFlight::record(const char* name, std::chrono::millise
   observe::FlightRecord record;
   record.name = name;
   record.group = id_;
-  // Counted from 1, as torch does; of the other kind: how many there were.
-  const std::uint64_t own = sequence + 1;
-  const std::uint64_t others = isPointToPoint ? counts_->collectives.load(std::memory_order_relaxed)
-                                              : counts_->pointToPoint.load(std::memory_order_relaxed);
-  record.pointToPointNumber = isPointToPoint ? own : others;
-  record.collectiveNumber = static_cast<std::uint32_t>(isPointToPoint ? others : own);
-  record.operationNumber = own + others;
   record.timeoutMs = static_cast<std::uint32_t>(std::min<std::int64_t>(timeout.count(), UINT32_MAX));
+  renumber(record, sequence, isPointToPoint);
   return record;
-}
-
-void GroupFlight::end(std::uint64_t first, std::uint64_t count, const Status& status) const {
-  const auto state = status ? observe::FlightState::kCompleted : observe::FlightState::kFailed;
-  for (std::uint64_t number = first; number < first + count; ++number) recorder().end(number, state);
-  if (!status) recorder().explain(first, status.toString());
 }
 
 void GroupFlight::rename(const std::string& name) const { recorder().nameGroup(id_, name); }

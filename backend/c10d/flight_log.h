@@ -71,8 +71,23 @@ class GroupFlight {
   // `sequence`: of the operation among the point-to-point operations of the group, or among its collectives.
   observe::FlightRecord record(const char* name, std::chrono::milliseconds timeout, std::uint64_t sequence,
                                bool isPointToPoint) const;
+  // The same operation once more, with the next sequence.
+  void renumber(observe::FlightRecord& record, std::uint64_t sequence, bool isPointToPoint) const {
+    // Counted from 1, as torch does; of the other kind: how many there were.
+    const std::uint64_t own = sequence + 1;
+    const std::uint64_t others = isPointToPoint ? counts_->collectives.load(std::memory_order_relaxed)
+                                                : counts_->pointToPoint.load(std::memory_order_relaxed);
+    record.pointToPointNumber = isPointToPoint ? own : others;
+    record.collectiveNumber = static_cast<std::uint32_t>(isPointToPoint ? others : own);
+    record.operationNumber = own + others;
+  }
   // Of `count` entries in a row: they have ended alike, and for this reason where it is an error.
-  void end(std::uint64_t first, std::uint64_t count, const Status& status) const;
+  void end(std::uint64_t first, std::uint64_t count, const Status& status) const {
+    const auto state = status ? observe::FlightState::kCompleted : observe::FlightState::kFailed;
+    for (std::uint64_t number = first; number < first + count; ++number) recorder().end(number, state);
+    if (!status) [[unlikely]]
+      recorder().explain(first, status.toString());
+  }
   void rename(const std::string& name) const;
   // Once; it is not told of before.
   void describe(const std::string& description) const;

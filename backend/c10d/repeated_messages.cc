@@ -22,7 +22,11 @@ class RepeatedOperation final : public collective::Operation, public std::enable
  public:
   RepeatedOperation(std::shared_ptr<Communicator> communicator, std::chrono::milliseconds timeout,
                     const GroupFlight* flight, const RepeatedMessageSpec& spec)
-      : Operation(std::move(communicator)), spec_(spec), flight_(flight) {
+      : Operation(std::move(communicator)),
+        spec_(spec),
+        element_(elementOf(dtype())),
+        flight_(flight),
+        record_(flight != nullptr ? describeForFlight(timeout) : observe::FlightRecord{}) {
     setTimeout(timeout);
   }
 
@@ -30,7 +34,6 @@ class RepeatedOperation final : public collective::Operation, public std::enable
     ProgressEngine::Access access(communicator_->engine());
     rearm();
     data_ = data;
-    isPosted_ = false;
     start();
     // Now that it is under way.
     const std::uint64_t sequence = counts.pointToPoint.fetch_add(1, std::memory_order_relaxed);
@@ -62,13 +65,12 @@ class RepeatedOperation final : public collective::Operation, public std::enable
   }
 
   bool postNext() override {
-    if (std::exchange(isPosted_, true)) return false;
+    notePostedAll();
     const auto tag = static_cast<std::uint32_t>(spec_.tag);
-    const std::uint32_t element = elementOf(dtype());
     if (spec_.isSend) {
-      postSend(message_, spec_.peer, p2p::MessageKind::kPointToPoint, tag, data_, spec_.bytes, element);
+      postSend(message_, spec_.peer, p2p::MessageKind::kPointToPoint, tag, data_, spec_.bytes, element_);
     } else {
-      postRecv(message_, spec_.peer, p2p::MessageKind::kPointToPoint, tag, data_, spec_.bytes, element);
+      postRecv(message_, spec_.peer, p2p::MessageKind::kPointToPoint, tag, data_, spec_.bytes, element_);
     }
     return true;
   }
@@ -81,7 +83,8 @@ class RepeatedOperation final : public collective::Operation, public std::enable
 
   void ending(const Status& status) override {
     flight_->end(flightNumber_, 1, status);
-    if (status) return;
+    if (status) [[likely]]
+      return;
     communicator_->engine().defer([self = shared_from_this()] { self->flight_->fail(); });
   }
 
@@ -91,17 +94,21 @@ class RepeatedOperation final : public collective::Operation, public std::enable
   // Nothing to let go of is the rule, and then costs nothing. What there is is taken out here: once the transport is
   // let go of, the owner may be gone, or have started it again.
   void letGo() override {
-    if (self_ == nullptr && kept_.empty()) return;
-    communicator_->engine().defer([kept = std::exchange(kept_, {}), self = std::exchange(self_, nullptr)] {});
+    if (self_ != nullptr || !kept_.empty()) [[unlikely]]
+      letGoLater();
   }
 
  private:
+  [[gnu::noinline]] void letGoLater() {
+    communicator_->engine().defer([kept = std::exchange(kept_, {}), self = std::exchange(self_, nullptr)] {});
+  }
+
   at::ScalarType dtype() const { return static_cast<at::ScalarType>(spec_.dtype); }
 
-  void record(std::uint64_t sequence) {
-    observe::FlightRecord record =
-        flight_->record(spec_.isSend ? "farandole:send" : "farandole:recv", timeout(), sequence,
-                        /*isPointToPoint=*/true);
+  // But for what each start has of its own.
+  observe::FlightRecord describeForFlight(std::chrono::milliseconds timeout) const {
+    observe::FlightRecord record = flight_->record(spec_.isSend ? "farandole:send" : "farandole:recv", timeout,
+                                                   /*sequence=*/0, /*isPointToPoint=*/true);
     record.peer = static_cast<std::int16_t>(spec_.peer);
     const auto type = static_cast<std::uint8_t>(spec_.dtype);
     const std::array<std::int64_t, 1> sizes{static_cast<std::int64_t>(spec_.bytes / c10::elementSize(dtype()))};
@@ -110,9 +117,14 @@ class RepeatedOperation final : public collective::Operation, public std::enable
     } else {
       record.addOutput(type, sizes);
     }
+    return record;
+  }
+
+  void record(std::uint64_t sequence) {
+    flight_->renumber(record_, sequence, /*isPointToPoint=*/true);
     const bool isSent = isDone() && status().isOk();
     flightNumber_ = flight_->recorder().reserve(1);
-    flight_->recorder().write(flightNumber_, record, isSent ? FlightState::kCompleted : FlightState::kStarted);
+    flight_->recorder().write(flightNumber_, record_, isSent ? FlightState::kCompleted : FlightState::kStarted);
     if (!isDone()) {
       wantEnding();
     } else if (!isSent) {
@@ -121,11 +133,12 @@ class RepeatedOperation final : public collective::Operation, public std::enable
   }
 
   const RepeatedMessageSpec spec_;
+  const std::uint32_t element_;
   const GroupFlight* const flight_;  // or it is not recorded
+  observe::FlightRecord record_;
   std::uint64_t flightNumber_ = 0;
   collective::Message message_;
   void* data_ = nullptr;
-  bool isPosted_ = false;
   std::vector<std::shared_ptr<void>> kept_;
   std::shared_ptr<RepeatedOperation> self_;
 };

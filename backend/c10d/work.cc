@@ -247,8 +247,9 @@ bool MessagesOperation::postNext() {
   }
   messages_.resize(items_.size());
   if (items_.size() == 1) {
+    notePostedAll();
     post(items_[0]);
-    return !contradiction_;
+    return true;
   }
   // Receives first: what arrives then has a place to go to.
   for (const bool isSend : {false, true}) {
@@ -291,7 +292,9 @@ Status MessagesOperation::mismatch(const collective::Message& message) {
   const Item& item = itemOf(message);
   const Posted posted{item.tensor.scalar_type(), item.tag, item.tensor.nbytes(),
                       ", shape " + c10::str(item.tensor.sizes())};
-  contradiction_ = describeMismatch(*communicator_, message, posted);
+  Status difference = describeMismatch(*communicator_, message, posted);
+  if (items_.size() == 1) return difference;
+  contradiction_ = std::move(difference);
   return Status::ok();
 }
 

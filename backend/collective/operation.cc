@@ -41,17 +41,24 @@ void Operation::run() {
     awaited_ = nullptr;
     const bool more = !isDone() && !isLost_ && postNext();
     --outstanding_;
-    if (!more) {
-      if (outstanding_ == 0 && !isDone()) complete(Status::ok());
-      break;
+    if (!more || hasPostedAll_) {
+      if (outstanding_ == 0) settle();
+      return;
     }
   } while (outstanding_ == 0 && !isBlocked());
-  if (outstanding_ == 0 && registered_ && (isDone() || !isBlocked())) {
-    registered_ = false;
-    communicator_->remove(*this);
-    if (isCounted_) communicator_->engine().noteSettled();
-    letGo();
-  }
+  if (outstanding_ == 0 && registered_ && (isDone() || !isBlocked())) unregister();
+}
+
+void Operation::settle() {
+  if (!isDone()) noteDone();
+  if (registered_) unregister();
+}
+
+void Operation::unregister() {
+  registered_ = false;
+  communicator_->remove(*this);
+  if (isCounted_) communicator_->engine().noteSettled();
+  letGo();
 }
 
 void Operation::resume() {
@@ -64,10 +71,16 @@ void Operation::letGo() { communicator_->engine().addLeaver(*this); }
 
 void Operation::complete(Status status) {
   status_ = std::move(status);
+  noteDone();
+}
+
+void Operation::noteDone() {
   if (wantsEnding_) ending(status_);
   done_.store(true, std::memory_order_release);
   transport::ProgressEngine& engine = communicator_->engine();
   engine.noteCompletion();
+  if (callbacks_.empty()) [[likely]]
+    return;
   for (auto& callback : callbacks_) engine.defer(std::move(callback));
   callbacks_.clear();
 }
@@ -149,7 +162,12 @@ void Operation::noteMessage(Message& message) {
     noteFailed(message);
   }
   // Counted last: a failure above must not end this object under our feet.
-  if (--outstanding_ == 0 || &message == awaited_) run();
+  --outstanding_;
+  if (outstanding_ == 0 && hasPostedAll_) {
+    settle();
+  } else if (outstanding_ == 0 || &message == awaited_) {
+    run();
+  }
 }
 
 void Operation::noteFailed(Message& message) {

@@ -75,6 +75,8 @@ class Operation : private transport::ProgressEngine::Leaver {
   // Posts what comes next; returns false when nothing is left to do. Called when
   // all that was posted has completed.
   virtual bool postNext() = 0;
+  // For postNext(), which then returns true: it has posted all there is, and is not called again.
+  void notePostedAll() { hasPostedAll_ = true; }
   // For postNext(), which then returns true: it is called again as soon as this message is done.
   void await(const Message& message) { awaited_ = &message; }
   // Whether it waits, after postNext() returned true, for something other than messages.
@@ -105,7 +107,7 @@ class Operation : private transport::ProgressEngine::Leaver {
   void rearm() {
     done_.store(false, std::memory_order_relaxed);
     isWanted_.store(false, std::memory_order_relaxed);
-    wantsEnding_ = false;
+    wantsEnding_ = hasPostedAll_ = false;
   }
   // What isBlocked() held up goes on, unless it is done.
   void resume();
@@ -133,6 +135,10 @@ class Operation : private transport::ProgressEngine::Leaver {
   void noteFailed(Message& message);
   void run();
   void complete(Status status);
+  void noteDone();
+  // All its messages are, and nothing is left to post.
+  void settle();
+  void unregister();
 
   std::atomic<bool> done_{false};
   std::atomic<bool> isWanted_{false};
@@ -140,6 +146,7 @@ class Operation : private transport::ProgressEngine::Leaver {
   bool isCounted_ = false;  // as pending, by the engine
   bool wantsEnding_ = false;
   bool goesOnUnattended_ = false;
+  bool hasPostedAll_ = false;
   bool isLost_ = false;  // a message did not come, and it will fail for that: nothing is built on what came instead
   int outstanding_ = 0;
   const Message* awaited_ = nullptr;

@@ -35,13 +35,13 @@ struct Request {
   std::uint64_t order = 0;
   Request* next = nullptr;
 
-  // Of a receive: notes what was sent, and compares it with what was wanted.
-  Status noteSent(std::uint64_t sentTag, std::size_t sentBytes) {
+  // Of a receive: notes what was sent. False where it is another message than was wanted: it ends with mismatch().
+  bool noteSent(std::uint64_t sentTag, std::size_t sentBytes) {
     tag = sentTag;
     bytes = sentBytes;
-    const bool isSame = sentBytes == capacity && ((sentTag ^ wanted) & p2p::kElementField) == 0;
-    return isSame ? Status::ok() : Status(StatusCode::kMismatch, "another size or element than the other side's");
+    return sentBytes == capacity && ((sentTag ^ wanted) & p2p::kElementField) == 0;
   }
+  static Status mismatch() { return {StatusCode::kMismatch, "another size or element than the other side's"}; }
 
   void finish(Status outcome) {
     status = std::move(outcome);

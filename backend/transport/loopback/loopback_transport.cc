@@ -159,7 +159,8 @@ void LoopbackTransport::signal() {
 void LoopbackTransport::matchLocked(const Posted& posted, Incoming& incoming) {
   posted.request->wanted = posted.tag;
   posted.request->capacity = posted.bytes;
-  const Status status = posted.request->noteSent(incoming.tag, incoming.bytes);
+  const bool isWanted = posted.request->noteSent(incoming.tag, incoming.bytes);
+  const Status status = isWanted ? Status::ok() : Request::mismatch();
   if (status && incoming.bytes > 0) {
     const std::byte* source = incoming.request != nullptr ? incoming.data : incoming.copy.data();
     std::memcpy(posted.data, source, incoming.bytes);

@@ -82,7 +82,7 @@ void RoutingTransport::send(PeerId peer, std::uint64_t tag, const void* data, st
 
 void RoutingTransport::recv(PeerId from, std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes,
                             Request& request) {
-  const bool isBehind = isWanted(tag, mask);
+  const bool isBehind = !waiting_.empty() && isWanted(tag, mask);
   if (from != kAnyPeer && !isBehind) {
     const Route route = routeTo(from);
     request.owner = route.transport;

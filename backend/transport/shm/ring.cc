@@ -81,17 +81,12 @@ RingReader::RingReader(std::byte* memory, RingShape shape)
       payload_(memory + sizeof(RingHeader) + sizeof(Cell) * shape.cells),
       shape_(shape) {}
 
-bool RingReader::pop() {
-  const Cell& cell = cells_[cellsRead_ & (shape_.cells - 1)];
-  if (cell.inlineBytes == Cell::kOutOfLine) {
-    claimLines(payload_ + cell.payload, cell.bytes);
-    payloadRead_ = cell.payloadEnd;
-  }
-  if ((++cellsRead_ & (shape_.cells - 1)) == 0) ++turn_;
-  const bool writerWaits = header_->writerWaits.load(std::memory_order_relaxed) != 0;
-  const bool isDue =
-      cellsRead_ - cellsTold_ >= shape_.cells / 4 || payloadRead_ - payloadTold_ >= shape_.payloadBytes / 4;
-  if (!isDue && !writerWaits) return false;
+void RingReader::letGoOf(const Cell& cell) {
+  claimLines(payload_ + cell.payload, cell.bytes);
+  payloadRead_ = cell.payloadEnd;
+}
+
+bool RingReader::tellWriter() {
   cellsTold_ = cellsRead_;
   payloadTold_ = payloadRead_;
   // Ordered against the writer's flag: either it sees the room, or we see that it waits.

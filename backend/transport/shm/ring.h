@@ -134,13 +134,23 @@ class RingReader {
     return {cell.inlineBytes == Cell::kOutOfLine ? payload_ + cell.payload : cell.data.data(), bytes};
   }
   // Gives its room back. True when the writer waits for room and has to be woken up.
-  bool pop();
+  bool pop() {
+    const Cell& cell = cells_[cellsRead_ & (shape_.cells - 1)];
+    if (cell.inlineBytes == Cell::kOutOfLine) letGoOf(cell);
+    if ((++cellsRead_ & (shape_.cells - 1)) == 0) ++turn_;
+    const bool isDue =
+        cellsRead_ - cellsTold_ >= shape_.cells / 4 || payloadRead_ - payloadTold_ >= shape_.payloadBytes / 4;
+    return (isDue || header_->writerWaits.load(std::memory_order_relaxed) != 0) && tellWriter();
+  }
   // From now on messages are to stay with their sender, or no longer.
   void holdBack(bool holds) { header_->holdsBack.store(holds ? 1 : 0, std::memory_order_relaxed); }
   TransferSlot& slot(std::size_t index) const { return header_->slots[index]; }
   PullWays::Told& pullWays() const { return header_->pullWays; }
 
  private:
+  void letGoOf(const Cell& cell);
+  bool tellWriter();
+
   RingHeader* header_ = nullptr;
   Cell* cells_ = nullptr;
   std::byte* payload_ = nullptr;

@@ -119,7 +119,7 @@ void ShmTransport::pull(Link& link, Request& request, const Unexpected& message)
     finishOutgoing(link, message.remoteId, request.status.code(), wanted);
     return request.onDone(request);
   }
-  Status status = request.noteSent(message.tag, message.bytes);
+  Status status = request.noteSent(message.tag, message.bytes) ? Status::ok() : Request::mismatch();
   bool isOver = false;
   if (!status || message.bytes == 0 || (canRead(link.reading) && message.bytes < kSharedBytes)) {
     if (status) status = copyFromProcess(link.pid, request.data, message.remote, message.bytes);
@@ -137,6 +137,7 @@ void ShmTransport::pull(Link& link, Request& request, const Unexpected& message)
     isEager = link.pullWays.readsAtOnce(message.bytes, told, leads);
   }
   const std::uint32_t id = takeEntry(pulls_, freePulls_);
+  ++numPulls_;
   Pull& pull = pulls_[id];
   pull = {.request = &request,
           .link = &link,
@@ -173,6 +174,7 @@ void ShmTransport::finish(Pull& pull, Status status) {
     const auto cost = static_cast<std::uint64_t>((Clock::now() - pull.begun).count());
     pull.link->pullWays.note(pull.bytes, pull.isEager, cost);
   }
+  --numPulls_;
   freePulls_.push_back(static_cast<std::uint32_t>(
       std::find_if(pulls_.begin(), pulls_.end(), [&](const Pull& p) { return &p == &pull; }) - pulls_.begin()));
   request.handle = nullptr;

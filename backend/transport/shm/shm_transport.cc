@@ -61,7 +61,11 @@ void ShmTransport::send(PeerId peer, std::uint64_t tag, const void* data, std::s
   if (link.isSelf) return sendToSelf(link, tag, bytesOf(data), bytes, request);
   if (bytes > kEagerBytes || link.writer.isHeldBack()) return offer(link, tag, bytesOf(data), bytes, request);
   request.status = Status::ok();
-  post(link, {{.kind = CellKind::kEager, .tag = tag, .bytes = bytes}, bytesOf(data), &request});
+  const CellFields fields{.kind = CellKind::kEager, .tag = tag, .bytes = bytes};
+  if (!link.backlog.empty() || !link.writer.write(fields, {bytesOf(data), bytes})) [[unlikely]]
+    return enqueue(link, {fields, bytesOf(data), &request});
+  wake(link);
+  request.onDone(request);
 }
 
 void ShmTransport::recv(PeerId /*from*/, std::uint64_t tag, std::uint64_t mask, void* data, std::size_t bytes,
@@ -120,7 +124,7 @@ bool ShmTransport::progress() {
   if (asleep_ || ++callsSinceLook_ >= kCallsBetweenLooks) any = pollDescriptors();
   for (std::size_t i = 0; i < incoming_.size(); ++i) any |= drain(*incoming_[i]);
   if (numBacklogged_ > 0) any |= flushBacklogs();
-  if (freePulls_.size() < pulls_.size()) any |= advancePulls();
+  if (numPulls_ > 0) any |= advancePulls();
   if (!helped_.empty()) any |= helpSends(true);
   if (!gone_.empty()) failGone();
   return any;
@@ -142,8 +146,8 @@ bool ShmTransport::arm() {
 }
 
 void ShmTransport::deliver(Request& request, std::uint64_t tag, const std::byte* data, std::size_t bytes) {
-  if (Status agreed = request.noteSent(tag, bytes); !agreed) [[unlikely]] {
-    request.status = std::move(agreed);
+  if (!request.noteSent(tag, bytes)) [[unlikely]] {
+    request.status = Request::mismatch();
   } else if (bytes > 0) {
     std::memcpy(request.data, data, bytes);
   }
@@ -233,13 +237,13 @@ bool ShmTransport::write(Link& link, const Queued& item) {
   return link.writer.write(item.fields, {item.data, item.data != nullptr ? item.fields.bytes : 0});
 }
 
-// Sends at once, or in turn behind what waits for room already.
+// What is no message of its own: sends it at once, or in turn behind what waits for room already.
 void ShmTransport::post(Link& link, const Queued& item) {
-  if (link.backlog.empty() && write(link, item)) [[likely]] {
-    wake(link);
-    if (item.fields.kind == CellKind::kEager) item.request->onDone(*item.request);
-    return;
-  }
+  if (!link.backlog.empty() || !write(link, item)) return enqueue(link, item);
+  wake(link);
+}
+
+void ShmTransport::enqueue(Link& link, const Queued& item) {
   link.backlog.push_back(item);
   ++numBacklogged_;
 }
@@ -283,29 +287,30 @@ bool ShmTransport::drain(Link& link) {
   for (; taken < kCellsPerTurn; ++taken) {
     const Cell* const cell = link.reader.front();
     if (cell == nullptr) break;
-    handle(link, *cell);
+    cell->kind == CellKind::kEager ? receiveEager(link, *cell) : handle(link, *cell);
   }
   return taken > 0;
 }
 
-// The cell is popped before anybody is told: callbacks may progress the ring further.
+// The cell is popped before anybody is told: callbacks may progress the ring further. So too below.
+void ShmTransport::receiveEager(Link& link, const Cell& cell) {
+  const std::byte* const data = link.reader.payload(cell, cell.bytes).data();
+  Request* const receive = matcher_.takeReceive(cell.tag);
+  if (receive != nullptr) [[likely]] {
+    deliver(*receive, cell.tag, data, cell.bytes);
+  } else {
+    arrive(link, cell.tag, data, cell.bytes);
+  }
+  if (link.reader.pop()) wake(link);
+  if (receive != nullptr) receive->onDone(*receive);
+}
+
 void ShmTransport::handle(Link& link, const Cell& cell) {
   const auto pop = [&] {
     if (link.reader.pop()) wake(link);
   };
   switch (cell.kind) {
-    case CellKind::kEager: {
-      const std::byte* const data = link.reader.payload(cell, cell.bytes).data();
-      Request* const receive = matcher_.takeReceive(cell.tag);
-      if (receive != nullptr) {
-        deliver(*receive, cell.tag, data, cell.bytes);
-      } else {
-        arrive(link, cell.tag, data, cell.bytes);
-      }
-      pop();
-      if (receive != nullptr) receive->onDone(*receive);
-      break;
-    }
+    case CellKind::kEager: break;  // receiveEager()
     case CellKind::kRendezvous: {
       auto message = matcher_.makeMessage();
       message->tag = cell.tag;

@@ -187,10 +187,13 @@ class ShmTransport final : public Transport {
   void holdBack(Link& link, bool holds);
   void sendToSelf(Link& link, std::uint64_t tag, const std::byte* data, std::size_t bytes, Request& request);
   void post(Link& link, const Queued& item);
+  void enqueue(Link& link, const Queued& item);
   static bool write(Link& link, const Queued& item);
   void tell(Link& link, CellKind kind, std::uint32_t id, std::uint64_t tag = 0);
   void tellFinished(Link& link, std::uint32_t id, StatusCode code, Wanted wanted = {});
   bool drain(Link& link);
+  void receiveEager(Link& link, const Cell& cell);
+  // Of any other kind.
   void handle(Link& link, const Cell& cell);
   bool flush(Link& link);
   bool flushBacklogs();
@@ -243,7 +246,8 @@ class ShmTransport final : public Transport {
   std::vector<std::uint32_t> helped_;  // outgoing that this side puts into the ring, once they are wanted
   std::deque<Pull> pulls_;
   std::vector<std::uint32_t> freePulls_;
-  int numEager_ = 0;  // of those under way
+  std::size_t numPulls_ = 0;  // under way
+  int numEager_ = 0;          // of those under way
 };
 
 }  // namespace farandole::transport

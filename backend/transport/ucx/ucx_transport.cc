@@ -242,7 +242,7 @@ Status UcxTransport::received(Request& request, ucs_status_t status, const ucp_t
   if (status != UCS_OK && status != UCS_ERR_MESSAGE_TRUNCATED) return ucxError("receive", status);
   const PeerId from{static_cast<std::uint32_t>(request.order)};
   if (from != kAnyPeer) request.owner->noteReceived(from, info.length);
-  return request.noteSent(info.sender_tag, info.length);
+  return request.noteSent(info.sender_tag, info.length) ? Status::ok() : Request::mismatch();
 }
 
 void UcxTransport::cancel(Request& request) {
