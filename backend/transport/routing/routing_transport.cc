@@ -141,8 +141,7 @@ bool RoutingTransport::receiveWaiting() {
   return any;
 }
 
-bool RoutingTransport::progress(bool withNetwork) {
-  bool any = local_ != nullptr && local_->progress();
+bool RoutingTransport::progressRest(bool any, bool withNetwork) {
   if (network_ != nullptr && (withNetwork || local_ == nullptr)) {
     looksSinceNetwork_ = 0;
     isNetworkBusy_ = network_->progress();

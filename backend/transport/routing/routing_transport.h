@@ -40,11 +40,14 @@ class RoutingTransport final : public Transport {
     routeTo(from).transport->noteReceived(routeTo(from).peer, bytes);
   }
   void cancel(Request& request) override;
-  bool progress() override { return progress(true); }
+  bool progress() override { return progressRest(local_ != nullptr && local_->progress(), true); }
   void watchWaiter(const bool& hasWaiter) override {
     if (local_ != nullptr) local_->watchWaiter(hasWaiter);
   }
-  bool progressAgain() override { return progress(isNetworkBusy_ || ++looksSinceNetwork_ >= kLooksPerNetworkLook); }
+  bool progressAgain() override {
+    return progressRest(local_ != nullptr && local_->progressAgain(),
+                        isNetworkBusy_ || ++looksSinceNetwork_ >= kLooksPerNetworkLook);
+  }
   int eventFd() const override { return epoll_.get(); }
   bool arm() override;
   Status shareMemory(PeerId peer, std::uint64_t key, int descriptor) override {
@@ -85,7 +88,8 @@ class RoutingTransport final : public Transport {
   bool receiveWaiting();
   // Whether a receive that waits may take what one with this tag wants.
   bool isWanted(std::uint64_t tag, std::uint64_t mask) const;
-  bool progress(bool withNetwork);
+  // All but the shared memory, where something may have happened.
+  bool progressRest(bool any, bool withNetwork);
 
   const Open openNetwork_;
   std::unique_ptr<Transport> local_;

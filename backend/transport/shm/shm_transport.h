@@ -62,6 +62,7 @@ class ShmTransport final : public Transport {
   void cancel(Request& request) override;
   void watchWaiter(const bool& hasWaiter) override { hasWaiter_ = &hasWaiter; }
   bool progress() override;
+  bool progressAgain() override;
   int eventFd() const override { return epoll_.get(); }
   bool arm() override;
   Status shareMemory(PeerId peer, std::uint64_t key, int descriptor) override;
