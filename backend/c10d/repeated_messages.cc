@@ -94,15 +94,11 @@ class RepeatedOperation final : public collective::Operation, public std::enable
   // Nothing to let go of is the rule, and then costs nothing. What there is is taken out here: once the transport is
   // let go of, the owner may be gone, or have started it again.
   void letGo() override {
-    if (self_ != nullptr || !kept_.empty()) [[unlikely]]
-      letGoLater();
-  }
-
- private:
-  [[gnu::noinline]] void letGoLater() {
+    if (self_ == nullptr && kept_.empty()) return;
     communicator_->engine().defer([kept = std::exchange(kept_, {}), self = std::exchange(self_, nullptr)] {});
   }
 
+ private:
   at::ScalarType dtype() const { return static_cast<at::ScalarType>(spec_.dtype); }
 
   // But for what each start has of its own.

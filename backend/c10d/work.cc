@@ -247,9 +247,8 @@ bool MessagesOperation::postNext() {
   }
   messages_.resize(items_.size());
   if (items_.size() == 1) {
-    notePostedAll();
     post(items_[0]);
-    return true;
+    return !contradiction_;
   }
   // Receives first: what arrives then has a place to go to.
   for (const bool isSend : {false, true}) {
@@ -292,9 +291,7 @@ Status MessagesOperation::mismatch(const collective::Message& message) {
   const Item& item = itemOf(message);
   const Posted posted{item.tensor.scalar_type(), item.tag, item.tensor.nbytes(),
                       ", shape " + c10::str(item.tensor.sizes())};
-  Status difference = describeMismatch(*communicator_, message, posted);
-  if (items_.size() == 1) return difference;
-  contradiction_ = std::move(difference);
+  contradiction_ = describeMismatch(*communicator_, message, posted);
   return Status::ok();
 }
 

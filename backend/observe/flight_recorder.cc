@@ -55,9 +55,8 @@ void FlightRecorder::write(std::uint64_t number, const FlightRecord& record, Fli
   if (!slot.version.compare_exchange_strong(before, version + 1, std::memory_order_acquire)) return;
   slot.outcome.store(packOutcome(number >> slotBits_, state, 0), std::memory_order_release);
   slot.created.store(now, std::memory_order_release);
-  const auto put = [&](std::size_t i) { slot.words[i].store(wordOf(record, i), std::memory_order_release); };
-  for (std::size_t i = 0; i < kHead; ++i) put(i);  // a known number: unrolled
-  for (std::size_t i = 0; i < record.numSizes; ++i) put(kHead + i);
+  const std::size_t numWords = kHead + record.numSizes;
+  for (std::size_t i = 0; i < numWords; ++i) slot.words[i].store(wordOf(record, i), std::memory_order_release);
   slot.version.store(version, std::memory_order_release);
 }
 

@@ -36,7 +36,7 @@ void DeviceOperation::awaitLaunch() const {
 
 Result<bool> DeviceOperation::hasRun() const {
   const State state = state_.load(std::memory_order_acquire);
-  // One that is being ended has not stopped to have run.
+  // One that is being ended may have run before.
   if (state == State::kQueued || state == State::kEnded || !wasLaunched_) return state == State::kEnded;
   if (end_.isCaptured()) return false;  // to ask would spoil the capture
   auto run = end_.hasRun();

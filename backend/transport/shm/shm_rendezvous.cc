@@ -137,7 +137,6 @@ void ShmTransport::pull(Link& link, Request& request, const Unexpected& message)
     isEager = link.pullWays.readsAtOnce(message.bytes, told, leads);
   }
   const std::uint32_t id = takeEntry(pulls_, freePulls_);
-  ++numPulls_;
   Pull& pull = pulls_[id];
   pull = {.request = &request,
           .link = &link,
@@ -174,7 +173,6 @@ void ShmTransport::finish(Pull& pull, Status status) {
     const auto cost = static_cast<std::uint64_t>((Clock::now() - pull.begun).count());
     pull.link->pullWays.note(pull.bytes, pull.isEager, cost);
   }
-  --numPulls_;
   freePulls_.push_back(static_cast<std::uint32_t>(
       std::find_if(pulls_.begin(), pulls_.end(), [&](const Pull& p) { return &p == &pull; }) - pulls_.begin()));
   request.handle = nullptr;

@@ -127,7 +127,7 @@ bool ShmTransport::progress() {
   if (asleep_ || ++callsSinceLook_ >= kCallsBetweenLooks) any = pollDescriptors();
   for (std::size_t i = 0; i < incoming_.size(); ++i) any |= drain(*incoming_[i]);
   if (numBacklogged_ > 0) any |= flushBacklogs();
-  if (numPulls_ > 0) any |= advancePulls();
+  if (freePulls_.size() < pulls_.size()) any |= advancePulls();
   if (!helped_.empty()) any |= helpSends(true);
   if (!gone_.empty()) failGone();
   return any;
@@ -298,6 +298,7 @@ bool ShmTransport::drain(Link& link) {
   for (; taken < kCellsPerTurn; ++taken) {
     const Cell* const cell = link.reader.front();
     if (cell == nullptr) break;
+    // Most are messages, and need no look at what else there is.
     cell->kind == CellKind::kEager ? receiveEager(link, *cell) : handle(link, *cell);
   }
   return taken > 0;
@@ -321,7 +322,7 @@ void ShmTransport::handle(Link& link, const Cell& cell) {
     if (link.reader.pop()) wake(link);
   };
   switch (cell.kind) {
-    case CellKind::kEager: break;  // receiveEager()
+    case CellKind::kEager: receiveEager(link, cell); break;
     case CellKind::kRendezvous: {
       auto message = matcher_.makeMessage();
       message->tag = cell.tag;

@@ -194,7 +194,6 @@ class ShmTransport final : public Transport {
   void tellFinished(Link& link, std::uint32_t id, StatusCode code, Wanted wanted = {});
   bool drain(Link& link);
   void receiveEager(Link& link, const Cell& cell);
-  // Of any other kind.
   void handle(Link& link, const Cell& cell);
   bool flush(Link& link);
   bool flushBacklogs();
@@ -247,8 +246,7 @@ class ShmTransport final : public Transport {
   std::vector<std::uint32_t> helped_;  // outgoing that this side puts into the ring, once they are wanted
   std::deque<Pull> pulls_;
   std::vector<std::uint32_t> freePulls_;
-  std::size_t numPulls_ = 0;  // under way
-  int numEager_ = 0;          // of those under way
+  int numEager_ = 0;  // of those under way
 };
 
 }  // namespace farandole::transport
