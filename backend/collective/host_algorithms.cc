@@ -23,11 +23,6 @@ void copyFrom(Program& program, std::byte* to, const Gathered& input, std::size_
   input.forEach(begin, bytes, [&](std::size_t place, Slice part) { program.copy(to + place, part.data, part.bytes); });
 }
 
-// To where one other rank reads and claims it.
-void putFrom(Program& program, std::byte* to, const Gathered& input, std::size_t begin, std::size_t bytes) {
-  input.forEach(begin, bytes, [&](std::size_t place, Slice part) { program.put(to + place, part.data, part.bytes); });
-}
-
 // Two ranks: `output` = the input from `begin` on and what the other one has put into its slot.
 void reduceWithOther(Program& program, HostSegment& host, HostTurn turn, const Reduction& reduction,
                      const Gathered& input, std::size_t begin, const Gathered& output, std::size_t bytes) {
@@ -46,11 +41,8 @@ void reduceFlat(Program& program, HostSegment& host, const Reduction& reduction,
                 const Gathered& output, std::size_t bytes) {
   const HostTurn turn = beginTurn(program, host, contractOf(reduction, root, bytes), 1);
   std::byte* const slot = host.slot(host.index(), turn);
-  if (host.size() > 2) {
-    copyFrom(program, slot, input, 0, bytes);
-  } else if (root != host.index()) {  // whose nobody reads
-    putFrom(program, slot, input, 0, bytes);
-  }
+  const bool isRead = host.size() > 2 || root != host.index();
+  if (isRead) copyFrom(program, slot, input, 0, bytes);
   program.signal(turn.base + 1);
   if (root >= 0 && root != host.index()) return;
   program.meet(turn);
@@ -67,7 +59,7 @@ void reduceScatterFlat(Program& program, HostSegment& host, const Reduction& red
                        Slice output, const Gathered& input, std::span<const std::size_t> bytes) {
   const int rank = host.index();
   const HostTurn turn = beginTurn(program, host, contract, 1);
-  putFrom(program, host.slot(rank, turn), input, rank == 0 ? bytes[0] : 0, bytes[1 - rank]);
+  copyFrom(program, host.slot(rank, turn), input, rank == 0 ? bytes[0] : 0, bytes[1 - rank]);
   program.signal(turn.base + 1);
   program.meet(turn);
   reduceWithOther(program, host, turn, reduction, input, rank == 0 ? 0 : bytes[0], Gathered({&output, 1}),
@@ -199,30 +191,33 @@ void reduceScatterOnHost(Program& program, const Topology& topology, const Reduc
   const auto lengthOf = [&](int owner, std::size_t i) {
     return std::min(pieceBytes, bytes[owner] - std::min(i * pieceBytes, bytes[owner]));
   };
+  const std::size_t pieces = numPieces(longest, pieceBytes);
+  const HostTurn turn = beginTurn(program, host, contract, Rounds::steps(pieces));
+  // As if all turns were like this one: then each place changes hands each time.
+  const auto passed = [&](int from, int to, std::size_t i) {
+    return host.passed(from, to, turn.number * pieces + i, pieceBytes);
+  };
   const auto putIn = [&](std::size_t i) {
     for (int owner = 0; owner < size; ++owner) {
       if (owner == rank) continue;
-      std::byte* const place = host.window(rank, i) + owner * pieceBytes;
-      putFrom(program, place, input, begins[owner] + i * pieceBytes, lengthOf(owner, i));
+      copyFrom(program, passed(rank, owner, i), input, begins[owner] + i * pieceBytes, lengthOf(owner, i));
     }
   };
   const auto reduce = [&](std::size_t i) {
     std::vector<const void*> parts(size);
     input.forEach(begins[rank] + i * pieceBytes, lengthOf(rank, i), [&](std::size_t place, Slice mine) {
       for (int from = 0; from < size; ++from) {
-        parts[from] = from == rank ? mine.data : host.window(from, i) + rank * pieceBytes + place;
+        parts[from] = from == rank ? mine.data : passed(from, rank, i) + place;
       }
       program.reduce(reduction.function, output.data + i * pieceBytes + place, parts,
                      mine.bytes / reduction.elementSize);
     });
     for (int from = 0; from < size; ++from) {
-      if (from != rank) program.claim(host.window(from, i) + rank * pieceBytes, lengthOf(rank, i));
+      if (from != rank) program.claim(passed(from, rank, i), lengthOf(rank, i));
     }
   };
-  const std::size_t pieces = numPieces(longest, pieceBytes);
-  const HostTurn turn = beginTurn(program, host, contract, Rounds::steps(pieces));
   passWindows(
-      program, turn, pieces, HostSegment::kWindows, putIn, [](std::size_t) {}, reduce);
+      program, turn, pieces, /*windows=*/pieces, putIn, [](std::size_t) {}, reduce);
 }
 
 }  // namespace farandole::collective

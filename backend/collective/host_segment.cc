@@ -52,7 +52,7 @@ HostSegment::HostSegment(transport::SharedMemory memory, int index, int size)
     : memory_(std::move(memory)), index_(index), size_(size), windowBytes_(line(0).windowBytes) {}
 
 HostTurn HostSegment::nextTurn(std::uint64_t steps) {
-  const HostTurn turn{nextBase_, static_cast<int>(turns_++ % 2)};
+  const HostTurn turn{nextBase_, turns_++};
   nextBase_ += steps;
   return turn;
 }
@@ -98,7 +98,7 @@ transport::Reading HostSegment::reading() {
 }
 
 Offer& HostSegment::offer(int index, HostTurn turn, int entry) const {
-  return reinterpret_cast<Offer*>(area(index) + dataBytes(windowBytes_))[turn.parity * size_ + entry];
+  return reinterpret_cast<Offer*>(area(index) + dataBytes(windowBytes_))[turn.parity() * size_ + entry];
 }
 
 std::size_t HostSegment::areaBytes(int size, std::size_t windowBytes) {

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "backend/transport/shm/memory.h"
 #include "backend/transport/transport.h"
@@ -46,7 +47,8 @@ struct Contract {
 // `base`; all before it is over for those who have come to `base`.
 struct HostTurn {
   std::uint64_t base = 0;
-  int parity = 0;
+  std::uint64_t number = 0;  // from 0 on
+  std::uint64_t parity() const { return number % 2; }
 };
 
 // Data that a rank has for one of the others, or for all of them.
@@ -62,7 +64,7 @@ struct Offer {
 };
 
 // Memory that the ranks of a group share that are on one host. Each has an area
-// that it alone writes (but two ranks reduce in each other's windows, and only
+// that it alone writes (but two ranks change places, reduce in each other's windows, and only
 // readers claim lines), and a counter that says how far it is. Ranks are named by their index among those of the host,
 // which is the rank when the group is all there.
 //
@@ -143,8 +145,8 @@ class HostSegment {
   int abortedBy() const { return line(0).abortedBy.load() - 1; }  // or kNobody
 
   // Written before the first signal of a turn, read after it.
-  void setContract(HostTurn turn, const Contract& contract) { line(index_).contracts[turn.parity] = contract; }
-  const Contract& contract(int index, HostTurn turn) const { return line(index).contracts[turn.parity]; }
+  void setContract(HostTurn turn, const Contract& contract) { line(index_).contracts[turn.parity()] = contract; }
+  const Contract& contract(int index, HostTurn turn) const { return line(index).contracts[turn.parity()]; }
 
   // What the first rank tells for all turns after this one, before its first signal of this; and the last that it told
   // in a turn before this one, or 0, once this rank has begun it: the same on all.
@@ -161,16 +163,26 @@ class HostSegment {
   // What a rank has for each of the others, or in the first one what it has for all. Written and read as a slot is.
   Offer& offer(int index, HostTurn turn, int entry) const;
 
-  std::byte* slot(int index, HostTurn turn) const { return area(index) + turn.parity * kSlotBytes; }
+  // Two ranks write in turns where the other one has written: what a rank writes to it has read last, and its core need
+  // not take it over first (docs/design.md, Memory changes hands).
+  std::byte* slot(int index, HostTurn turn) const {
+    return area(size_ == 2 && changesHands(turn.number / 2) ? 1 - index : index) + turn.parity() * kSlotBytes;
+  }
   std::byte* window(int index, std::size_t piece) const {
     return area(index) + 2 * kSlotBytes + piece % kWindows * windowBytes_;
+  }
+  // What one rank passes to another one, counted over all turns, where each has a share of every window: they write to
+  // it in turns, as to slots.
+  std::byte* passed(int from, int to, std::uint64_t piece, std::size_t share) const {
+    if (changesHands(piece / kWindows)) std::swap(from, to);
+    return window(from, piece) + static_cast<std::size_t>(to) * share;
   }
   // Of two ranks, who need no results: the same memory, as two windows of twice the length.
   static constexpr std::size_t kLongWindows = 2;
   std::size_t longWindowBytes() const { return 2 * windowBytes_; }
-  std::byte* longWindow(int index, std::size_t piece) const {
+  std::byte* longPassed(int from, std::uint64_t piece) const {
     static_assert(kLongWindows * 2 <= kWindows + kWindows / 2);
-    return window(index, 0) + piece % kLongWindows * longWindowBytes();
+    return window(changesHands(piece / kLongWindows) ? 1 - from : from, 0) + piece % kLongWindows * longWindowBytes();
   }
   std::byte* result(int index, std::size_t piece) const {
     return area(index) + 2 * kSlotBytes + kWindows * windowBytes_ + piece % kWindows * (windowBytes_ / 2);
@@ -191,6 +203,7 @@ class HostSegment {
     std::atomic<transport::Reading> reading;
   };
 
+  static bool changesHands(std::uint64_t use) { return use % 2 == 1; }
   void noteReason(std::string_view reason);
   Line& line(int index) const { return reinterpret_cast<Line*>(memory_.data())[index]; }
   static std::size_t dataBytes(std::size_t windowBytes) { return 2 * kSlotBytes + kWindows * windowBytes * 3 / 2; }
