@@ -15,8 +15,8 @@ namespace farandole::transport {
 // while it is told nothing.
 class PullWays {
  public:
-  static constexpr std::size_t kSizes = 10;  // from kSmallest on, each twice the one before
-  static constexpr std::size_t kSmallest = 64 << 10;
+  static constexpr std::size_t kSizes = 13;  // from kSmallest on, each twice the one before
+  static constexpr std::size_t kSmallest = 8 << 10;
   // In memory that both see; the one that leads writes.
   using Told = std::array<std::atomic<std::uint32_t>, kSizes>;
 

@@ -52,10 +52,8 @@ bool RingWriter::write(const CellFields& fields, std::span<const std::byte> data
   cell.tag = fields.tag;
   cell.bytes = fields.bytes;
   cell.id = fields.id;
-  if (fields.kind == CellKind::kRendezvous) {
-    cell.inlineBytes = 0;
-    cell.address = fields.address;
-  } else if (isInline(data.size())) {
+  if (fields.kind == CellKind::kRendezvous) cell.elsewhere.address = fields.address;
+  if (isInline(data.size())) {
     cell.inlineBytes = static_cast<std::uint8_t>(data.size());
     if (!data.empty()) std::memcpy(cell.data.data(), data.data(), data.size());
   } else {
@@ -68,7 +66,7 @@ bool RingWriter::write(const CellFields& fields, std::span<const std::byte> data
       std::memcpy(payload_ + cell.payload, data.data(), data.size());
     }
     payloadWritten_ = begin + wholeLines(data.size());
-    cell.payloadEnd = payloadWritten_;
+    cell.elsewhere.payloadEnd = payloadWritten_;
   }
   cell.turn.store(static_cast<std::uint32_t>(cellsWritten_ / shape_.cells) + 1, std::memory_order_release);
   ++cellsWritten_;
@@ -83,7 +81,7 @@ RingReader::RingReader(std::byte* memory, RingShape shape)
 
 void RingReader::letGoOf(const Cell& cell) {
   claimLines(payload_ + cell.payload, cell.bytes);
-  payloadRead_ = cell.payloadEnd;
+  payloadRead_ = cell.elsewhere.payloadEnd;
 }
 
 bool RingReader::tellWriter() {

@@ -18,7 +18,7 @@ struct RingShape {
 
 enum class CellKind : std::uint8_t {
   kEager,       // a message, whole
-  kRendezvous,  // a message that stays with the sender until the receiver asks
+  kRendezvous,  // a message that stays with the sender until the receiver asks, or has taken what came along
   kClear,       // "send it in fragments"
   kFragment,    // a part of a rendezvous message
   kFinished,    // a rendezvous message has been received, or has failed
@@ -51,11 +51,14 @@ struct alignas(64) Cell {
   std::uint32_t payload;  // its place in the payload ring, when out of line
   union {
     std::array<std::byte, kInlineBytes> data;
-    const std::byte* address;  // kRendezvous, in the sender's memory
-    std::uint64_t payloadEnd;  // when out of line
+    struct {
+      std::uint64_t payloadEnd;  // when out of line
+      const std::byte* address;  // kRendezvous, in the sender's memory
+    } elsewhere;
   };
 
   static constexpr std::uint8_t kOutOfLine = 0xff;
+  bool isOutOfLine() const { return inlineBytes == kOutOfLine; }
 };
 static_assert(sizeof(Cell) == 64);
 
@@ -88,10 +91,12 @@ class RingWriter {
   // Over zeroed memory of ringBytes(shape).
   RingWriter(std::byte* memory, RingShape shape);
 
-  // Of more data than this lines are not asked for ahead (copyToClaimed).
-  static constexpr std::size_t kMostAskedAhead = 16 << 10;
+  // Of more data than this lines are not asked for ahead (copyToClaimed). Messages of 128 KiB to 1 MiB, in fragments of
+  // 16 KiB, take 12 to 15 % less so between cores of a Zen 5, and 4 % on two threads of a core.
+  static constexpr std::size_t kMostAskedAhead = 8 << 10;
 
-  // False when there is no room now. The reader will then say so when there is.
+  // False when there is no room now. The reader will then say so when there is. With a kRendezvous the message comes
+  // along, longer than Cell::kInlineBytes, or nothing does.
   bool write(const CellFields& fields, std::span<const std::byte> data);
   // The same of a cell with so many bytes; who looks `again` by itself is not told.
   bool hasRoom(std::size_t bytes, bool again);
@@ -131,12 +136,12 @@ class RingReader {
   }
   // What the cell carries.
   std::span<const std::byte> payload(const Cell& cell, std::size_t bytes) const {
-    return {cell.inlineBytes == Cell::kOutOfLine ? payload_ + cell.payload : cell.data.data(), bytes};
+    return {cell.isOutOfLine() ? payload_ + cell.payload : cell.data.data(), bytes};
   }
   // Gives its room back. True when the writer waits for room and has to be woken up.
   bool pop() {
     const Cell& cell = cells_[cellsRead_ & (shape_.cells - 1)];
-    if (cell.inlineBytes == Cell::kOutOfLine) letGoOf(cell);
+    if (cell.isOutOfLine()) letGoOf(cell);
     if ((++cellsRead_ & (shape_.cells - 1)) == 0) ++turn_;
     const bool isDue =
         cellsRead_ - cellsTold_ >= shape_.cells / 4 || payloadRead_ - payloadTold_ >= shape_.payloadBytes / 4;

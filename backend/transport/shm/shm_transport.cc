@@ -317,6 +317,15 @@ void ShmTransport::receiveEager(Link& link, const Cell& cell) {
   if (receive != nullptr) receive->onDone(*receive);
 }
 
+void ShmTransport::receiveCarried(Link& link, const Cell& cell, Request& receive) {
+  const Wanted wanted{receive.wanted, receive.capacity};
+  const std::uint32_t id = cell.id;
+  deliver(receive, cell.tag, link.reader.payload(cell, cell.bytes).data(), cell.bytes);
+  if (link.reader.pop()) wake(link);
+  tellFinished(link, id, receive.status.code(), wanted);
+  receive.onDone(receive);
+}
+
 void ShmTransport::handle(Link& link, const Cell& cell) {
   const auto pop = [&] {
     if (link.reader.pop()) wake(link);
@@ -324,13 +333,16 @@ void ShmTransport::handle(Link& link, const Cell& cell) {
   switch (cell.kind) {
     case CellKind::kEager: receiveEager(link, cell); break;
     case CellKind::kRendezvous: {
+      if (cell.isOutOfLine()) {
+        if (Request* const receive = matcher_.takeReceive(cell.tag)) return receiveCarried(link, cell, *receive);
+      }
       auto message = matcher_.makeMessage();
       message->tag = cell.tag;
       message->bytes = cell.bytes;
       message->peer = link.id;
       message->remoteId = cell.id;
       message->slot = cell.slot;
-      message->remote = cell.address;
+      message->remote = cell.elsewhere.address;
       pop();
       if (Request* receive = matcher_.takeReceive(message->tag)) {
         accept(*receive, std::move(message));

@@ -194,6 +194,8 @@ class ShmTransport final : public Transport {
   void tellFinished(Link& link, std::uint32_t id, StatusCode code, Wanted wanted = {});
   bool drain(Link& link);
   void receiveEager(Link& link, const Cell& cell);
+  // A message that has come along with its offer, for a receive that waits.
+  void receiveCarried(Link& link, const Cell& cell, Request& receive);
   void handle(Link& link, const Cell& cell);
   bool flush(Link& link);
   bool flushBacklogs();

@@ -98,6 +98,6 @@ std::string hostIdentity();
 Descriptor watchProcess(pid_t pid);
 
 inline constexpr std::uint32_t kShmMagic = 0x6661726e;
-inline constexpr std::uint32_t kShmVersion = 5;
+inline constexpr std::uint32_t kShmVersion = 6;
 
 }  // namespace farandole::transport

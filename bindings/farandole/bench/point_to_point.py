@@ -37,7 +37,8 @@ from farandole.bench._timing import time_each
 _SAMPLES = 3
 # Bytes, and round trips per sample: native, Python.
 _SMALL, _LARGE = 8, 64 * 2**20
-_CASES = [(_SMALL, 10_000, 1_000), (_LARGE, 4, 4)]
+_MIDDLE = (16 * 2**10, 2**20)
+_CASES = [(_SMALL, 10_000, 1_000), (_MIDDLE[0], 2_000, 500), (_MIDDLE[1], 200, 100), (_LARGE, 4, 4)]
 _NOOPS = ["C++ ProcessGroup no-op", "Python fake"]
 _PEERS = [
     "ucx_perftest",
@@ -113,8 +114,9 @@ def measure(settings: Settings, pair: RankPair) -> Report:
             report.series += series.values()
             measured[size] = series
     small, large = _comparisons(measured[_SMALL]), _comparisons(measured[_LARGE])
+    middle = {size: _comparisons(measured[size]) for size in _MIDDLE}
     costs = _costs_over(measured[_SMALL])
-    report.ratios += [*small, *costs, *large]
+    report.ratios += [*small, *costs, *(one for several in middle.values() for one in several), *large]
     repeated, _, above_gloo = small
     over_wire, _, over_both, over_fake = costs
     allowed = max(0.15e-6, 0.6 * measured[_SMALL]["ucx_perftest"].median())
@@ -126,6 +128,10 @@ def measure(settings: Settings, pair: RankPair) -> Report:
         ),
         Target("Python send/recv at 8 B, times faster than gloo", above_gloo.median(), 2.5, at_most=False),
         Target("Python send/recv at 8 B, over fake", over_fake.median(), 3e-6, at_most=True, unit="s"),
+        *(
+            Target(f"C++ through Backend at {size_name(size)} / ucx_perftest", several[1].median(), 1.0, at_most=True)
+            for size, several in middle.items()
+        ),
         Target("C++ through Backend at 64 MiB / ucx_perftest", large[1].median(), 1.05, at_most=True),
     ]
     return report

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <random>
 #include <thread>
@@ -83,6 +84,26 @@ TEST(Ring, SaysThatAWriterWaitsOnceThereIsRoom) {
     ASSERT_NE(reader.front(), nullptr);
     EXPECT_EQ(reader.front()->tag, i);
     EXPECT_FALSE(reader.pop());
+  }
+}
+
+TEST(Ring, AMessageComesAlongWithItsOffer) {
+  Ring ring(kSmall);
+  RingWriter writer(ring.memory.data(), kSmall);
+  RingReader reader(ring.memory.data(), kSmall);
+  const std::vector<std::byte> data(1000, std::byte{7});
+  const CellFields offer{.kind = CellKind::kRendezvous, .tag = 1, .bytes = data.size(), .address = data.data()};
+  for (const bool comesAlong : {true, false, true, true, true, true, false}) {
+    ASSERT_TRUE(writer.write(offer, comesAlong ? std::span(data) : std::span<const std::byte>()));
+    const Cell* const cell = reader.front();
+    ASSERT_NE(cell, nullptr);
+    EXPECT_EQ(cell->bytes, data.size());
+    EXPECT_EQ(cell->elsewhere.address, data.data());
+    EXPECT_EQ(cell->isOutOfLine(), comesAlong);
+    if (comesAlong) {
+      EXPECT_TRUE(std::ranges::equal(reader.payload(*cell, cell->bytes), data));
+    }
+    (void)reader.pop();
   }
 }
 
