@@ -55,19 +55,19 @@ def medians_of(report: dict) -> dict[tuple[str, str, str], float]:
 @pytest.mark.skipif(
     not (built_programs() / "bench_point_to_point").exists(), reason="built without FARANDOLE_BENCHMARKS"
 )
-def test_point_to_point_measures_every_peer_at_both_sizes(tmp_path, capsys):
+def test_point_to_point_measures_every_peer_at_every_size(tmp_path, capsys):
     report = measure(tmp_path, capsys, "point_to_point")
     medians = medians_of(report)
     noops = {"C++ ProcessGroup no-op", "Python fake"}
     moving = {"ucx_perftest", "C++ repeated", "C++ Backend", "C++ ProcessGroup", "Python farandole", "Python gloo"}
     assert {(case, peer) for case, peer, _ in medians} == {
-        (case, peer) for case in ("8 B", "64 MiB") for peer in moving | noops
+        (case, peer) for case in ("8 B", "16 KiB", "1 MiB", "64 MiB") for peer in moving | noops
     }
     for peer in moving:
         assert medians["64 MiB", peer, "median"] > medians["8 B", peer, "median"]
     for peer in noops:
         assert medians["64 MiB", peer, "median"] < 1e-3  # for which all of the memory's bandwidth would not do
-    assert [target["unit"] for target in report["targets"]] == ["ratio", "s", "s", "ratio", "s", "ratio"]
+    assert [target["unit"] for target in report["targets"]] == ["ratio", "s", "s", "ratio", "s", *["ratio"] * 3]
 
 
 @pytest.mark.parametrize(
