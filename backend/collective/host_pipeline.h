@@ -33,7 +33,10 @@ inline void awaitPutIn(Program& program, const Rounds& rounds, std::uint64_t pie
 template <typename TakeOut, typename PutIn, typename Reduce>
 void pipeline(Program& program, HostSegment& host, const Contract& contract, std::size_t pieces, const TakeOut& takeOut,
               const PutIn& putIn, const Reduce& reduce) {
-  const Rounds rounds{beginTurn(program, host, contract, Rounds::steps(pieces))};
+  // Two ranks take their results out of their own windows, where the other one may write next (HostSegment::passed): it
+  // waits for one step more.
+  const std::uint64_t steps = Rounds::steps(pieces) + (host.size() == 2 ? 1 : 0);
+  const Rounds rounds{beginTurn(program, host, contract, steps)};
   program.reserve(pieces * kStepsOfPiece);
   for (std::uint64_t i = 0; i < pieces + 2; ++i) {
     if (i < pieces) {
@@ -50,6 +53,7 @@ void pipeline(Program& program, HostSegment& host, const Contract& contract, std
       takeOut(i - 2);
     }
   }
+  if (host.size() == 2) program.signal(rounds.turn.base + steps);
 }
 
 // The same where each rank is done with a piece when it has taken, or reduced, its part of it. A window is written
