@@ -90,6 +90,39 @@ TEST_P(HostSwapTest, WhatGoesEachWayInTurnsArrives) {
   }
 }
 
+// Its results pass through the windows, too.
+TEST_P(HostSwapTest, AnAllReduceHasItsResultsThoughASwapFollowsAtOnce) {
+  static constexpr Reduction kSum{[](void* dst, const void* const* sources, int numSources, std::size_t count) {
+                                    auto* const sum = static_cast<std::uint8_t*>(dst);
+                                    for (std::size_t i = 0; i < count; ++i) {
+                                      std::uint8_t one = 0;
+                                      for (int s = 0; s < numSources; ++s) {
+                                        one += static_cast<const std::uint8_t*>(sources[s])[i];
+                                      }
+                                      sum[i] = one;
+                                    }
+                                  },
+                                  1};
+  std::mt19937_64 random(1);
+  Group group(2, GetParam());
+  for (int round = 0; round < 200; ++round) {
+    const std::size_t bytes = 40'000 + random() % 400'000;
+    std::vector<Data> data(2, Data(bytes, std::byte{3}));
+    std::vector<Swap> swaps;
+    swaps.emplace_back(random, 100'000 + random() % 400'000);
+    std::vector<std::shared_ptr<TestOperation>> operations;
+    for (int rank = 0; rank < 2; ++rank) {
+      Program program;
+      allReduce(program, group[rank]->topology(), kSum, sliceOf(data[rank]));
+      swaps[0].build(program, group[rank]->topology());
+      operations.push_back(TestOperation::launch(group[rank], std::move(program), static_cast<std::uint32_t>(round)));
+    }
+    for (auto& operation : operations) ASSERT_TRUE(operation->wait(transport::Clock::now() + 60s));
+    ASSERT_TRUE(swaps[0].hasArrived());
+    for (const Data& one : data) ASSERT_EQ(one, Data(bytes, std::byte{6})) << round;
+  }
+}
+
 TEST_P(HostSwapTest, TheOtherWaysAreTriedAfterAPause) {
   std::mt19937_64 random(1);
   Group group(2, GetParam());
