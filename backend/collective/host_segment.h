@@ -70,7 +70,8 @@ struct Offer {
 //
 // The collectives of a group run one after the other, and each counts every
 // rank's counter up by the same number of steps. So a counter that has come to
-// the end of a collective says that its rank is done with the one before.
+// the end of a collective says that its rank is done with the one before, and of
+// this one with all windows that another rank may write next.
 class HostSegment {
  public:
   // Of each rank's area. Slots are for data that is handed over whole, one for

@@ -333,9 +333,8 @@ void ShmTransport::handle(Link& link, const Cell& cell) {
   switch (cell.kind) {
     case CellKind::kEager: receiveEager(link, cell); break;
     case CellKind::kRendezvous: {
-      if (cell.isOutOfLine()) {
-        if (Request* const receive = matcher_.takeReceive(cell.tag)) return receiveCarried(link, cell, *receive);
-      }
+      Request* const receive = matcher_.takeReceive(cell.tag);
+      if (receive != nullptr && cell.isOutOfLine()) return receiveCarried(link, cell, *receive);
       auto message = matcher_.makeMessage();
       message->tag = cell.tag;
       message->bytes = cell.bytes;
@@ -344,7 +343,7 @@ void ShmTransport::handle(Link& link, const Cell& cell) {
       message->slot = cell.slot;
       message->remote = cell.elsewhere.address;
       pop();
-      if (Request* receive = matcher_.takeReceive(message->tag)) {
+      if (receive != nullptr) {
         accept(*receive, std::move(message));
       } else if (isClosed(message->tag) && p2p::isPointToPoint(message->tag)) {
         dropMessage(*message);

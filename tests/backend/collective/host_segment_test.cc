@@ -2,8 +2,9 @@
 
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <map>
+#include <utility>
+#include <vector>
 
 namespace farandole::collective {
 namespace {
@@ -57,7 +58,9 @@ TEST(HostSegment, WhereARankPassesSomethingItHasTakenWhatWasPassedThereLast) {
         for (int to = 0; to < size; ++to) {
           if (to == from) continue;
           const auto [place, isNew] = last.try_emplace(host.passed(from, to, piece, share), from, to);
-          if (!isNew) ASSERT_EQ(place->second, std::pair(to, from));
+          if (!isNew) {
+            ASSERT_EQ(place->second, std::pair(to, from));
+          }
           place->second = {from, to};
         }
       }
