@@ -9,6 +9,8 @@
 #include <string>
 #include <system_error>
 
+#include "backend/transport/shm/mapping.h"
+
 namespace farandole::transport {
 
 Status systemError(const char* what) {
@@ -16,7 +18,7 @@ Status systemError(const char* what) {
 }
 
 SharedMemory::~SharedMemory() {
-  if (data_ != nullptr) munmap(data_, bytes_);
+  if (data_ != nullptr) unmapShared(data_, bytes_);
 }
 
 Result<SharedMemory> SharedMemory::create(const char* name, std::size_t bytes) {
@@ -44,7 +46,7 @@ Result<SharedMemory> SharedMemory::open(Descriptor descriptor, std::size_t bytes
 }
 
 Status SharedMemory::map(std::size_t bytes) {
-  void* const data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor_.get(), 0);
+  void* const data = mapShared(descriptor_.get(), bytes);
   if (data == MAP_FAILED) return systemError("mapping shared memory");
   data_ = static_cast<std::byte*>(data);
   bytes_ = bytes;

@@ -9,6 +9,8 @@
 #include <system_error>
 #include <vector>
 
+#include "backend/transport/shm/mapping.h"
+
 namespace farandole::transport {
 namespace {
 
@@ -28,6 +30,7 @@ Status copyFromProcess(pid_t pid, std::byte* to, const std::byte* from, std::siz
     const iovec remote{const_cast<std::byte*>(from) + done, bytes - done};
     const ssize_t copied = process_vm_readv(pid, &local, 1, &remote, 1, 0);
     if (copied > 0) {
+      noteRead(pid, from + done, static_cast<std::size_t>(copied));
       done += static_cast<std::size_t>(copied);
     } else if (copied == 0 || errno != EINTR) {
       const int error = copied == 0 ? EFAULT : errno;

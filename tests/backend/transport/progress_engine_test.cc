@@ -171,6 +171,7 @@ TEST_F(ProgressEngineTest, ATickingLoopIsNotWokenByWhatWakesTheOwner) {
   Flagged sent;
   send(1, value, sent);
   owner.join();
+  a_.wait(sent.done, kNoDeadline);
   EXPECT_EQ(in, 3);
   EXPECT_LT(slept, 3 * ticks + 20);
 }
