@@ -55,7 +55,7 @@ constexpr std::array kRules = {
     onHost(kScatter, kAny, kAny, kMessages),
     Rule{kAllReduce, kAny, kAny, kAny, kSeveral, kHierarchical},
     Rule{kAllReduce, upTo(64 << 10), upTo(2), kAny, kOne, kFlat},
-    Rule{kAllReduce, upTo(16 << 20), upTo(2), kAny, kOne, kRabenseifner},
+    Rule{kAllReduce, upTo(1 << 20), upTo(2), kAny, kOne, kRabenseifner},
     Rule{kAllReduce, kAny, upTo(2), kAny, kOne, kFlat},
     Rule{kAllReduce, upTo(16 << 10), upTo(4), kAny, kOne, kFlat},
     Rule{kAllReduce, upTo(4 << 10), upTo(8), kAny, kOne, kFlat},

@@ -41,6 +41,7 @@ Communicator::Communicator(transport::Connections& connections, std::shared_ptr<
       topology_{rank, size()} {
   topology_.layout = layout_.numHosts() > 1 ? &layout_ : nullptr;
   topology_.table = &table_;
+  if (layout_.numHosts() == 2) topology_.depth = &depth_.emplace();
   engine().addListener(*this);
   // By the host's name, whether they can share its memory or not: they share its cores.
   engine().noteRanksOnHost(static_cast<int>(std::count_if(

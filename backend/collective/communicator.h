@@ -10,6 +10,7 @@
 
 #include "backend/collective/algorithm_table.h"
 #include "backend/collective/call_history.h"
+#include "backend/collective/exchange_depth.h"
 #include "backend/collective/group_watch.h"
 #include "backend/collective/host_layout.h"
 #include "backend/collective/host_segment.h"
@@ -233,6 +234,7 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   };
   std::vector<Neighbour> hostNeighbours_;  // the others of them
   std::optional<SwapWays> swapWays_;
+  std::optional<ExchangeDepth> depth_;
   Topology topology_;
   std::deque<ProgramOperation*> turns_;  // the first one runs
   CallHistory history_;                  // of what was started

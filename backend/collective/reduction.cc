@@ -33,8 +33,9 @@ void allReduce(Program& program, Topology topology, const Reduction& reduction, 
   const Algorithm algorithm = choose(topology, CollectiveKind::kAllReduce, data.bytes);
   if (algorithm == Algorithm::kHierarchical) return hierarchy::allReduce(program, topology, reduction, data);
   announce(program, topology, contract);
-  between::allReduce(algorithm, program, Team::all(topology.rank, topology.size), Combiner(reduction, topology.size),
-                     data);
+  Team team = Team::all(topology.rank, topology.size);
+  team.depth = topology.depth;
+  between::allReduce(algorithm, program, team, Combiner(reduction, topology.size), data);
 }
 
 void allReduceInPlaces(Program& program, Topology topology, const Reduction& reduction, const Gathered& data) {

@@ -3,6 +3,7 @@
 namespace farandole::collective {
 
 class AlgorithmTable;
+class ExchangeDepth;
 class HostLayout;
 class HostSegment;
 class SwapWays;
@@ -15,6 +16,8 @@ struct Topology {
   HostSegment* segment = nullptr;
   // Of the two ranks of a segment; null where there is none, or there are more.
   SwapWays* swapWays = nullptr;
+  // Of a group that spans two hosts.
+  ExchangeDepth* depth = nullptr;
   // Of a group that spans hosts. Null where all ranks share the segment, or, without
   // one, where each rank is taken for a host of its own.
   const HostLayout* layout = nullptr;

@@ -9,11 +9,14 @@
 
 namespace farandole::collective {
 
+class ExchangeDepth;
+
 // Ranks that exchange messages among themselves: all of a group, or one of each host.
 struct Team {
   std::vector<int> ranks;
-  int index;                    // this rank's, in `ranks`
-  std::vector<int> parts = {};  // of how many ranks of the group each one has the data, for what reduces
+  int index;                       // this rank's, in `ranks`
+  std::vector<int> parts = {};     // of how many ranks of the group each one has the data, for what reduces
+  ExchangeDepth* depth = nullptr;  // of two
 
   static Team all(int rank, int size) {
     Team team{std::vector<int>(size), rank, std::vector<int>(size, 1)};

@@ -22,7 +22,11 @@ inline constexpr std::size_t kSmallBytes = 32 << 10;
 class Place {
  public:
   explicit Place(const Topology& topology)
-      : layout_(*topology.layout), table_(*topology.table), segment_(topology.segment), rank_(topology.rank) {}
+      : layout_(*topology.layout),
+        table_(*topology.table),
+        segment_(topology.segment),
+        depth_(topology.depth),
+        rank_(topology.rank) {}
 
   const HostLayout& layout() const { return layout_; }
   // Null for a rank that is alone on its host.
@@ -47,6 +51,7 @@ class Place {
   const HostLayout& layout_;
   const AlgorithmTable& table_;
   HostSegment* const segment_;
+  ExchangeDepth* const depth_;
   const int rank_;
 };
 

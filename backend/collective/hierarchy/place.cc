@@ -12,7 +12,7 @@ std::vector<int> Place::ranksOnHosts() const {
 }
 
 Team Place::lane() const {
-  Team team{{}, host(), ranksOnHosts()};
+  Team team{{}, host(), ranksOnHosts(), depth_};
   team.ranks.reserve(layout_.numHosts());
   for (int host = 0; host < layout_.numHosts(); ++host) team.ranks.push_back(layout_.ranksOf(host)[index()]);
   return team;

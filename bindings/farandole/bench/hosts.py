@@ -1,8 +1,8 @@
 """all_reduce between hosts: network namespaces of this machine, joined by veth and a bridge.
 
 Between two hosts with a rank each, beside gloo and a plain TCP connection, on which both sides send as many bytes
-at once: two cores have little left beside those bytes, so that connection is about as fast as an all_reduce can be
-there. Between two hosts with two ranks each, by the table's own choice (hierarchical: in the memory of each host
+at once; what it has under way is more than the way holds, which some congestion control (BBR) answers with a pace of
+its own. Between two hosts with two ranks each, by the table's own choice (hierarchical: in the memory of each host
 first) and by the algorithms that do not know of hosts. And over links of 1 Gbit/s with 1 ms from host to host:
 there the bytes that each host has to send, once the size, go at best at the rate of the link, headers and all; the
 plain connection is beside it, too.

@@ -95,12 +95,12 @@ TEST(AlgorithmTable, AnAlgorithmOnAHostIsRefusedWhereThereIsNoneAndElseUsedThere
 }
 
 TEST(AlgorithmTable, AnOverrideCountsInItsRangeOnly) {
-  const auto table = AlgorithmTable::withOverrides("all_reduce:64K-1M=ring,broadcast:-4096=chain").value();
+  const auto table = AlgorithmTable::withOverrides("all_reduce:64K-512K=ring,broadcast:-4096=chain").value();
   const auto allReduce = [&](std::size_t bytes) { return table.choose(CollectiveKind::kAllReduce, {bytes, 2, 2, 1}); };
   EXPECT_EQ(allReduce((64 << 10) - 1), Algorithm::kFlat);
   EXPECT_EQ(allReduce(64 << 10), Algorithm::kRing);
-  EXPECT_EQ(allReduce(1 << 20), Algorithm::kRing);
-  EXPECT_EQ(allReduce((1 << 20) + 1), Algorithm::kRabenseifner);
+  EXPECT_EQ(allReduce(512 << 10), Algorithm::kRing);
+  EXPECT_EQ(allReduce((512 << 10) + 1), Algorithm::kRabenseifner);
   EXPECT_EQ(table.choose(CollectiveKind::kBroadcast, {4096, 2, 2, 1}), Algorithm::kChain);
   EXPECT_EQ(table.choose(CollectiveKind::kBroadcast, {4097, 2, 2, 1}), Algorithm::kBinomial);
 }
