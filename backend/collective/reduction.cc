@@ -64,6 +64,7 @@ void reduceScatter(Program& program, Topology topology, const Reduction& reducti
   }
   copyTogether(program, input, whole);
   std::vector<Slice> parts;
+  parts.reserve(topology.size);
   for (int rank = 0; rank < topology.size; ++rank) {
     parts.push_back({whole.data + rank * output.bytes, output.bytes});
   }
