@@ -6,7 +6,7 @@ namespace farandole::collective {
 namespace {
 
 constexpr std::size_t kMost = 16;
-// The part of a chunk that may be on the way beside those that are under way.
+// A way that holds less than this part of a chunk is not worth a second one under way.
 constexpr double kTolerated = 0.25;
 // What one TCP connection carries at most.
 constexpr double kBytesPerSecond = 5e9;
