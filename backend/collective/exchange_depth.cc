@@ -1,6 +1,7 @@
 #include "backend/collective/exchange_depth.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace farandole::collective {
 namespace {
@@ -16,8 +17,7 @@ constexpr int kRounds = 5;
 }  // namespace
 
 std::size_t ExchangeDepth::next(Program& program, int peer, std::size_t chunkBytes) {
-  if (!isMeasured_) measure(program, peer);
-  isMeasured_ = true;
+  if (!std::exchange(isBegun_, true)) measure(program, peer);
   const double delay = std::chrono::duration<double>(delay_.load()).count();
   const double onTheWay = kBytesPerSecond * delay / static_cast<double>(chunkBytes);
   return std::min(1 + static_cast<std::size_t>(onTheWay + 1 - kTolerated), kMost);

@@ -13,7 +13,8 @@ namespace farandole::collective {
 // the caches, and are sent at a pace of its own (congestion control BBR).
 class ExchangeDepth {
  public:
-  // Of an exchange that the program begins with `peer`, a rank of the group. Both call it for the same ones.
+  // Of an exchange that the program begins with `peer`, a rank of the group; both call it for the same ones, and always
+  // for each other. One, until the first of them has measured.
   std::size_t next(Program& program, int peer, std::size_t chunkBytes);
 
  private:
@@ -21,8 +22,8 @@ class ExchangeDepth {
 
   void measure(Program& program, int peer);
 
-  bool isMeasured_ = false;
-  // While it measures:
+  bool isBegun_ = false;  // the measurement
+  // While it is under way:
   Clock::time_point began_;
   Clock::duration least_ = Clock::duration::max();
   std::atomic<Clock::duration> delay_{Clock::duration::zero()};  // of one way; zero until it is known

@@ -16,7 +16,7 @@ struct Team {
   std::vector<int> ranks;
   int index;                       // this rank's, in `ranks`
   std::vector<int> parts = {};     // of how many ranks of the group each one has the data, for what reduces
-  ExchangeDepth* depth = nullptr;  // of two
+  ExchangeDepth* depth = nullptr;  // of two, from different hosts
 
   static Team all(int rank, int size) {
     Team team{std::vector<int>(size), rank, std::vector<int>(size, 1)};

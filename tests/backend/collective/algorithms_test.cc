@@ -9,6 +9,7 @@
 
 #include "tests/backend/collective/communicators.h"
 #include "tests/backend/collective/slices.h"
+#include "tests/backend/collective/sums.h"
 
 namespace farandole::collective {
 namespace {
@@ -19,15 +20,7 @@ using testing::slicesOf;
 using testing::TestOperation;
 using Data = std::vector<std::int64_t>;
 
-constexpr Reduction kSum{[](void* dst, const void* const* sources, int numSources, std::size_t count) {
-                           Data sum(count, 0);
-                           for (int s = 0; s < numSources; ++s) {
-                             const auto* source = static_cast<const std::int64_t*>(sources[s]);
-                             for (std::size_t i = 0; i < count; ++i) sum[i] += source[i];
-                           }
-                           std::copy(sum.begin(), sum.end(), static_cast<std::int64_t*>(dst));
-                         },
-                         sizeof(std::int64_t)};
+constexpr Reduction kSum = testing::kSumOf<std::int64_t>;
 
 Data randomData(std::mt19937_64& random, std::size_t size) {
   Data data(size);

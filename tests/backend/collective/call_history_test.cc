@@ -7,6 +7,7 @@
 
 #include "tests/backend/collective/communicators.h"
 #include "tests/backend/collective/slices.h"
+#include "tests/backend/collective/sums.h"
 #include "tests/random_seed.h"
 
 namespace farandole::collective {
@@ -17,15 +18,7 @@ using testing::sliceOf;
 using testing::TestOperation;
 using Data = std::vector<std::int64_t>;
 
-constexpr Reduction kSum{[](void* dst, const void* const* sources, int numSources, std::size_t count) {
-                           for (std::size_t i = 0; i < count; ++i) {
-                             std::int64_t sum = 0;
-                             for (int s = 0; s < numSources; ++s)
-                               sum += static_cast<const std::int64_t*>(sources[s])[i];
-                             static_cast<std::int64_t*>(dst)[i] = sum;
-                           }
-                         },
-                         sizeof(std::int64_t), 7};
+constexpr Reduction kSum{&testing::addUp<std::int64_t>, sizeof(std::int64_t), 7};
 
 Contract someCall(std::mt19937_64& random) {
   constexpr CollectiveKind kKinds[] = {CollectiveKind::kBroadcast, CollectiveKind::kAllReduce, CollectiveKind::kReduce,

@@ -8,6 +8,7 @@
 
 #include "tests/backend/collective/communicators.h"
 #include "tests/backend/collective/slices.h"
+#include "tests/backend/collective/sums.h"
 
 namespace farandole::collective {
 namespace {
@@ -16,14 +17,7 @@ using testing::Group;
 using testing::sliceOf;
 using testing::TestOperation;
 
-void addUp(void* dst, const void* const* sources, int numSources, std::size_t count) {
-  for (std::size_t i = 0; i < count; ++i) {
-    std::int64_t sum = 0;
-    for (int s = 0; s < numSources; ++s) sum += static_cast<const std::int64_t*>(sources[s])[i];
-    static_cast<std::int64_t*>(dst)[i] = sum;
-  }
-}
-constexpr Reduction kSum{&addUp, sizeof(std::int64_t)};
+constexpr Reduction kSum = testing::kSumOf<std::int64_t>;
 
 // On all ranks at once, each with what build(program, rank) makes.
 template <typename Build>

@@ -6,6 +6,7 @@
 
 #include "tests/backend/collective/communicators.h"
 #include "tests/backend/collective/slices.h"
+#include "tests/backend/collective/sums.h"
 
 namespace farandole::collective {
 namespace {
@@ -36,15 +37,7 @@ std::byte added(std::byte a, std::byte b) {
   return static_cast<std::byte>(std::to_integer<unsigned>(a) + std::to_integer<unsigned>(b));
 }
 
-constexpr Reduction kSumOfBytes{[](void* dst, const void* const* sources, int numSources, std::size_t count) {
-                                  for (std::size_t i = 0; i < count; ++i) {
-                                    std::byte sum{0};
-                                    for (int s = 0; s < numSources; ++s)
-                                      sum = added(sum, static_cast<const std::byte*>(sources[s])[i]);
-                                    static_cast<std::byte*>(dst)[i] = sum;
-                                  }
-                                },
-                                1};
+constexpr Reduction kSumOfBytes = testing::kSumOf<std::uint8_t>;
 
 // What one collective takes and gives, for all ranks. A reduction adds bytes.
 struct Exchange {

@@ -6,6 +6,7 @@
 #include "backend/collective/swap_ways.h"
 #include "tests/backend/collective/communicators.h"
 #include "tests/backend/collective/slices.h"
+#include "tests/backend/collective/sums.h"
 
 namespace farandole::collective {
 namespace {
@@ -92,17 +93,6 @@ TEST_P(HostSwapTest, WhatGoesEachWayInTurnsArrives) {
 
 // Its results pass through the windows, too.
 TEST_P(HostSwapTest, AnAllReduceHasItsResultsThoughASwapFollowsAtOnce) {
-  static constexpr Reduction kSum{[](void* dst, const void* const* sources, int numSources, std::size_t count) {
-                                    auto* const sum = static_cast<std::uint8_t*>(dst);
-                                    for (std::size_t i = 0; i < count; ++i) {
-                                      std::uint8_t one = 0;
-                                      for (int s = 0; s < numSources; ++s) {
-                                        one += static_cast<const std::uint8_t*>(sources[s])[i];
-                                      }
-                                      sum[i] = one;
-                                    }
-                                  },
-                                  1};
   std::mt19937_64 random(1);
   Group group(2, GetParam());
   for (int round = 0; round < 200; ++round) {
@@ -113,7 +103,7 @@ TEST_P(HostSwapTest, AnAllReduceHasItsResultsThoughASwapFollowsAtOnce) {
     std::vector<std::shared_ptr<TestOperation>> operations;
     for (int rank = 0; rank < 2; ++rank) {
       Program program;
-      allReduce(program, group[rank]->topology(), kSum, sliceOf(data[rank]));
+      allReduce(program, group[rank]->topology(), testing::kSumOf<std::uint8_t>, sliceOf(data[rank]));
       swaps[0].build(program, group[rank]->topology());
       operations.push_back(TestOperation::launch(group[rank], std::move(program), static_cast<std::uint32_t>(round)));
     }

@@ -12,6 +12,7 @@
 #include "backend/collective/host_layout.h"
 #include "tests/backend/collective/communicators.h"
 #include "tests/backend/collective/slices.h"
+#include "tests/backend/collective/sums.h"
 
 namespace farandole::collective {
 namespace {
@@ -22,14 +23,10 @@ using testing::slicesOf;
 using testing::TestOperation;
 using Data = std::vector<std::int64_t>;
 
-template <typename T, bool kDivides>
-void add(void* dst, const void* const* sources, int numSources, std::size_t count) {
-  std::vector<T> sum(count, 0);
-  for (int s = 0; s < numSources; ++s) {
-    for (std::size_t i = 0; i < count; ++i) sum[i] += static_cast<const T*>(sources[s])[i];
-  }
-  for (std::size_t i = 0; kDivides && i < count; ++i) sum[i] /= static_cast<T>(numSources);
-  std::copy(sum.begin(), sum.end(), static_cast<T*>(dst));
+template <typename T>
+void average(void* dst, const void* const* sources, int numSources, std::size_t count) {
+  testing::addUp<T>(dst, sources, numSources, count);
+  for (std::size_t i = 0; i < count; ++i) static_cast<T*>(dst)[i] /= static_cast<T>(numSources);
 }
 
 template <typename T>
@@ -39,10 +36,10 @@ void divide(void* dst, const void* const* sources, int numParts, std::size_t cou
   }
 }
 
-constexpr Reduction kSum{&add<std::int64_t, false>, sizeof(std::int64_t)};
-constexpr Reduction kAverage{&add<std::int64_t, true>, sizeof(std::int64_t), 0, &add<std::int64_t, false>,
+constexpr Reduction kSum = testing::kSumOf<std::int64_t>;
+constexpr Reduction kAverage{&average<std::int64_t>, sizeof(std::int64_t), 0, &testing::addUp<std::int64_t>,
                              &divide<std::int64_t>};
-constexpr Reduction kFloatSum{&add<float, false>, sizeof(float)};
+constexpr Reduction kFloatSum = testing::kSumOf<float>;
 
 Data randomData(std::mt19937_64& random, std::size_t size) {
   Data data(size);
