@@ -84,6 +84,7 @@ class DifferentCalls : public ::testing::Test {
       default:
         return [=](Program& p, Topology t, Data& data) {
           std::vector<Slice> slices;
+          slices.reserve(t.size);
           for (int rank = 0; rank < t.size; ++rank) slices.push_back({sliceOf(data).data + 8 * rank, 8});
           gather(p, t, root, slices[t.rank], slices);
         };
@@ -185,6 +186,7 @@ TEST_F(DifferentCalls, AreNoneWhereAllCallTheSame) {
     std::mt19937_64 random(seed);
     Group group({0, 1, 0, 2}, random() % 2 * 4096, AlgorithmTable());
     std::vector<Build> calls;
+    calls.reserve(10);
     for (int i = 0; i < 10; ++i) calls.push_back(someCollective(random, group.size()));
     for (const std::string& text : run(group, std::vector(group.size(), calls))) EXPECT_EQ(text, "");
   }
