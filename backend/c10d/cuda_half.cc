@@ -136,7 +136,7 @@ std::map<int, WorkPtr> ProcessGroupFarandole::postOnNccl(std::vector<BatchEntry>
   if (!isBatch && messages[0].key == 0) messages[0].key = options.key;
   // Each message tells of its own end.
   const bool isOwnReport = report == nullptr && isBatch;
-  if (isOwnReport) report = PartsReport::of(std::move(options.onDone));
+  if (isOwnReport) report = PartsReport::of(options.onDone);
   if (report != nullptr) options.onDone = report->expect(messages.size());
   auto works = cuda().post(options, device, std::move(messages));
   if (isOwnReport && report != nullptr) report->close();

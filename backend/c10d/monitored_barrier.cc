@@ -34,7 +34,7 @@ c10::intrusive_ptr<CollectiveWork> ProcessGroupFarandole::startBarrierPart(const
 
 void ProcessGroupFarandole::monitoredBarrier(const ::c10d::BarrierOptions& opts, bool waitAllRanks) {
   WorkOptions options = workOptions(OpType::BARRIER, "farandole:monitored_barrier", opts.timeout);
-  const WorkHooks::OnDone onDone = std::exchange(options.onDone, nullptr);
+  const WorkHooks::OnDone onDone = std::exchange(options.onDone, {});
   // Recorded as one operation: its parts are of nobody's interest.
   const GroupFlight* const flight = std::exchange(options.flight, nullptr);
   std::uint64_t entry = 0;

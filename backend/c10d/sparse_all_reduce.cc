@@ -26,7 +26,7 @@ void awaitRound(CollectiveWork& round, const WaitLimit& limit) {
 
 // Of a part of it, whose end nobody is told of.
 WorkOptions unheard(WorkOptions options) {
-  options.onDone = nullptr;
+  options.onDone = {};
   options.key = 0;
   return options;
 }

@@ -48,21 +48,43 @@ void WorkOf<Base>::launch() {
   if (auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE)) {
     range_ = std::make_unique<ProfiledRange>(std::move(*callbacks), title_, Base::results());
   }
+  const bool isReported = onDone_ && !onDone_.hearsOfFailuresOnly();
   std::chrono::steady_clock::time_point started;
-  if (onDone_) started = std::chrono::steady_clock::now();
+  if (isReported) started = std::chrono::steady_clock::now();
   {
     transport::ProgressEngine::Access access(Base::communicator_->engine());
     Base::start();
     // Now that it is under way, whoever waits for what it sends need not wait for this too.
     if (flight_ != nullptr) beginFlight();
+    if (onDone_.hearsOfFailuresOnly()) awaitFailure();
   }
   if (Base::isDone()) endRange();
-  if (!onDone_) return;
+  if (!isReported) return;
   if (Base::isDone()) {
     report(started);
   } else {
     Base::whenDone([work = self(), started] { work->report(started); }, isDoneAtOnce_);
   }
+}
+
+template <typename Base>
+void WorkOf<Base>::ending(const Status& status) {
+  if (flight_ != nullptr) endFlight(status);
+  if (!status && onDone_.hearsOfFailuresOnly()) tellFailure();
+}
+
+template <typename Base>
+void WorkOf<Base>::awaitFailure() {
+  if (!Base::isDone()) {
+    Base::wantEnding();
+  } else if (!Base::status()) {
+    tellFailure();
+  }
+}
+
+template <typename Base>
+void WorkOf<Base>::tellFailure() {
+  Base::communicator_->engine().defer([work = self()] { work->onDone_.tellFailure(); });
 }
 
 template <typename Base>

@@ -69,7 +69,7 @@ class WorkOf : public ::c10d::Work, public Base {
   virtual std::uint64_t getCompletionKey() const { return key_; }
 
  protected:
-  void ending(const Status& status) override { endFlight(status); }
+  void ending(const Status& status) override;
   void retain() override { c10::raw::intrusive_ptr::incref(this); }
   void release() override { c10::raw::intrusive_ptr::decref(this); }
 
@@ -78,6 +78,9 @@ class WorkOf : public ::c10d::Work, public Base {
     if (range_ != nullptr) range_->end();
   }
   void report(std::chrono::steady_clock::time_point started);
+  // For who hears of failures only. With the transport held.
+  void awaitFailure();
+  void tellFailure();
   // For the flight recorder. With the transport held.
   void beginFlight();
   void endFlight(const Status& status);

@@ -74,13 +74,13 @@ class WorkHooks::Followed {
 };
 
 WorkHooks::OnDone WorkHooks::makeFollower() {
-  return [followed = std::make_shared<Followed>(shared_from_this())](const WorkReport& report) {
+  return OnDone([followed = std::make_shared<Followed>(shared_from_this())](const WorkReport& report) {
     followed->report(report);
-  };
+  });
 }
 
 std::chrono::milliseconds WorkHooks::extraTimeout() {
-  if (!active_.load(std::memory_order_relaxed)) return {};
+  if (!isEachCounted_.load(std::memory_order_relaxed)) return {};
   std::lock_guard lock(mutex_);
   std::chrono::milliseconds sum{};
   for (const Extension& extension : extensions_) sum += extension.time;
@@ -151,7 +151,8 @@ void WorkHooks::waitForFollowed() {
 
 void WorkHooks::updateActive() {
   areTold_ = isTimed_ || infoHook_ != nullptr || !completionHooks_.empty();
-  active_ = areTold_ || !abortHooks_.empty() || !extensions_.empty();
+  isEachCounted_ = areTold_ || !extensions_.empty();
+  isActive_ = isEachCounted_ || !abortHooks_.empty();
 }
 
 void WorkHooks::setInfoHook(std::shared_ptr<const InfoHook> hook) {
@@ -200,15 +201,15 @@ void WorkHooks::extendTimeout(std::chrono::milliseconds extension) {
   updateActive();
 }
 
-std::shared_ptr<PartsReport> PartsReport::of(WorkHooks::OnDone onDone) {
-  if (!onDone) return nullptr;
-  return std::shared_ptr<PartsReport>(new PartsReport(std::move(onDone)));
+std::shared_ptr<PartsReport> PartsReport::of(const WorkHooks::OnDone& onDone) {
+  if (!onDone || onDone.hearsOfFailuresOnly()) return nullptr;
+  return std::shared_ptr<PartsReport>(new PartsReport(onDone));
 }
 
 WorkHooks::OnDone PartsReport::expect(std::size_t parts) {
   std::lock_guard lock(mutex_);
   numOpen_ += parts;
-  return [self = shared_from_this()](const WorkReport& part) { self->endPart(part); };
+  return WorkHooks::OnDone([self = shared_from_this()](const WorkReport& part) { self->endPart(part); });
 }
 
 void PartsReport::endPart(WorkReport part) {

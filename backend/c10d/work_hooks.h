@@ -48,22 +48,20 @@ struct CompletionHookOf<Backend> {
 using CompletionHook = CompletionHookOf<::c10d::Backend>::Hook;
 
 // Who listens to the works of one group, and what it is told. While nobody
-// does, a work costs one relaxed load.
+// does, a work costs one relaxed load; where abort hooks are all there is, as in
+// each group of torch 2.15, it tells of its failure and no more.
 //
 // Thread: any. Hooks run with nothing held: abort hooks on threads of their own,
 // since torch's flight recorder dumps in one, for seconds; the others on the
 // thread that completes the work. What they throw is logged.
 class WorkHooks : public std::enable_shared_from_this<WorkHooks> {
  public:
-  using OnDone = std::function<void(const WorkReport&)>;
+  class OnDone;
   using InfoHook = std::function<void(std::shared_ptr<::c10d::WorkInfo>)>;
   using AbortHook = std::function<void()>;
 
   // What to call when a work that begins now has ended; empty while nobody listens.
-  OnDone follow() {
-    if (!active_.load(std::memory_order_relaxed)) return nullptr;
-    return makeFollower();
-  }
+  OnDone follow();
   // Whether somebody hears of each end, and when it was; not only of failures.
   bool areTold() const { return areTold_.load(std::memory_order_relaxed); }
   // What torch knows a work by that begins now: a number that no other one in this process gets; 0 while nobody hears
@@ -101,7 +99,8 @@ class WorkHooks : public std::enable_shared_from_this<WorkHooks> {
   void runAbortHooks();
   void updateActive();
 
-  std::atomic<bool> active_{false};
+  std::atomic<bool> isActive_{false};
+  std::atomic<bool> isEachCounted_{false};  // whether the end of each work matters, not only a failure
   std::atomic<bool> areTold_{false};
   std::mutex mutex_;
   std::condition_variable idle_;
@@ -116,13 +115,42 @@ class WorkHooks : public std::enable_shared_from_this<WorkHooks> {
   bool isAbortDue_ = false;  // something failed that their runs so far did not follow
 };
 
+// Hears of the end of one work: of each end, or of failures only. Empty while nobody listens.
+class WorkHooks::OnDone {
+ public:
+  using Call = std::function<void(const WorkReport&)>;
+
+  OnDone() = default;
+  explicit OnDone(Call call) : call_(std::move(call)) {}
+  // Runs the abort hooks when the work fails.
+  explicit OnDone(std::shared_ptr<WorkHooks> hooks) : hooks_(std::move(hooks)) {}
+
+  explicit operator bool() const { return call_ != nullptr || hooks_ != nullptr; }
+  bool hearsOfFailuresOnly() const { return hooks_ != nullptr; }
+  void operator()(const WorkReport& report) const {
+    if (call_ != nullptr) return call_(report);
+    if (!report.isSuccess) tellFailure();
+  }
+  // To who hears of failures only.
+  void tellFailure() const { hooks_->startAbortHooks(); }
+
+ private:
+  Call call_;
+  std::shared_ptr<WorkHooks> hooks_;
+};
+
+inline WorkHooks::OnDone WorkHooks::follow() {
+  if (!isActive_.load(std::memory_order_relaxed)) return {};
+  return isEachCounted_.load(std::memory_order_relaxed) ? makeFollower() : OnDone(shared_from_this());
+}
+
 // Makes one call of the reports of several works.
 //
 // Thread: any.
 class PartsReport : public std::enable_shared_from_this<PartsReport> {
  public:
-  // Null where nobody follows.
-  static std::shared_ptr<PartsReport> of(WorkHooks::OnDone onDone);
+  // Null where nobody hears of each end: the parts tell of their failures themselves.
+  static std::shared_ptr<PartsReport> of(const WorkHooks::OnDone& onDone);
 
   // What to call when this many more works, or parts of one, have ended: by each of them.
   WorkHooks::OnDone expect(std::size_t parts = 1);

@@ -169,10 +169,10 @@ TEST(PartsReport, TellsOfEachPartAndOnceOfAll) {
   for (int round = 0; round < 200; ++round) {
     std::mutex mutex;
     std::vector<WorkReport> heard;
-    auto report = PartsReport::of([&](const WorkReport& one) {
+    auto report = PartsReport::of(WorkHooks::OnDone([&](const WorkReport& one) {
       std::lock_guard lock(mutex);
       heard.push_back(one);
-    });
+    }));
     const std::chrono::steady_clock::time_point start{};
     std::vector<WorkReport> parts;
     std::vector<WorkHooks::OnDone> calls;
@@ -213,7 +213,7 @@ TEST(PartsReport, TellsOfEachPartAndOnceOfAll) {
     }
     EXPECT_EQ(keys.size(), parts.size());
   }
-  EXPECT_EQ(PartsReport::of(nullptr), nullptr);
+  EXPECT_EQ(PartsReport::of({}), nullptr);
 }
 
 TEST(WorkHooks, CompletionHooksHearNothingOfAFailure) {
@@ -259,6 +259,49 @@ TEST(WorkHooks, AbortHooksRunOnceMoreForAllThatFailsMeanwhile) {
     at::Tensor ones = at::ones({1});
     allReduce(group, ones)->wait();
     group.unregisterAbortHook(1);
+  });
+}
+
+// Where nobody else listens: of what is pending when it fails, alone and in a batch, and of what fails as it begins.
+TEST(WorkHooks, AbortHooksHearOfEachFailureAndOfNothingElse) {
+  runRanks(2, 30s, [](ProcessGroupFarandole& group) {
+    std::atomic<int> calls{0};
+    group.registerAbortHook(1, [&] { ++calls; });
+    const auto callsSoFar = [&] {
+      group.waitForPendingWorks();
+      return calls.load();
+    };
+    const int peer = 1 - group.getRank();
+    std::vector<at::Tensor> from{at::ones({1})};
+    std::vector<at::Tensor> into{at::zeros({1})};
+    const auto exchange = [&](int tag) {
+      group.startCoalescing();
+      group.send(from, peer, 0);
+      group.recv(into, peer, tag);
+      return group.endCoalescing();
+    };
+    at::Tensor ones = at::ones({1});
+    allReduce(group, ones)->wait();
+    exchange(0)->wait();
+    EXPECT_EQ(callsSoFar(), 0);
+    if (group.getRank() == 0) {
+      EXPECT_THROW(group.recv(into, 1, 7)->wait(20ms), c10::Error);  // rank 1 sends nothing
+      EXPECT_EQ(callsSoFar(), 1);
+      EXPECT_THROW(exchange(7)->wait(20ms), c10::Error);
+      EXPECT_EQ(callsSoFar(), 2);
+    }
+    allReduce(group, ones)->wait();
+    if (group.getRank() == 1) {
+      group.send(from, 0, 1);
+    } else {
+      group.recv(into, 1, 1)->wait();  // an abort would be its error, too
+      group.abort();
+      EXPECT_EQ(callsSoFar(), 3);
+      EXPECT_THROW(group.recv(into, 1, 0)->wait(), c10::Error);
+      EXPECT_EQ(callsSoFar(), 4);
+    }
+    group.unregisterAbortHook(1);
+    group.waitForPendingWorks();
   });
 }
 

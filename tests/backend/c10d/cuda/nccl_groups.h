@@ -106,7 +106,7 @@ class NcclGroupTest : public ::testing::Test {
   }
 
   static WorkOptions options(int rank, OpType type, std::uint64_t sequence = 0) {
-    return {rank, type, "test", sequence, 20s, nullptr};
+    return {rank, type, "test", sequence, 20s, {}};
   }
   static at::Device device(int rank) { return {at::kCUDA, static_cast<c10::DeviceIndex>(rank)}; }
 
