@@ -22,7 +22,9 @@ StorePtr ProcessGroupFarandole::storeForChild(const StorePtr& store) {
 c10::intrusive_ptr<ProcessGroupFarandole> ProcessGroupFarandole::makeChild(const StorePtr& store, int rank, int size,
                                                                            const OptionsPtr& options,
                                                                            const std::vector<int>& ranks) const {
-  auto own = c10::make_intrusive<Options>(options != nullptr ? options->timeout : timeout_.load());
+  const std::chrono::milliseconds timeout = options != nullptr ? options->timeout : timeout_.load();
+  checkTimeout("split or merge of a group", timeout);
+  auto own = c10::make_intrusive<Options>(timeout);
   if (options != nullptr) {
     own->group_name = options->group_name;
     own->global_ranks_in_group = options->global_ranks_in_group;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
+#include "backend/c10d/timeouts.h"
 #include "backend/common/deadline.h"
 
 namespace farandole::backend {
@@ -21,9 +22,9 @@ c10::List<FuturePtr> futuresOf(const std::vector<c10::intrusive_ptr<::c10d::Work
 }  // namespace
 
 WaitLimit::WaitLimit(milliseconds timeout)
-    : timeout_(timeout),
-      isOwn_(timeout == kNoTimeout || timeout == ::c10d::kUnsetTimeout),
-      deadline_(deadlineIn(isOwn_ ? milliseconds(0) : timeout)) {}
+    : timeout_(timeout), isOwn_(isUnset(timeout)), deadline_(deadlineIn(isOwn_ ? milliseconds(0) : timeout)) {
+  checkOwnTimeout("wait", timeout);
+}
 
 milliseconds WaitLimit::left() const {
   if (isOwn_) return timeout_;

@@ -209,21 +209,20 @@ WorkOptions ProcessGroupFarandole::workOptions(::c10d::OpType type, const char* 
                                                std::chrono::milliseconds timeout, std::uint64_t count) {
   TORCH_CHECK(context_->isOurs(), title,
               ": this process was forked from the one that made the group; expected a group that it has made itself");
+  checkOwnTimeout(title, timeout);
   // A batch involves some ranks only: counting it as a collective would set them apart.
   const bool isPointToPoint = ::c10d::isP2POp(type) || type == ::c10d::OpType::COALESCED;
   if (flight_ != nullptr && !isFlightDescribed_.load(std::memory_order_relaxed)) describeFlight();
-  return {
-      rank_,
-      type,
-      title,
-      isPointToPoint ? counts_->pointToPoint.fetch_add(count, std::memory_order_relaxed)
-                     : counts_->collectives.fetch_add(1, std::memory_order_relaxed),
-      (timeout == ::c10d::kUnsetTimeout || timeout == kNoTimeout ? timeout_.load(std::memory_order_relaxed) : timeout) +
-          hooks_->extraTimeout(),
-      hooks_->follow(),
-      hooks_->areTold(),
-      flight_,
-      hooks_->keyIfTold()};
+  return {rank_,
+          type,
+          title,
+          isPointToPoint ? counts_->pointToPoint.fetch_add(count, std::memory_order_relaxed)
+                         : counts_->collectives.fetch_add(1, std::memory_order_relaxed),
+          (isUnset(timeout) ? timeout_.load(std::memory_order_relaxed) : timeout) + hooks_->extraTimeout(),
+          hooks_->follow(),
+          hooks_->areTold(),
+          flight_,
+          hooks_->keyIfTold()};
 }
 
 std::string ProcessGroupFarandole::transportOf(int rank) {

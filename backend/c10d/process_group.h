@@ -17,6 +17,7 @@
 #include "backend/c10d/flight_log.h"
 #include "backend/c10d/open_batch.h"
 #include "backend/c10d/process_context.h"
+#include "backend/c10d/timeouts.h"
 #include "backend/c10d/work.h"
 #include "backend/c10d/work_hooks.h"
 #include "backend/collective/algorithms.h"
@@ -58,9 +59,15 @@ class ProcessGroupFarandole final : public ::c10d::Backend, public RepeatedMessa
   // A copy: what torch writes into the options of a group that it splits stays out of this one.
   c10::intrusive_ptr<::c10d::Backend::Options> getBackendOptions() override { return copyOptions(); }
   c10::intrusive_ptr<Options> copyOptions() const;
-  void setTimeout(std::chrono::milliseconds timeout) override { timeout_ = timeout; }
+  void setTimeout(std::chrono::milliseconds timeout) override {
+    checkTimeout("set_timeout", timeout);
+    timeout_ = timeout;
+  }
   // NOLINTBEGIN(modernize-use-override)
-  virtual void addEphemeralTimeout(const std::chrono::milliseconds& timeout) { hooks_->extendTimeout(timeout); }
+  virtual void addEphemeralTimeout(const std::chrono::milliseconds& timeout) {
+    checkTimeout("add_ephemeral_timeout", timeout);
+    hooks_->extendTimeout(timeout);
+  }
   // NOLINTEND(modernize-use-override)
   void setGroupUid(const std::string& uid) override;
   std::uint64_t getSequenceNumberForGroup() override;

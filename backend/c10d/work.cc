@@ -10,6 +10,7 @@
 #include "backend/c10d/flight_tensors.h"
 #include "backend/c10d/gated_messages.h"
 #include "backend/c10d/reduce_kernels.h"
+#include "backend/c10d/timeouts.h"
 #include "backend/common/deadline.h"
 
 namespace farandole::backend {
@@ -148,10 +149,11 @@ std::exception_ptr WorkOf<Base>::exception() const {
 
 template <typename Base>
 bool WorkOf<Base>::wait(milliseconds timeout) {
+  checkOwnTimeout("wait", timeout);
   if (!Base::isDone()) {
     TORCH_CHECK(ForkCount::now() == forks_, title_,
                 ": wait() in a process that was forked from the one that began it; expected it there");
-    const bool isOwn = timeout == kNoTimeout || timeout == ::c10d::kUnsetTimeout;
+    const bool isOwn = isUnset(timeout);
     const auto deadline = isOwn ? Base::deadline() : std::min(Base::deadline(), deadlineIn(timeout));
     if (!Base::wait(deadline)) {
       const bool isLast = isOwn || deadline == Base::deadline();

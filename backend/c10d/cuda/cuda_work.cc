@@ -10,6 +10,7 @@
 
 #include "backend/c10d/callback_threads.h"
 #include "backend/c10d/errors.h"
+#include "backend/c10d/timeouts.h"
 #include "backend/common/deadline.h"
 
 namespace farandole::backend {
@@ -69,7 +70,8 @@ void CudaWork::synchronize() {
 }
 
 bool CudaWork::wait(milliseconds timeout) {
-  const bool isOwn = timeout == kNoTimeout || timeout == ::c10d::kUnsetTimeout;
+  checkOwnTimeout("wait", timeout);
+  const bool isOwn = isUnset(timeout);
   auto deadline = deadlineIn(timeout);
   // The group's watch looks after its own timeout.
   if (!isOwn) {

@@ -23,6 +23,9 @@ def _still_works(rank, world_size):
 
 def _misuse(rank, world_size):
     x = torch.zeros(4)
+    before = datetime.timedelta(seconds=-3)
+    hurried = dist.AllreduceOptions()
+    hurried.timeout = before
     cases = [
         (ValueError, r"broadcast: tensor has layout Sparse; expected a dense",
          lambda: backend.broadcast([x.to_sparse()], dist.BroadcastOptions())),
@@ -61,6 +64,10 @@ def _misuse(rank, world_size):
          lambda: dist.all_to_all([x[: 1 if peer == rank else 4].clone() for peer in range(2)], [x, x.clone()])),
         (ValueError, r"all_to_all_single: input has 3 elements for this rank itself; expected 2 as output",
          lambda: dist.all_to_all_single(torch.zeros(4), x, [2, 2], [3, 1] if rank == 0 else [1, 3])),
+        (ValueError, r"set_timeout: timeout is -3000 ms; expected 0 or more", lambda: _set_timeout(before)),
+        (ValueError, r"all_reduce: timeout is -3000 ms; expected 0 or more", lambda: pg.allreduce([x], hurried)),
+        (ValueError, r"wait: timeout is -3000 ms; expected 0 or more",
+         lambda: dist.all_reduce(x.clone(), async_op=True).wait(before)),
         (ValueError, r"timeout is -1 day, 23:59:55; expected 0 or more",
          lambda: dist.new_group(timeout=datetime.timedelta(seconds=-5))),
     ]  # fmt: skip
