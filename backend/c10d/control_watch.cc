@@ -48,6 +48,11 @@ void ControlWatch::abort(const std::string& reason) {
   (void)context_->useControlPlane([&](net::ControlPlane& plane) { return plane.abort(group_, reason); });
 }
 
+void ControlWatch::reportDeath(int rank, const std::string& reason) {
+  if (!joined_) return;
+  (void)context_->useControlPlane([&](net::ControlPlane& plane) { return plane.reportDeath(group_, rank, reason); });
+}
+
 void ControlWatch::peerFailed(int rank, const Status& status) {
   if (const auto communicator = communicator_.lock()) communicator->rankFailed(rank, status);
 }

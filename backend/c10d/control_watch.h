@@ -30,11 +30,13 @@ class ControlWatch final : public net::ControlListener, public collective::Group
   void leave();
 
   void abort(const std::string& reason) override;
+  void reportDeath(int rank, const std::string& reason) override;
   void ask() override;
   bool hasAnswers() override;
   void awaitAnswers() override;
   std::string answers() override;
-  std::vector<int> departed() override { return departures_->ranks(); }
+  std::vector<int> left() override { return departures_->left(); }
+  std::vector<int> departed() override { return departures_->gone(); }
 
  private:
   // Of one question after the other; outlives the watch with an answer under way.

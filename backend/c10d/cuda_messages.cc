@@ -15,6 +15,9 @@ class WordOfTheGroup final : public collective::GroupWatch {
   void abort(const std::string& reason) override {
     if (watch_ != nullptr) watch_->abort(reason);
   }
+  void reportDeath(int rank, const std::string& reason) override {
+    if (watch_ != nullptr) watch_->reportDeath(rank, reason);
+  }
   void ask() override {
     if (watch_ != nullptr) watch_->ask();
   }
@@ -23,6 +26,8 @@ class WordOfTheGroup final : public collective::GroupWatch {
     if (watch_ != nullptr) watch_->awaitAnswers();
   }
   std::string answers() override { return watch_ != nullptr ? watch_->answers() : ""; }
+  std::vector<int> left() override { return watch_ != nullptr ? watch_->left() : std::vector<int>{}; }
+  std::vector<int> departed() override { return watch_ != nullptr ? watch_->departed() : std::vector<int>{}; }
 
  private:
   const std::shared_ptr<ControlWatch> watch_;

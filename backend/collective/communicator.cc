@@ -198,7 +198,7 @@ void Communicator::send(int peer, p2p::MessageKind kind, std::uint32_t tag, std:
   engine().transport().send(peers_[peer].id, p2p::makeTag(members_[peer].group, kind, rank_, tag, element), data, bytes,
                             message);
   if (message.isPending && !peers_[peer].failure) {
-    failForLoss(*message.operation, peers_[peer].failure.wrap(describe(peer) + " is gone"));
+    failForLoss(*message.operation, peer, peers_[peer].failure.wrap(describe(peer) + " is gone"));
   }
 }
 
@@ -219,9 +219,9 @@ void Communicator::recv(int peer, p2p::MessageKind kind, std::uint32_t tag, std:
   if (!message.isPending) return;
   if (peer == kAnySource && areOthersGone()) {
     const int last = rank_ == 0 ? 1 : 0;
-    failForLoss(*message.operation, peers_[last].failure.wrap("all others are gone, " + describe(last)));
+    failForLoss(*message.operation, last, peers_[last].failure.wrap("all others are gone, " + describe(last)));
   } else if (peer != kAnySource && !peers_[peer].failure) {
-    failForLoss(*message.operation, peers_[peer].failure.wrap(describe(peer) + " is gone"));
+    failForLoss(*message.operation, peer, peers_[peer].failure.wrap(describe(peer) + " is gone"));
   }
 }
 

@@ -139,21 +139,28 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   Operation* heldCollective();
   // Ends every pending operation for which `select` gives an error.
   void failPending(const std::function<Status(Operation&)>& select);
-  // Whether nobody is left who could send anything.
+  // Whether the connections to all others have ended; whether nobody is left who could send anything.
   bool areOthersGone() const;
+  bool canNobodySend() const;
   // The operations with messages that this rank has yet to send or receive.
   std::vector<Operation*> waitingFor(int rank);
+  // All ranks hear of the death, and that this rank has seen it.
+  void reportDeath(int rank, const Status& status);
   // Whom this one follows has lost a rank: what that had sent here may still be on its way, for a while.
   void noteDeparture(int rank, const Status& status);
   // Ends what waits for those who have departed long enough ago.
   void settleDepartures();
+  // Likewise for those who have left the group, or given it up, and go on with others: no connection tells when the
+  // last that they sent has come.
+  void noteLeavers();
+  void settleLeavers();
   // Has the follower told, with nothing held.
   void tellFollower(const std::function<void(Communicator&)>& tell);
   // What the others say, for the error of a timeout; or nothing.
   std::string answers() const;
   // Ends an operation that has lost a rank. Where there is a watch its word comes first, for it
   // knows why, unless it takes too long.
-  void failForLoss(Operation& operation, const Status& status);
+  void failForLoss(Operation& operation, int rank, const Status& status);
   // Why a rank takes no more messages of this group: what it has told the ranks of its host, or else `status`.
   Status whyClosed(int rank, const Status& status) const;
   // The death that a rank of this host gave the group up for, before this rank has seen it; or ok.
@@ -202,6 +209,7 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   };
   struct Loss {
     Operation* operation;
+    int rank;  // or kAnySource
     Status status;
     int looks = 0;  // at the deadlines, since then
   };
@@ -210,6 +218,11 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
     int rank;
     Status status;
     int looks = 0;  // at the deadlines, since then
+  };
+  struct Leaver {
+    int rank;
+    std::string why;
+    int looks;  // at the deadlines that are still to come, for what it had sent
   };
 
   transport::Connections& connections_;
@@ -226,6 +239,8 @@ class Communicator final : public transport::ProgressEngine::Listener, private t
   std::shared_ptr<GroupWatch> watch_;
   std::weak_ptr<Communicator> follower_;
   std::vector<Departure> departures_;
+  std::vector<Leaver> leavers_;
+  int looks_ = 0;                      // at the deadlines
   bool asked_ = false;                 // the watch, about operations whose time is over
   std::unique_ptr<HostSegment> host_;  // of the ranks of this host, when there are two or more
   struct Neighbour {

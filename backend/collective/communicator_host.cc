@@ -141,7 +141,9 @@ Status Communicator::readFrom(int index, void* to, const void* from, std::size_t
   if (Status there = canCome(index); !there) return there;
   if (status.code() != StatusCode::kPeerFailed) return status.wrapUnlessOk("receiving from " + describe(rank));
   noteLost(rank);
-  return Status(StatusCode::kPeerFailed, "its process died").wrap(describe(rank) + " failed");
+  const Status death(StatusCode::kPeerFailed, "its process died");
+  reportDeath(rank, death);
+  return death.wrap(describe(rank) + " failed");
 }
 
 // Before others have come there is nobody to make room for.

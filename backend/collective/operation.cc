@@ -188,7 +188,7 @@ void Operation::noteFailed(Message& message) {
       why.wrap((message.isSend ? "sending to " : "receiving from ") + communicator_->describe(message.peer));
   // Nobody here has cancelled a message of what is not done: UCX does when a connection breaks.
   if (code == StatusCode::kPeerFailed || code == StatusCode::kPeerLeft || code == StatusCode::kAborted) {
-    communicator_->failForLoss(*this, status);
+    communicator_->failForLoss(*this, message.peer, status);
   } else {
     fail(status);
   }

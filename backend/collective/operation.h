@@ -108,6 +108,7 @@ class Operation : private transport::ProgressEngine::Leaver {
     done_.store(false, std::memory_order_relaxed);
     isWanted_.store(false, std::memory_order_relaxed);
     wantsEnding_ = hasPostedAll_ = false;
+    waitsSince_ = 0;
   }
   // What isBlocked() held up goes on, unless it is done.
   void resume();
@@ -149,6 +150,7 @@ class Operation : private transport::ProgressEngine::Leaver {
   bool hasPostedAll_ = false;
   bool isLost_ = false;  // a message did not come, and it will fail for that: nothing is built on what came instead
   int outstanding_ = 0;
+  int waitsSince_ = 0;  // the communicator's look at which it was seen to wait for a rank that has left, or 0
   const Message* awaited_ = nullptr;
   std::chrono::milliseconds timeout_ = std::chrono::milliseconds::max();
   transport::Clock::time_point deadline_ = transport::kNoDeadline;

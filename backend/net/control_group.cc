@@ -83,6 +83,11 @@ void ControlGroup::abort(const std::string& reason) {
   if (!leaving_) learn({FactKind::kAborted, rank_, rank_, std::string(cutText(reason, kMaxReason))}, nullptr);
 }
 
+void ControlGroup::reportDeath(int rank, const std::string& reason) {
+  assert(rank >= 0 && rank < size() && rank != rank_);
+  learn({FactKind::kFailed, rank, rank_, std::string(cutText(reason, kMaxReason))}, nullptr);
+}
+
 void ControlGroup::drop() {
   plane_ = nullptr;
   listener_.reset();
@@ -276,7 +281,7 @@ std::string ControlGroup::nameOf(int rank) const {
 
 void ControlGroup::tell(const Fact& fact) {
   if (fact.kind == FactKind::kLeft) {
-    if (departures_ != nullptr && !leaving_ && !fact.reason.empty()) departures_->add(fact.rank);
+    if (departures_ != nullptr && !leaving_) departures_->add(fact.rank, !fact.reason.empty());
     return;
   }
   const auto listener = listener_.lock();

@@ -21,22 +21,29 @@ struct ControlMember {
   int globalRank = -1;  // for messages: among all ranks of the program, if that is known
 };
 
-// Ranks that have left a group in order, and with it all others of their process. Apart from the listener, which the
-// loop must not hold on to when groups are destroyed, as they are just then. Any thread.
+// Ranks that have left a group in order. Apart from the listener, which the loop must not hold on to when groups are
+// destroyed, as they are just then. Any thread.
 class Departures {
  public:
-  void add(int rank) {
+  // `isGone`: with all other groups of its process.
+  void add(int rank, bool isGone) {
     std::lock_guard lock(mutex_);
-    ranks_.push_back(rank);
+    left_.push_back(rank);
+    if (isGone) gone_.push_back(rank);
   }
-  std::vector<int> ranks() const {
+  std::vector<int> left() const {
     std::lock_guard lock(mutex_);
-    return ranks_;
+    return left_;
+  }
+  std::vector<int> gone() const {
+    std::lock_guard lock(mutex_);
+    return gone_;
   }
 
  private:
   mutable std::mutex mutex_;
-  std::vector<int> ranks_;
+  std::vector<int> left_;
+  std::vector<int> gone_;  // those of them
 };
 
 // What a group tells its process, on the loop, with nothing locked. Each rank
@@ -99,6 +106,7 @@ class ControlGroup : public std::enable_shared_from_this<ControlGroup> {
   // `isGone`: all others of this process are left with it.
   void leave(bool isGone);
   void abort(const std::string& reason);
+  void reportDeath(int rank, const std::string& reason);
   // Ends it without a word: no callback, no message, no timer any more.
   void drop();
 

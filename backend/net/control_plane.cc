@@ -148,6 +148,15 @@ Status ControlPlane::abort(const std::string& group, const std::string& reason) 
   return Status::ok();
 }
 
+Status ControlPlane::reportDeath(const std::string& group, int rank, const std::string& reason) {
+  const Result<std::string> key = keyOf(group);
+  if (!key) return key.status();
+  impl_->loop().post([impl = impl_, key = *key, rank, reason] {
+    if (const auto found = impl->find(key)) found->reportDeath(rank, reason);
+  });
+  return Status::ok();
+}
+
 Status ControlPlane::askAllRanks(const std::string& group, std::chrono::milliseconds limit,
                                  GroupAnswersHandler handler) {
   const Result<std::string> key = keyOf(group);

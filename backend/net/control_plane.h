@@ -49,6 +49,10 @@ class ControlPlane {
   // Tells all others, once per group; this rank's own listener is not told.
   Status abort(const std::string& group, const std::string& reason);
 
+  // Tells all, also this rank's own listener, that the process of another rank is dead: for what sees it surely, and
+  // may see it first. Nothing where it is known to have left.
+  Status reportDeath(const std::string& group, int rank, const std::string& reason);
+
   // Every rank's ControlListener::report(), on the loop, within `limit` and once;
   // not at all when the plane is destroyed before; no answers when the group was left.
   Status askAllRanks(const std::string& group, std::chrono::milliseconds limit, GroupAnswersHandler handler);

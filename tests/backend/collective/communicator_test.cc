@@ -25,6 +25,17 @@ Program sendProgram(int peer, const int& value) {
   return program;
 }
 
+// As a message of a program's: it ends without the group.
+std::shared_ptr<TestOperation> receiveAlone(const std::shared_ptr<Communicator>& communicator, int peer, int& into,
+                                            std::uint32_t sequence) {
+  auto operation = std::make_shared<TestOperation>(communicator);
+  operation->setProgram(recvProgram(peer, into), sequence);
+  operation->endAlone();
+  transport::ProgressEngine::Access access(communicator->engine());
+  operation->start();
+  return operation;
+}
+
 // Of two ranks, the first one's receive, done: it has room for 8 bytes, and 4 came.
 std::shared_ptr<TestOperation> receiveAnotherSize(Group& group) {
   std::int64_t in = 0;
@@ -107,12 +118,19 @@ TEST(Communicator, ARankThatTheWatchHoldsForDeadEndsTheGroup) {
 class TestWatch final : public GroupWatch {
  public:
   void abort(const std::string& reason) override { reasons.push_back(reason); }
+  void reportDeath(int rank, const std::string& reason) override { deaths.emplace_back(rank, reason); }
   void ask() override { ++questions; }
   bool hasAnswers() override { return answered; }
   void awaitAnswers() override {}
   std::string answers() override { return "rank 1 sleeps"; }
 
-  std::vector<std::string> reasons;  // with the engine held
+  std::vector<int> left() override { return leavers; }
+  std::vector<int> departed() override { return gone; }
+
+  std::vector<int> gone;
+  std::vector<int> leavers;  // with the engine held, as what is told
+  std::vector<std::pair<int, std::string>> deaths;
+  std::vector<std::string> reasons;
   std::atomic<int> questions{0};
   std::atomic<bool> answered{false};
 };
@@ -168,6 +186,53 @@ TEST(Communicator, ALossThatTheWatchDoesNotExplainIsTheReasonInTheEnd) {
   EXPECT_TRUE(watch->reasons.empty());
 }
 
+TEST(Communicator, ALossOfARankThatHasLeftIsThat) {
+  Group group(2, 0);
+  const auto watch = std::make_shared<TestWatch>();
+  watch->gone = {1};
+  group[0]->setWatch(watch);
+  int in = 0;
+  auto pending = TestOperation::launch(group[0], recvProgram(1, in), 1);
+  group.end(1);
+  ASSERT_TRUE(pending->wait(transport::Clock::now() + 10s));
+  EXPECT_EQ(
+      pending->status().toString(),
+      "test operation: rank 1 (host host, pid 1) is gone: its process has left: it destroyed its groups, or exited");
+}
+
+// Its process goes on, and its connections with it.
+TEST(Communicator, WhoWaitsForARankThatHasLeftTheGroupHearsOfItAndLosesNothing) {
+  for (const int hosts : {1, 2}) {
+    Group group(2, hosts == 1 ? Group::kSharedMemory : 0);
+    int in = 0;
+    const int value = 7;
+    auto pending = receiveAlone(group[0], 1, in, 2);
+    auto any = receiveAlone(group[0], kAnySource, in, 3);
+    auto sent = TestOperation::launch(group[1], sendProgram(0, value), 1);
+    if (hosts == 1) {
+      group[1]->abort(Status::aborted("it was destroyed"));
+    } else {
+      const auto watch = std::make_shared<TestWatch>();
+      watch->leavers = {1};
+      group[0]->setWatch(watch);
+    }
+    ASSERT_TRUE(pending->wait(transport::Clock::now() + 20s));
+    const std::string why =
+        hosts == 1 ? "it has left or given up the group: it was destroyed" : "it has left the group";
+    EXPECT_EQ(pending->status().toString(), "test operation: rank 1 (host host, pid 1) is gone: " + why);
+    ASSERT_TRUE(any->wait(transport::Clock::now() + 1s));
+    EXPECT_FALSE(any->status());
+    int early = 0;
+    auto arrived = receiveAlone(group[0], 1, early, 1);
+    ASSERT_TRUE(arrived->wait(transport::Clock::now() + 1s));
+    EXPECT_TRUE(arrived->status()) << arrived->status().toString();
+    EXPECT_EQ(early, 7);
+    auto late = receiveAlone(group[0], 1, in, 4);
+    ASSERT_TRUE(late->wait(transport::Clock::now() + 2s));
+    EXPECT_NE(late->status().toString().find(why), std::string::npos) << late->status().toString();
+  }
+}
+
 TEST(Communicator, ACollectiveThatTimesOutEndsTheGroup) {
   Group group(2, 0);
   int in = 0;
@@ -193,13 +258,7 @@ TEST(Communicator, WhyARankGaveUpIsToldThoughItHasLeftSince) {
   alone.reset();
   group.end(1);
   int in = 0;
-  auto waiting = std::make_shared<TestOperation>(group[0]);
-  waiting->setProgram(recvProgram(1, in), 1);
-  waiting->endAlone();
-  {
-    transport::ProgressEngine::Access access(group[0]->engine());
-    waiting->start();
-  }
+  auto waiting = receiveAlone(group[0], 1, in, 1);
   ASSERT_TRUE(waiting->wait(transport::Clock::now() + 10s));
   EXPECT_EQ(waiting->status().code(), StatusCode::kPeerLeft) << waiting->status().toString();
 

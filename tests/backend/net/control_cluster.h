@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -33,10 +34,15 @@ class RecordingListener : public ControlListener {
   std::map<int, std::vector<Status>> failed() const { return copy(failed_); }
   std::map<int, std::vector<Status>> aborted() const { return copy(aborted_); }
   // How often each has left all its groups.
-  std::map<int, int> left() const {
+  std::map<int, int> gone() const {
     std::map<int, int> times;
-    for (const int rank : departures_->ranks()) ++times[rank];
+    for (const int rank : departures_->gone()) ++times[rank];
     return times;
+  }
+  // Those that have left a group.
+  std::set<int> left() const {
+    const std::vector<int> ranks = departures_->left();
+    return {ranks.begin(), ranks.end()};
   }
 
   bool waitFor(const std::function<bool(const RecordingListener&)>& done, std::chrono::milliseconds limit = 10s) const {

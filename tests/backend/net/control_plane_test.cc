@@ -119,6 +119,28 @@ TEST(ControlPlane, TellsEveryOtherRankWhoAborted) {
   }
 }
 
+// By a rank that leaves for it: whoever hears of that has heard of the death, of which the plane itself knows nothing.
+TEST(ControlPlane, TellsEveryOtherRankOfADeathThatOneHasSeen) {
+  ControlCluster cluster(23);
+  cluster.joinAll();
+  for (const int reporter : {7, 0}) {  // each ends with this
+    ASSERT_TRUE(cluster.plane(reporter).reportDeath("g", 19, "its process died").isOk());
+    cluster.leave(reporter);
+    cluster.destroy(reporter);
+  }
+  for (int rank = 0; rank < cluster.size(); ++rank) {
+    if (rank == 0 || rank == 7) continue;
+    ASSERT_TRUE(cluster.listener(rank).waitForFailureOf(19)) << "rank " << rank;
+    const auto failed = cluster.listener(rank).failed();
+    ASSERT_EQ(failed.size(), 1U) << "rank " << rank << " was told:" << listed(cluster, rank);
+    ASSERT_EQ(failed.at(19).size(), 1U);
+    const std::string text = failed.at(19).front().toString();
+    EXPECT_NE(text.find("rank 19 (host host19, pid 1019) failed: its process died; noticed by rank "),
+              std::string::npos)
+        << text;
+  }
+}
+
 TEST(ControlPlane, TakesRanksThatLeaveInAnyOrderForNoFailureAndStillCarriesNotices) {
   const std::uint64_t first = testing::someSeed();
   for (std::uint64_t round = 0; round < 12; ++round) {
@@ -180,12 +202,14 @@ TEST(ControlPlane, TellsWhoHasLeftItsLastGroupAndNotWhoIsInAnotherOne) {
     const RecordingListener& listener = cluster.listener(rank);
     const int groups = rank == 1 ? 1 : 2;  // that it is in with rank 3
     const std::map<int, int> expected = {{2, 1}, {3, groups}};
-    EXPECT_TRUE(listener.waitFor([&](const auto& l) { return l.left() == expected; })) << "rank " << rank;
+    EXPECT_TRUE(listener.waitFor([&](const auto& l) { return l.gone() == expected; })) << "rank " << rank;
+    // Rank 1 is in "a" as well.
+    EXPECT_TRUE(listener.waitFor([&](const auto& l) { return rank == 1 || l.left() == std::set{1, 2, 3}; }));
     EXPECT_TRUE(listener.failed().empty());
   }
   std::this_thread::sleep_for(50ms);
-  for (const int rank : {0, 4, 5}) EXPECT_EQ(cluster.listener(rank).left().size(), 2u) << "rank " << rank;
-  for (const int rank : {2, 3}) EXPECT_EQ(cluster.listener(rank).left().count(rank), 0u) << "rank " << rank;
+  for (const int rank : {0, 4, 5}) EXPECT_EQ(cluster.listener(rank).gone().size(), 2u) << "rank " << rank;
+  for (const int rank : {2, 3}) EXPECT_EQ(cluster.listener(rank).gone().count(rank), 0u) << "rank " << rank;
 }
 
 TEST(ControlPlane, IsTornDownByAllRanksAtOnceWithoutOneReport) {

@@ -277,6 +277,45 @@ def test_a_receive_from_any_rank_ends_when_all_others_have_left(transport):
     assert outcomes[VICTIM] < 10, outcomes
 
 
+def _leave_a_sub_group(rank, world_size):
+    """Rank 0 leaves it and goes on; rank 1 waits there, for what comes and for what does not."""
+    group = dist.new_group([0, 1])
+    early = dist.irecv(torch.zeros(3), 0, group=group, tag=7) if rank == 1 else None
+    dist.barrier()
+    if rank == 0:
+        for tag in (7, 8):
+            dist.send(torch.full((3,), float(tag)), 1, group=group, tag=tag)
+        dist.destroy_process_group(group)
+    seconds = {}
+    if rank == 1:
+        early.wait()
+        calls = {
+            "recv": lambda: dist.recv(torch.zeros(3), 0, group=group, tag=9),
+            "recv from any": lambda: dist.recv(torch.zeros(3), group=group, tag=9),
+            "all_reduce": lambda: dist.all_reduce(torch.ones(3), group=group),
+        }
+        for name, call in calls.items():
+            start = time.monotonic()
+            with pytest.raises(dist.DistBackendError, match=r"rank 0 .*it has left|rank 0 .*has left or given up"):
+                call()
+            seconds[name] = time.monotonic() - start
+            if name != "all_reduce":  # which ends the group
+                received = torch.zeros(3)
+                dist.recv(received, 0, group=group, tag=8) if name == "recv" else None
+                assert name != "recv" or torch.equal(received, torch.full((3,), 8.0))
+    await_all(rank, world_size)
+    ones = torch.ones(3)
+    dist.all_reduce(ones)
+    assert torch.equal(ones, torch.full((3,), float(world_size)))
+    return seconds
+
+
+@pytest.mark.parametrize("host_of_rank", [(0, 0, 0), (0, 1, 0)])
+def test_who_waits_for_a_rank_that_has_left_only_this_group_hears_of_it_and_loses_nothing(host_of_rank):
+    seconds = run_ranks(_leave_a_sub_group, 3, "farandole", enter=PretendHost(host_of_rank))[1]
+    assert len(seconds) == 3 and max(seconds.values()) < 12, seconds
+
+
 def _come_late(rank, world_size, members):
     dist.barrier()
     if rank == VICTIM or rank not in members:

@@ -72,6 +72,28 @@ def test_a_killed_rank_is_named_where_one_machine_pretends_to_be_two(tmp_path):
     die_often("all_reduce", 4, VICTIM, tmp_path, name, enter=PretendHost(HOST_OF_RANK))
 
 
+def _die_first(rank, world_size, store):
+    """Those on the victim's host know of the death at once, and leave for it; the others hear of both."""
+    with pytest.raises(dist.DistBackendError) as error:
+        dist.init_process_group("farandole", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+        if rank == VICTIM:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while True:
+            dist.all_gather_into_tensor(torch.empty(4000), torch.ones(1000))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return str(error.value)
+
+
+def test_a_rank_that_dies_as_soon_as_the_group_is_made_is_named_though_survivors_leave_at_once(tmp_path):
+    with Hosts(2) as hosts:
+        for life in range(4):
+            store = str(tmp_path / str(life))
+            told = run_ranks(_die_first, 4, None, may_die={VICTIM}, enter=hosts.enter((0, 1, 0, 1)), store=store)
+            for rank in SURVIVORS:
+                assert f"rank {VICTIM} (host host-1, pid " in told[rank], (life, told)
+
+
 def _shrink(rank, world_size):
     dist.all_reduce(torch.ones(10))
     if rank == VICTIM:
