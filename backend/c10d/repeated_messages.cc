@@ -80,6 +80,11 @@ class RepeatedOperation final : public collective::Operation, public std::enable
   }
 
   std::span<collective::Message> messages() override { return {&message_, 1}; }
+  // Its owner's, until that is gone.
+  std::shared_ptr<void> keepBuffers() override {
+    if (self_ == nullptr || kept_.empty()) return nullptr;
+    return std::make_shared<std::vector<std::shared_ptr<void>>>(std::exchange(kept_, {}));
+  }
 
   void ending(const Status& status) override {
     flight_->end(flightNumber_, 1, status);

@@ -346,6 +346,15 @@ std::uint64_t CollectiveOperation::recordFlight(observe::FlightRecorder& recorde
   return number;
 }
 
+std::shared_ptr<void> CollectiveOperation::keepBuffers() {
+  struct Buffers {
+    std::vector<at::Tensor> results;
+    std::vector<at::Tensor> others;
+    std::vector<collective::BufferPool::Buffer> scratch;
+  };
+  return std::make_shared<Buffers>(Buffers{results_, others_, takeScratch()});
+}
+
 std::string CollectiveOperation::describeReduction(std::uint16_t code) const {
   return backend::describeReduction(code);
 }

@@ -131,6 +131,7 @@ class MessagesOperation : public collective::Operation {
   bool postNext() override;
   Status mismatch(const collective::Message& message) override;
   std::span<collective::Message> messages() override { return {messages_.data(), posted_}; }
+  std::shared_ptr<void> keepBuffers() override { return std::make_shared<std::vector<at::Tensor>>(results()); }
   static constexpr bool kIsPointToPoint = true;
   // An entry for each message, numbered in a row from what is returned.
   std::uint64_t recordFlight(observe::FlightRecorder& recorder, observe::FlightRecord& record, ::c10d::OpType type,
@@ -178,6 +179,7 @@ class CollectiveOperation : public collective::ProgramOperation {
   using ProgramOperation::ProgramOperation;
   std::vector<at::Tensor> results() const { return results_; }
   std::string describeReduction(std::uint16_t code) const override;
+  std::shared_ptr<void> keepBuffers() override;
   static constexpr bool kIsPointToPoint = false;
   std::uint64_t recordFlight(observe::FlightRecorder& recorder, observe::FlightRecord& record, ::c10d::OpType type,
                              observe::FlightState state) const;

@@ -125,6 +125,7 @@ void Operation::postSend(Message& message, int peer, p2p::MessageKind kind, std:
                          std::size_t bytes, std::uint32_t element) {
   message.operation = this;
   message.onDone = &Operation::messageDone;
+  message.keep = nullptr;
   message.peer = peer;
   message.isSend = true;
   message.isPending = true;
@@ -137,6 +138,7 @@ void Operation::postRecv(Message& message, int peer, p2p::MessageKind kind, std:
                          std::size_t bytes, std::uint32_t element) {
   message.operation = this;
   message.onDone = &Operation::messageDone;
+  message.keep = &Operation::keepBuffersOf;
   message.peer = peer;
   message.isSend = false;
   message.isPending = true;
@@ -148,6 +150,10 @@ void Operation::postRecv(Message& message, int peer, p2p::MessageKind kind, std:
 void Operation::messageDone(transport::Request& request) {
   auto& message = static_cast<Message&>(request);
   message.operation->noteMessage(message);
+}
+
+std::shared_ptr<void> Operation::keepBuffersOf(transport::Request& request) {
+  return static_cast<Message&>(request).operation->keepBuffers();
 }
 
 void Operation::noteMessage(Message& message) {

@@ -96,6 +96,9 @@ class Operation : private transport::ProgressEngine::Leaver {
   // It was ended early by an error.
   virtual void abandoned(const Status&) {}
   virtual std::span<Message> messages() = 0;
+  // What its receives write to, once it was ended early: held for whoever may still write there when this object is
+  // gone. Null where that is not known; then this object stays.
+  virtual std::shared_ptr<void> keepBuffers() { return nullptr; }
   // Keep this object alive, and let go of it. The latter may free tensors and, with the last
   // operation, the communicator: not with the transport held.
   virtual void retain() = 0;
@@ -132,6 +135,7 @@ class Operation : private transport::ProgressEngine::Leaver {
 
   void leave() final { release(); }
   static void messageDone(transport::Request& request);
+  static std::shared_ptr<void> keepBuffersOf(transport::Request& request);
   void noteMessage(Message& message);
   void noteFailed(Message& message);
   void run();

@@ -169,6 +169,8 @@ class ProgramOperation : public Operation {
   using Operation::Operation;
   // Of Reduction::code: "SUM of float".
   virtual std::string describeReduction(std::uint16_t code) const;
+  // Of the program, which goes on no more.
+  std::vector<BufferPool::Buffer> takeScratch() { return std::move(program_.scratch_); }
   bool postNext() final;
   bool isBlocked() const final { return blocked_ || waitsForTurn_; }
   bool isPolled() const final { return usesHost() && program_.numMessages() == 0; }

@@ -2,6 +2,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <utility>
 
 #include "backend/common/status.h"
 #include "backend/p2p/message_tag.h"
@@ -18,6 +20,11 @@ struct Request {
   using OnDone = void (*)(Request&);
 
   OnDone onDone = nullptr;
+
+  // Of a receive, or null: what its buffer lies in. For who cannot end one that is cancelled, and may write there until
+  // it is destroyed itself: it holds that, and the receive is done. Null where it is not known, or not yet.
+  using Keep = std::shared_ptr<void> (*)(Request&);
+  Keep keep = nullptr;
 
   // Valid once done. The rest tells of the other side: what was sent, of a receive;
   // what the receive wanted, of a send that failed with kMismatch.

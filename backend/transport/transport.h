@@ -70,7 +70,8 @@ class Transport {
   virtual void noteReceived(PeerId, std::size_t) {}
   // The request completes with kAborted, now or in a later progress(), unless it
   // completes by itself before. A send that the peer may be reading cannot be
-  // cancelled: it completes when the peer is done or has failed.
+  // cancelled: it completes when the peer is done or has failed. A receive of which a part has come may complete with
+  // the rest, or once its peer has failed (Request::keep).
   virtual void cancel(Request& request) = 0;
 
   // Where it stands whether a thread waits, and progresses this for want of anything better: it may then do for a peer

@@ -6,6 +6,7 @@
 #include <array>
 #include <chrono>
 #include <cstring>
+#include <new>
 #include <utility>
 #include <vector>
 
@@ -54,8 +55,9 @@ Status UcxTransport::open(UcxMemory memory) {
   if (memory == UcxMemory::kCuda) FARANDOLE_RETURN_IF_ERROR(checkCudaMemory(context_));
 
   ucp_worker_params_t workerParams = {};
-  workerParams.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
+  workerParams.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE | UCP_WORKER_PARAM_FIELD_FLAGS;
   workerParams.thread_mode = UCS_THREAD_MODE_SERIALIZED;
+  workerParams.flags = UCP_WORKER_FLAG_IGNORE_REQUEST_LEAK;  // of receives that only the worker's end has ended
   status = ucp_worker_create(context_, &workerParams, &worker_);
   if (status != UCS_OK) return ucxError("ucp_worker_create", status);
 
@@ -76,7 +78,10 @@ Status UcxTransport::open(UcxMemory memory) {
 UcxTransport::~UcxTransport() {
   peerFailed_ = nullptr;
   if (worker_ != nullptr) {
-    if (!closeEndpoints(worker_, handles())) return;  // a leak: better than a crash
+    if (!closeEndpoints(worker_, handles())) {  // a leak: better than a crash
+      new (std::nothrow) auto(std::move(kept_));
+      return;
+    }
     ucp_worker_destroy(worker_);
   }
   if (context_ != nullptr) ucp_cleanup(context_);
@@ -245,10 +250,6 @@ Status UcxTransport::received(Request& request, ucs_status_t status, const ucp_t
   return request.noteSent(info.sender_tag, info.length) ? Status::ok() : Request::mismatch();
 }
 
-void UcxTransport::cancel(Request& request) {
-  if (request.handle != nullptr) ucp_request_cancel(worker_, request.handle);
-}
-
 std::string UcxTransport::describe(PeerId id) const {
   const Peer& peer = peers_[static_cast<std::uint32_t>(id)];
   if (!peer.failure) return "ucx: " + peer.failure.toString();
@@ -310,6 +311,7 @@ void UcxTransport::recvDone(void* handle, ucs_status_t status, const ucp_tag_rec
   Request& request = *static_cast<Request*>(user);
   request.status = received(request, status, *info);
   request.handle = nullptr;
+  static_cast<UcxTransport&>(*request.owner).forgetCancelled(request);
   ucp_request_free(handle);
   noteDone(request);
 }
@@ -335,6 +337,7 @@ void UcxTransport::endpointFailed(void* arg, ucp_ep_h handle, ucs_status_t statu
 
 void UcxTransport::look(Clock::time_point now) {
   dropLateMessages();
+  endCancelled();
   if (!std::exchange(isAnyBroken_, false)) return;
   for (std::size_t i = 0; i < peers_.size(); ++i) {  // who is told may connect to further ones
     Peer& peer = peers_[i];

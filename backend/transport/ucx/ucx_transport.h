@@ -124,6 +124,14 @@ class UcxTransport final : public Transport {
                                   const ucp_am_recv_param_t* param);
   static void receiptSent(void* handle, ucs_status_t status, void* user);
 
+  // Cancelled receives (ucx_cancelled.cc).
+  void endCancelled();
+  // Whether the rest of what it has begun to send may never come.
+  bool isGone(PeerId from) const;
+  void forgetCancelled(const Request& request) {
+    if (!cancelled_.empty()) std::erase(cancelled_, &request);
+  }
+
   // Closed groups (ucx_closed_groups.cc).
   using Members = std::shared_ptr<const std::vector<PeerId>>;  // by their rank
   struct ClosedGroup {
@@ -154,6 +162,8 @@ class UcxTransport final : public Transport {
   bool isProgressing_ = false;
   Request* done_ = nullptr;
   Request* lastDone_ = nullptr;
+  std::vector<Request*> cancelled_;          // receives of which a part had come
+  std::vector<std::shared_ptr<void>> kept_;  // what UCX may write to until the worker is destroyed
   PeerFailed peerFailed_;
   bool isAnyBroken_ = false;              // of a peer that has not failed
   std::deque<ClosedGroup> closedGroups_;  // whose number has not been taken again; the latest one is first

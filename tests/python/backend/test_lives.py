@@ -3,8 +3,10 @@
 import os
 import signal
 import time
+import weakref
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -158,6 +160,47 @@ def _outlive(rank, world_size, folder, deaths):
 def test_a_group_can_be_made_again_after_a_peers_death(transport, tmp_path):
     options = {"folder": str(tmp_path), "deaths": 4, "env": TRANSPORTS[transport]}
     assert run_ranks(_outlive, 6, None, timeout=150, may_die=range(2, 6), **options)[:2] == [True] * 2
+
+
+LARGE = 20_000_000  # bytes: 0.8 s of the link, and not so many that UCX asks for the receive first
+CUT_SHORT = {
+    "recv": lambda tensor, rank: dist.isend(tensor, 0) if rank == 1 else dist.irecv(tensor, 1),
+    "recv from any": lambda tensor, rank: dist.isend(tensor, 0) if rank == 1 else dist.irecv(tensor),
+    "reduce": lambda tensor, rank: dist.reduce(tensor, 0, async_op=True),
+    "all_to_all": lambda tensor, rank: dist.all_to_all_single(tensor, tensor.clone(), async_op=True),
+}
+
+
+def _outlive_senders(rank, world_size, action, folder):
+    """In each life rank 0 is the same process, and rank 1 one that is killed when a part of its message has come."""
+    begin = CUT_SHORT[action]
+    if rank > 0:
+        _init(folder, rank, 1, 2)
+        dist.barrier()
+        work = begin(torch.ones(LARGE, dtype=torch.uint8), 1)
+        time.sleep(0.2)
+        assert not work.is_completed()
+        os.kill(os.getpid(), signal.SIGKILL)
+    before = resources()
+    for life in range(1, world_size):
+        _init(folder, life, 0, 2)
+        dist.barrier()
+        memory = np.zeros(LARGE, np.uint8)
+        memory_of_life = weakref.ref(memory)
+        with pytest.raises(dist.DistBackendError, match=r"rank 1 .*its process (died|is gone)"):
+            begin(torch.from_numpy(memory), 0).wait()
+        dist.destroy_process_group()
+        del memory
+        _check(before, f"life {life}", AFTER_FAILURE, settle=SETTLE)
+        assert memory_of_life() is None
+    return True
+
+
+@pytest.mark.parametrize("action", CUT_SHORT)
+def test_a_life_whose_peer_died_in_the_middle_of_a_message_leaves_nothing_behind(action, tmp_path):
+    options = {"action": action, "folder": str(tmp_path), "may_die": (1, 2)}
+    with Hosts(2, rate="200mbit") as hosts:
+        assert run_ranks(_outlive_senders, 3, None, enter=hosts.enter((0, 1, 1)), **options)[0]
 
 
 MEMBERS = ((0, 1, 2), (0, 1), (1, 2), (2, 0))

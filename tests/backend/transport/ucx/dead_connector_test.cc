@@ -4,7 +4,6 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <array>
 #include <chrono>
 #include <csignal>
@@ -13,6 +12,7 @@
 
 #include "backend/transport/ucx/ucx_transport.h"
 #include "tests/backend/transport/conformance.h"
+#include "tests/backend/transport/ucx/addresses.h"
 
 namespace farandole::transport {
 namespace {
@@ -24,17 +24,6 @@ bool progressUntilDone(Transport& transport, const Tracked& request) {
     (void)transport.progress();
   }
   return request.done;
-}
-
-void tell(int socket, const std::string& address) {
-  ASSERT_EQ(::send(socket, address.data(), address.size(), 0), static_cast<ssize_t>(address.size()));
-}
-
-std::string hear(int socket) {
-  std::array<char, 4096> address{};
-  const ssize_t bytes = ::recv(socket, address.data(), address.size(), 0);
-  EXPECT_GT(bytes, 0);
-  return {address.data(), static_cast<std::size_t>(std::max<ssize_t>(bytes, 0))};
 }
 
 // Connects to the process at the other end of `socket`, reads nothing of what that answers, and waits to be killed.
