@@ -67,11 +67,11 @@ WorkPtr allReduce(ProcessGroupFarandole& group, at::Tensor& tensor) {
   return group.allreduce(tensors, {});
 }
 
-#define SKIP_WITHOUT_HOOKS() \
+#define FARANDOLE_SKIP_WITHOUT_HOOKS() \
   if (!kHasHooks<CompletionHook>) GTEST_SKIP() << "this torch has no completion hooks"
 
 TEST(WorkHooks, CompletionHooksHearOnceOfEachWorkThatSucceeds) {
-  SKIP_WITHOUT_HOOKS();
+  FARANDOLE_SKIP_WITHOUT_HOOKS();
   runRanks(2, 30s, [](ProcessGroupFarandole& group) {
     Heard heard;
     Heard gone;
@@ -106,7 +106,7 @@ std::vector<std::uint64_t> sorted(std::vector<std::uint64_t> keys) {
 }
 
 TEST(WorkHooks, CompletionHooksHearOnceOfEachOperationOfABatch) {
-  SKIP_WITHOUT_HOOKS();
+  FARANDOLE_SKIP_WITHOUT_HOOKS();
   runRanks(3, 30s, [](ProcessGroupFarandole& group) {
     Heard heard;
     std::vector<std::uint64_t> keys;
@@ -132,7 +132,7 @@ TEST(WorkHooks, CompletionHooksHearOnceOfEachOperationOfABatch) {
 }
 
 TEST(WorkHooks, CompletionHooksHearOnceOfASumOfSparseTensors) {
-  SKIP_WITHOUT_HOOKS();
+  FARANDOLE_SKIP_WITHOUT_HOOKS();
   runRanks(2, 30s, [](ProcessGroupFarandole& group) {
     Heard heard;
     listen(group, 1, heard);
@@ -152,7 +152,7 @@ TEST(WorkHooks, CompletionHooksHearOnceOfASumOfSparseTensors) {
 }
 
 TEST(WorkHooks, CompletionHooksHearOfNothingThatTorchWasGivenNoWorkOf) {
-  SKIP_WITHOUT_HOOKS();
+  FARANDOLE_SKIP_WITHOUT_HOOKS();
   runRanks(2, 30s, [](ProcessGroupFarandole& group) {
     Heard heard;
     listen(group, 1, heard);
@@ -217,7 +217,7 @@ TEST(PartsReport, TellsOfEachPartAndOnceOfAll) {
 }
 
 TEST(WorkHooks, CompletionHooksHearNothingOfAFailure) {
-  SKIP_WITHOUT_HOOKS();
+  FARANDOLE_SKIP_WITHOUT_HOOKS();
   runRanks(2, 30s, [](ProcessGroupFarandole& group) {
     Heard heard;
     std::atomic<int> failures{0};
@@ -306,7 +306,7 @@ TEST(WorkHooks, AbortHooksHearOfEachFailureAndOfNothingElse) {
 }
 
 TEST(WorkHooks, AHookThatThrowsHarmsNeitherTheWorkNorOtherHooks) {
-  SKIP_WITHOUT_HOOKS();
+  FARANDOLE_SKIP_WITHOUT_HOOKS();
   runRanks(2, 30s, [](ProcessGroupFarandole& group) {
     Heard heard;
     std::atomic<int> calls{0};

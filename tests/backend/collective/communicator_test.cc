@@ -39,11 +39,11 @@ std::shared_ptr<TestOperation> receiveAlone(const std::shared_ptr<Communicator>&
 // Of two ranks, the first one's receive, done: it has room for 8 bytes, and 4 came.
 std::shared_ptr<TestOperation> receiveAnotherSize(Group& group) {
   std::int64_t in = 0;
-  static constexpr int value = 3;  // it may be on its way for longer than this
+  static constexpr int kValue = 3;  // it may be on its way for longer than this
   Program program;
   program.recv(1, &in, sizeof in);
   auto recv = TestOperation::launch(group[0], std::move(program), 1);
-  auto send = TestOperation::launch(group[1], sendProgram(0, value), 1);
+  auto send = TestOperation::launch(group[1], sendProgram(0, kValue), 1);
   EXPECT_TRUE(recv->wait(transport::Clock::now() + 10s));
   return recv;
 }
